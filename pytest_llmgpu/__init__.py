@@ -1,0 +1,48 @@
+"""Performance regression testing of LLM inference on GPUs, as a pytest plugin.
+
+The map of the package, from what people touch down to what is measured; imports point down only.
+
+    plugin, cli                     pytest's hooks; the command `llmgpu`
+    fixtures, session               what tests are written with; what lives as long as a run
+    planner, recorder, live         options to cases, everything refused that can be; results kept; the live line
+    terminal, case_tables, order    tables and findings for people; small batches before large ones
+    runner, options                 run(case) -> result; the one table of options
+    group                           the processes of a strategy as one thing
+    findings, accuracy              what a person should do; whether answers are still right
+    report, environment, commit     the JSON; machine and libraries; the source that was measured
+    privacy                         no name of a host or a user, no secret
+    launchers, rank                 how processes are started; what one of them does
+    strategies                      how a model is spread: mp
+    scoring, batching, tasks        log-likelihoods, batches, items
+    models, model_files             weights and tokenizers; which checkpoint a directory holds
+    memory, profiling, oom          caps and peaks; NVML; what counts as out of memory
+    bundled                         the model, dataset and presets that come with the package
+    metrics > result > case         derived numbers, what happened, what was measured
+
+Where it departs from the design it began with: `planner` is a room of its own, since refusing bad input before anything
+starts is a question of its own; so are `group` (several processes, one outcome), `session`, `recorder`, `accuracy`,
+`findings` and `memory`. Fixtures are made per run from the options instead of parametrised by a hook, so that a suite's
+own `llm` or `batch_size` fixture is left alone. The first line that names the devices comes after the collection, where
+it is known that a test needs them; a run without such tests pays nothing. traffic.py, the gate and the page follow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.case import Case as Case
+    from pytest_llmgpu.report import Report as Report
+    from pytest_llmgpu.result import CaseResult as CaseResult
+
+__all__ = ["Case", "CaseResult", "Report"]
+
+_ROOMS = {"Case": "case", "CaseResult": "result", "Report": "report"}
+
+
+def __getattr__(name: str) -> object:
+    # At first use and not here: every test run with the plugin installed imports this package.
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)

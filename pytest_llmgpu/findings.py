@@ -1,0 +1,269 @@
+"""What a person should know of a result, each with what to do next. Nothing that nobody would act on."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Iterator, Sequence
+
+from pytest_llmgpu.accuracy import decode, measured, reference, value_of
+from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult, Failure, Finding, Profile
+
+__all__ = ["findings"]
+
+_GIB = 2**30
+_ENOUGH_ITEMS = 50  # fewer cannot be told from guessing
+_LAST_WORDS_LENGTH = 200
+_SLOWER = 0.98  # a batch size within 2 % of the best is as fast as it, by the noise between launches
+_MISSED_SAMPLES = 0.05  # a profile that lacks more of its ticks than this may have missed what it is for
+
+
+def findings(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]:
+    """Return what to say of a result.
+
+    Args:
+        result: with its derived figures and its accuracy check.
+        earlier: results of the same session before it, with their findings: what is true of a whole series or of the
+            machine is said once.
+    """
+    series = [other for other in earlier if other is not result and other.case.series == result.case.series]
+    if result.outcome == "completed":
+        return [*_of_accuracy(result, series), *_of_speed(result, series), *_of_profile(result, earlier)]
+    if result.outcome == "oom":
+        return [_out_of_memory(result, series)]
+    if result.outcome == "skipped_after_oom":
+        return []  # the out-of-memory case before it has said all
+    return [_failed(result)]
+
+
+def _out_of_memory(result: CaseResult, series: Sequence[CaseResult]) -> Finding:
+    case, failure = result.case, result.failure
+    fitted = [other.case.batch_size for other in series if other.outcome == "completed"]
+    largest = max((size for size in fitted if size < case.batch_size), default=None)
+    loading = failure is not None and failure.phase == "load"
+    text = "Out of memory while loading the model" if loading else f"Out of memory at batch size {case.batch_size}"
+    if not loading:
+        text += f"; {largest} is the largest that completed" if largest else "; no smaller batch size completed"
+    if failure is not None and failure.requested_bytes is not None and failure.free_bytes is not None:
+        text += f". It asked for {failure.requested_bytes / _GIB:.2f} GiB with {failure.free_bytes / _GIB:.2f} GiB free"
+    elif failure is not None and failure.evidence:
+        text += f" ({failure.evidence})"
+
+    remedies = ["spread it over more GPUs (--llmgpu-devices)"]
+    if case.gpu_memory_bytes is not None:
+        remedies.insert(0, f"raise --llmgpu-gpu-memory ({case.gpu_memory_bytes / _GIB:.1f} GiB in force)")
+    if case.dtype == "float32":
+        remedies.append("halve it with --llmgpu-dtype=float16")
+    advice = ", or ".join(remedies)
+    if not loading and largest and largest + 1 < case.batch_size:
+        advice = (
+            f"The limit lies between {largest} and {case.batch_size}: narrow it with --llmgpu-batch-sizes, {advice}"
+        )
+    return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{_capital(advice)}.")
+
+
+def _failed(result: CaseResult) -> Finding:
+    failure = result.failure
+    if failure is None:
+        failure = Failure(phase="forward", message="no reason was recorded")
+    where = "while loading the model" if failure.phase == "load" else f"at batch size {result.case.batch_size}"
+    rank = "" if failure.rank is None else f" on rank {failure.rank}"
+    words = {"timeout": "Timed out", "crashed": "Crashed", "error": "Failed", "interrupted": "Interrupted"}
+    text = f"{words[result.outcome]} {where}{rank}: {failure.message.strip().rstrip('.')}"
+    last = _last_words(failure.log_tail or "")
+    if last and last not in failure.message:
+        text += f". Its log ends: {last}"
+
+    if result.outcome == "timeout":
+        option = "--llmgpu-load-timeout" if failure.phase == "load" else "--llmgpu-timeout"
+        advice = f"Raise {option} if it was only slow; if it hung, `failure.log_tail` in the report shows where."
+    elif result.outcome == "interrupted":
+        advice = "Run it again; the batches that finished are in the report."
+    elif failure.signal == signal.SIGKILL:
+        advice = "Somebody killed it: see the kernel log (dmesg) for the host's out-of-memory killer or a job limit."
+    else:
+        advice = "Read `failure.log_tail` in the report for the traceback."
+    return Finding(code=result.outcome, severity="failure", text=f"{text}.", next_step=advice)
+
+
+def _last_words(log: str) -> str:
+    """Return the log line that says most: the last exception, else the last line that is no traceback's frame."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    plain = [line for line in lines if not line.startswith((" ", "Traceback"))]
+    last = (exceptions or plain or [""])[-1].strip().rstrip(".")
+    return last if len(last) <= _LAST_WORDS_LENGTH else f"{last[: _LAST_WORDS_LENGTH - 1]}…"
+
+
+def _of_accuracy(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
+    accuracy, check = measured(result), result.accuracy_check
+    if accuracy is None or check is None:
+        return
+    if result.case.load_format == "dummy":
+        if check.ok is False:
+            advice = (
+                "Random weights answer by chance, but the same sequence must score the same in any batch: look for a "
+                "mask, padding or position that depends on the batch, or a kernel that overflows."
+            )
+            yield Finding(
+                code="loglikelihood-mismatch", severity="failure", text=_sentence(check.text), next_step=advice
+            )
+        return
+
+    smallest = reference(result, series)
+    if _collapsed(accuracy, check, smallest):
+        yield _collapse(result, accuracy, check, smallest)
+    elif check.ok is False:
+        advice = (
+            "See which items flipped (`predictions` in the report), and whether dtype, tokenizer, revision or library "
+            "versions changed; --llmgpu-accuracy-baseline sets another bar."
+        )
+        yield Finding(code="accuracy-below-baseline", severity="failure", text=_sentence(check.text), next_step=advice)
+    elif check.ok is None and smallest is None:
+        advice = "Pass --llmgpu-accuracy-baseline=FRACTION, so that a wrong answer fails instead of going unseen."
+        yield Finding(code="accuracy-unchecked", severity="warning", text=_sentence(check.text), next_step=advice)
+
+    if smallest is not None and (flips := _flips(accuracy, smallest, check.metric)):
+        dtype = result.case.dtype
+        rounding = "float32 rounding flips next to none" if dtype == "float32" else f"{dtype} rounding flips a few"
+        yield Finding(
+            code="predictions-differ",
+            severity="info",
+            text=f"{flips:,} of {accuracy.items:,} answers differ from those of {smallest.id}.",
+            next_step=f"{_capital(rounding)}; where it is more, compare `predictions` of both cases in the report.",
+        )
+
+
+def _collapsed(accuracy: Accuracy, check: AccuracyCheck, smallest: CaseResult | None) -> bool:
+    """Return whether the answers are guesses although something says that the model knows better, or nothing does."""
+    chance = _chance(accuracy)
+    bar = chance + max(0.05, 2 * math.sqrt(chance * (1 - chance) / accuracy.items))
+    if check.value is None or check.value > bar:
+        return False
+    before = measured(smallest) if smallest else None
+    if before is not None:
+        return check.ok is False or value_of(before, check.metric) > bar + 0.05
+    return check.ok is False or (check.ok is None and accuracy.items >= _ENOUGH_ITEMS)
+
+
+def _collapse(result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, smallest: CaseResult | None) -> Finding:
+    values = decode(accuracy.loglikelihoods)
+    not_finite = sum(not math.isfinite(value) for value in values)
+    before = measured(smallest) if smallest else None
+    better = None if before is None else value_of(before, check.metric)
+    lost = better is not None and better > value_of(accuracy, check.metric) + 0.1
+    if not_finite:
+        cause = (
+            f"{not_finite:,} of {len(values):,} log-likelihoods are not finite: numbers overflow in {result.case.dtype}"
+        )
+        advice = "Try --llmgpu-dtype=bfloat16 or float32."
+    elif smallest is not None and better is not None and lost:
+        cause = f"{smallest.id} had {100 * better:.1f} %, so it is the batch size that loses the answers"
+        advice = (
+            "Look for a context that is cut at this batch size (a fused kernel's workspace too small for its tokens) "
+            "or for padding that is not masked; do not use this batch size."
+        )
+    else:
+        cause = "weights, tokenizer and prompts do not belong together, or the model is untrained"
+        advice = "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer."
+    return Finding(
+        code="accuracy-collapsed",
+        severity="failure" if lost or not_finite or check.ok is False else "warning",
+        text=_sentence(f"{check.text}. Guessing gives {100 * _chance(accuracy):.0f} %: {cause}"),
+        next_step=advice,
+    )
+
+
+def _flips(accuracy: Accuracy, smallest: CaseResult, metric: str) -> int:
+    before = measured(smallest)
+    assert before is not None, "`reference` gives scored results only"
+    name = "predictions" if metric == "acc" else "predictions_norm"
+    return sum(a != b for a, b in zip(getattr(accuracy, name), getattr(before, name), strict=True))
+
+
+def _chance(accuracy: Accuracy) -> float:
+    """Return the accuracy of guessing: one over the endings of an item."""
+    return accuracy.items / max(1, len(decode(accuracy.loglikelihoods)))
+
+
+def _of_speed(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
+    smaller = [
+        other
+        for other in series
+        if other.sequences_per_s is not None and other.case.batch_size < result.case.batch_size
+    ]
+    wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
+    if not smaller or wrong or result.sequences_per_s is None or _said("batching-stopped-paying", series):
+        return
+    best = max(smaller, key=lambda other: other.sequences_per_s or 0.0)
+    if best.sequences_per_s and result.sequences_per_s < _SLOWER * best.sequences_per_s:
+        slower = 100 * (1 - result.sequences_per_s / best.sequences_per_s)
+        yield Finding(
+            code="batching-stopped-paying",
+            severity="info",
+            text=f"Batching stopped paying: {slower:.0f} % fewer sequences a second than at batch size "
+            f"{best.case.batch_size} ({_rate(result.sequences_per_s)} against {_rate(best.sequences_per_s)}).",
+            next_step=f"Serve with batch size {best.case.batch_size}: larger ones cost memory and time.",
+        )
+
+
+def _of_profile(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
+    if result.case.device != "cuda":
+        return
+    for launch in result.launches:
+        profile = launch.profile
+        reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
+        if profile is None or reason:
+            if not _said("no-profile", earlier):
+                yield Finding(
+                    code="no-profile",
+                    severity="info",
+                    text=_sentence(f"No GPU profile: {reason or 'no reason was recorded'}"),
+                    next_step="For utilisation, communication and memory of the devices, make NVML usable "
+                    "(in a container: the `utility` driver capability).",
+                )
+            continue
+        yield from _of_window(profile, earlier)
+
+
+def _of_window(profile: Profile, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
+    if profile.invalid:
+        yield Finding(
+            code="profile-invalid",
+            severity="warning",
+            text=_sentence(f"The measurement was disturbed: {'; '.join(profile.invalid)}"),
+            next_step="Measure again with the GPUs to yourself before you trust these figures.",
+        )
+    ticks = profile.samples + profile.missed
+    if not profile.samples and profile.duration_s < 2 * profile.period_s:
+        if not _said("profile-too-short", earlier):
+            yield Finding(
+                code="profile-too-short",
+                severity="info",
+                text=f"No sample: it took {profile.duration_s:.2g} s; samples are {profile.period_s:.2g} s apart.",
+                next_step="Score more items (--llmgpu-limit) or shorten --llmgpu-sample-period.",
+            )
+    elif profile.missed > _MISSED_SAMPLES * ticks:
+        yield Finding(
+            code="profile-gaps",
+            severity="info",
+            text=f"{profile.missed:,} of {ticks:,} samples of the GPU profile are missing.",
+            next_step="Leave a CPU core to the sampler, or lengthen --llmgpu-sample-period.",
+        )
+
+
+def _said(code: str, results: Sequence[CaseResult]) -> bool:
+    return any(finding.code == code for other in results for finding in other.findings)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"  # noqa: PLR2004 - three significant digits
+
+
+def _sentence(text: str) -> str:
+    return _capital(text.rstrip(".")) + "."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,1 @@
+"""How the ranks of a strategy are started; see `protocol`."""

@@ -1,0 +1,52 @@
+"""The numbers derived from what was recorded; nothing here is stored that could not be derived again."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from pytest_llmgpu.result import CaseResult, Launch
+
+__all__ = ["derive", "inference_s", "proportion_stderr", "upper_bound"]
+
+
+def inference_s(launch: Launch) -> float:
+    """Return the seconds a launch spent in batches: the sum of their latencies."""
+    return math.fsum(launch.batches.latency_s)
+
+
+def derive(result: CaseResult) -> None:
+    """Fill in the derived figures of a completed case: medians over its launches.
+
+    A case that did not complete gets none, since a total over some of the batches is not comparable.
+    """
+    launches = [launch for launch in result.launches if launch.batches.latency_s]
+    if result.outcome != "completed" or not launches:
+        return
+    seconds = [inference_s(launch) for launch in launches]
+    result.inference_s = statistics.median(seconds)
+    result.sequences_per_s = statistics.median(
+        sum(launch.batches.sequences) / s for launch, s in zip(launches, seconds, strict=True)
+    )
+    result.tokens_per_s = statistics.median(
+        sum(launch.batches.tokens) / s for launch, s in zip(launches, seconds, strict=True)
+    )
+    accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
+    if accuracies:
+        result.acc = statistics.median(accuracy.acc for accuracy in accuracies)
+        result.acc_norm = statistics.median(accuracy.acc_norm for accuracy in accuracies)
+
+
+def proportion_stderr(fraction: float, items: int) -> float | None:
+    """Return the standard error of a fraction of items, as lm-evaluation-harness gives it; None with one item."""
+    return math.sqrt(fraction * (1 - fraction) / (items - 1)) if items > 1 else None
+
+
+def upper_bound(fraction: float, items: int, z: float = 1.645) -> float:
+    """Return the one-sided 95 % upper bound of a fraction seen on `items` items.
+
+    Wilson's score interval, which stays inside [0, 1] and holds for small samples.
+    """
+    centre = fraction + z * z / (2 * items)
+    spread = z * math.sqrt(fraction * (1 - fraction) / items + z * z / (4 * items * items))
+    return min(1.0, (centre + spread) / (1 + z * z / items))

@@ -1,0 +1,146 @@
+"""From options to cases: everything that can be refused is refused here, before a process or a model is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pytest_llmgpu import models, strategies
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.environment import Machine
+from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.options import Options
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.runner import Request
+from pytest_llmgpu.tasks import hellaswag
+from pytest_llmgpu.tasks.hellaswag import Dataset, Item
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Turns options into requests; datasets, models and machines are looked up once each.
+
+    Every method raises ValueError in one line that names the value and what is allowed.
+    """
+
+    def __init__(self, rootdir: Path, find_machine: Callable[[str, int | None], Machine]) -> None:
+        self._rootdir = rootdir
+        self._find_machine = find_machine
+        self._machines: dict[tuple[str, int | None], Machine] = {}
+        self._datasets: dict[tuple[str, int | None], Dataset] = {}
+        self._sources: dict[tuple[object, ...], ModelSource] = {}
+
+    def machine(self, options: Options) -> Machine:
+        """Return the devices that the options choose."""
+        wanted = (options.device, options.devices)
+        if wanted not in self._machines:
+            self._machines[wanted] = self._find_machine(*wanted)
+        return self._machines[wanted]
+
+    def dataset(self, options: Options) -> Dataset:
+        """Return the items that the options choose."""
+        wanted = (options.dataset, options.limit)
+        if wanted not in self._datasets:
+            self._datasets[wanted] = hellaswag.load(options.dataset, rootdir=self._rootdir, limit=options.limit)
+        return self._datasets[wanted]
+
+    def request(
+        self, options: Options, strategy_name: str, batch_size: int, items: Dataset | Sequence[Item] | None = None
+    ) -> Request:
+        """Return one case with all that is needed to measure it.
+
+        Args:
+            options: Those in force for the test.
+            strategy_name: One of `options.strategy`.
+            batch_size: Sequences per forward.
+            items: What to score; None for what the options choose.
+        """
+        strategy = strategies.find(strategy_name)
+        selected = self.dataset(options)
+        if items is None or items is selected:
+            chosen, limit = selected, options.limit
+        else:
+            chosen, limit = items if isinstance(items, Dataset) else Dataset.of("custom", items), None
+        sequences = sum(len(item.endings) for item in chosen.items)
+        if batch_size > sequences:
+            limited = f" (--llmgpu-limit={limit})" if limit else ""
+            raise ValueError(
+                f"--llmgpu-batch-sizes: {batch_size} is more than the {sequences} sequences of {chosen.name}{limited}; "
+                f"at most {sequences} is allowed"
+            )
+        machine = self.machine(options)
+        self._check_device(options, machine)
+        source = self._source(options, chosen)
+        case = Case(
+            strategy=strategy.name,
+            backend=strategy.backend,
+            batch_size=batch_size,
+            model=source.name,
+            revision=source.revision,
+            load_format=options.load_format,
+            dtype=_dtype(options.dtype, machine.device),
+            device=machine.device,
+            devices=machine.devices,
+            gpu_memory_bytes=options.gpu_memory,
+            dataset=chosen.name,
+            dataset_sha256=chosen.sha256,
+            tokenizer_sha256=source.tokenizer_sha256,
+            limit=limit,
+        )
+        strategy.check(case, source)
+        return Request(
+            case=case,
+            machine=machine,
+            source=source,
+            items=chosen.items,
+            timeout_s=options.timeout,
+            load_timeout_s=options.load_timeout,
+        )
+
+    def _source(self, options: Options, dataset: Dataset) -> ModelSource:
+        wanted = (options.model, options.revision, options.tokenizer, options.load_format, dataset.sha256)
+        if wanted not in self._sources:
+            self._sources[wanted] = models.resolve(
+                options.model,
+                revision=options.revision,
+                tokenizer=options.tokenizer,
+                load_format=options.load_format,
+                texts=dataset.texts(),
+                rootdir=self._rootdir,
+            )
+        return self._sources[wanted]
+
+    def _check_device(self, options: Options, machine: Machine) -> None:
+        dummy_preset = models.is_preset(options.model) and options.load_format == "dummy"
+        if dummy_preset and machine.device == "cpu" and options.device != "cpu":
+            raise ValueError(
+                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch can use none here; "
+                "--llmgpu-device=cpu runs it on the CPU all the same"
+            )
+        cap = options.gpu_memory
+        if cap is None:
+            return
+        if machine.device == "cpu":
+            raise ValueError(f"--llmgpu-gpu-memory={cap}: there is no GPU to cap, the run is on the CPU")
+        used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
+        for gpu in machine.gpus:
+            if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
+                raise ValueError(
+                    f"--llmgpu-gpu-memory={_gib(cap)}: more than the {_gib(gpu.memory_bytes)} of GPU {gpu.index}"
+                )
+            if used.get(gpu.uuid, 0) >= cap:
+                raise ValueError(
+                    f"--llmgpu-gpu-memory={_gib(cap)}: GPU {gpu.index} has {_gib(used[gpu.uuid])} in use already, "
+                    "by other programs; a larger cap or an idle GPU is needed"
+                )
+
+
+def _dtype(option: str, device: str) -> str:
+    if option != "auto":
+        return option
+    return "float16" if device == "cuda" else "float32"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

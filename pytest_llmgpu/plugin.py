@@ -1,0 +1,205 @@
+"""pytest's hooks. They translate and call; what they call decides.
+
+Loading this module costs every test run of its users, so it imports nothing heavier than pytest itself; the rest is
+imported once a collected test asks for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_llmgpu import fixtures, options
+from pytest_llmgpu.fixtures import OUTCOME, SESSION, BatchSize, SessionMaker, StrategyName
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.session import BenchmarkSession
+
+_EXPECTED = ("oom", "skipped_after_oom")
+_XDIST = "llmgpu_usage_error"
+_DESELECTED = pytest.StashKey[list[str]]()
+"""In `config.stash`: ids of our tests that were taken out of the run."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    options.declare(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse bad options, whatever is collected, and bring the fixtures."""
+    config.addinivalue_line(
+        "markers",
+        "llmgpu(model=..., batch_sizes=..., expect_oom=False, ...): options of pytest-llmgpu for one test, by their "
+        "names without --llmgpu-; expect_oom: no batch size needs to complete",
+    )
+    chosen = options.resolve(config)
+    deselected: list[str] = []
+    config.stash[_DESELECTED] = deselected
+    config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
+    config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that is marked its own strategies and batch sizes.
+
+    By the marker of pytest's own, which takes the place of a fixture's parameters.
+    """
+    markers = list(metafunc.definition.iter_markers("llmgpu"))
+    if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
+        for mark in fixtures.parameters(options.resolve(metafunc.config, markers), metafunc.fixturenames):
+            metafunc.definition.add_marker(mark)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Remember what was taken out, so that a missing case differs from one nobody wanted."""
+    for item in items:
+        if _is_ours(item):
+            item.config.stash[_DESELECTED].append(item.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Order our tests and refuse what cannot be measured, before anything expensive starts.
+
+    Here and not in pytest_collection_modifyitems, because other plugins reorder after that hook's last implementation.
+    """
+    ours = [item for item in session.items if _is_ours(item)]
+    if not ours:
+        return
+    if hasattr(session.config, "workerinput"):
+        workeroutput: dict[str, str] = session.config.workeroutput  # type: ignore[attr-defined]  # xdist's own
+        workeroutput[_XDIST] = "-n: GPUs cannot be shared by xdist's workers; run these tests without -n"
+        session.items[:] = [item for item in session.items if item not in ours]
+        return
+    from pytest_llmgpu.order import ascending
+
+    turns = iter(ascending(ours, _group_of, _batch_size_of))
+    session.items[:] = [next(turns) if _is_ours(item) else item for item in session.items]
+    if not session.config.option.collectonly:
+        _plan([item for item in session.items if _is_ours(item)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Refuse the whole run where an xdist worker met our tests: only here can it still be a usage error."""
+    refused = getattr(node, "workeroutput", {}).get(_XDIST)
+    if refused is not None:
+        raise pytest.UsageError(refused)
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
+    """Name devices, model and data first."""
+    if config.option.collectonly or not any(_is_ours(item) for item in items):
+        return []
+    return config.stash[SESSION]().headlines()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let the outcome ride on the report, where other plugins and xdist's controller find it."""
+    report = yield
+    if report.when == "call" and OUTCOME in item.stash:
+        report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
+    return report
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
+    """Show out of memory as what it is."""
+    if getattr(report, "llmgpu_outcome", None) not in _EXPECTED:
+        return None
+    if report.skipped:
+        return "oom", "O", ("OOM", {"yellow": True})
+    return ("failed", "O", ("OOM", {"red": True})) if report.failed else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Complete the report and end every process."""
+    benchmark = _made(session.config)
+    if benchmark is not None:
+        stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
+        deselected = session.config.stash[_DESELECTED]
+        benchmark.finish(int(exitstatus), interrupted=stopped, deselected=deselected)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print tables and findings."""
+    benchmark = _made(config)
+    text = benchmark.summary() if benchmark is not None else ""
+    if text:
+        terminalreporter.section("LLM inference")
+        terminalreporter.write_line(text)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End what a run that was refused after the collection may have started."""
+    benchmark = _made(config)
+    if benchmark is not None:
+        benchmark.close()
+
+
+def _is_ours(item: pytest.Item) -> bool:
+    return isinstance(_parameter(item, "llm"), StrategyName)
+
+
+def _parameter(item: pytest.Item, name: str) -> object:
+    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+
+
+def _fixture_names(item: pytest.Item) -> list[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else []
+
+
+def _group_of(item: pytest.Item) -> tuple[str, options.Options]:
+    return str(_parameter(item, "llm")), fixtures.options_of(item)
+
+
+def _batch_size_of(item: pytest.Item) -> int:
+    size = _parameter(item, "batch_size")
+    return int(size) if isinstance(size, int) else 0
+
+
+def _plan(items: Sequence[pytest.Item]) -> None:
+    session = items[0].config.stash[SESSION]()
+    try:
+        for item in items:
+            size, wanted = _parameter(item, "batch_size"), _fixture_names(item)
+            session.expect(
+                _group_of(item),
+                item.nodeid if "measure" in wanted else None,
+                int(size) if isinstance(size, BatchSize) else 1,
+                scores_dataset="hellaswag" in wanted,
+            )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _made(config: pytest.Config) -> BenchmarkSession | None:
+    maker = config.stash.get(SESSION, None)
+    return None if maker is None else maker.made
+
+
+def _new_session(config: pytest.Config) -> BenchmarkSession:
+    from pytest_llmgpu.live import LiveLine
+    from pytest_llmgpu.session import BenchmarkSession
+
+    capture = config.pluginmanager.getplugin("capturemanager")
+    writer = config.get_terminal_writer()
+    live = LiveLine(
+        capture.global_and_fixture_disabled if capture is not None else nullcontext,
+        lambda: writer.fullwidth - writer.width_of_current_line,
+    )
+    try:
+        return BenchmarkSession(
+            rootdir=config.rootpath,
+            options=options.resolve(config),
+            arguments=[str(argument) for argument in config.invocation_params.args],
+            live=live,
+        )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None

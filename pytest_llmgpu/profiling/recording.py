@@ -1,0 +1,239 @@
+"""What the sampler has streamed so far, and the profiles that are cut out of it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pytest_llmgpu.result import DeviceProfile, Metric, Profile, Series
+
+__all__ = ["HISTORY_BYTES", "SERIES_POINTS", "Header", "HeaderDevice", "Reading", "Recording", "TickRecord"]
+
+HISTORY_BYTES = 64 << 20
+"""The oldest readings are dropped beyond this, unless a window that is still open needs them: 5 hours of 8 GPUs."""
+
+_READING_BYTES = 200
+"""What a kept tick costs beside its values."""
+
+SERIES_POINTS = 2000
+"""Most points a series keeps."""
+
+_Columns = dict[str, list[float | None]]
+"""One device's values over the readings, by metric."""
+
+
+class HeaderDevice(msgspec.Struct, frozen=True):
+    """One GPU the sampler reads."""
+
+    index: int
+    uuid: str
+    why: dict[str, str]
+    """Metric to the reason it is never read."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """First line of the sampler's stream."""
+
+    t0_s: float
+    """CLOCK_MONOTONIC of the first deadline."""
+    period_s: float
+    metrics: list[str]
+    """Names of the values of each device, in order."""
+    methods: list[str]
+    windows_s: list[float | None]
+    """How long each reading looks; None for an instant or where it is not known."""
+    devices: list[HeaderDevice]
+    why: dict[str, str] = {}
+
+
+class TickRecord(msgspec.Struct, frozen=True):
+    """Every other line of the stream: the readings that began at one deadline."""
+
+    k: int
+    """Number of the deadline: t0 + k * period."""
+    t_s: float
+    """CLOCK_MONOTONIC when the readings began."""
+    values: list[list[float | None]]
+    """[device, metric]"""
+    why: dict[int, dict[str, str]] = {}
+    """Device's place in the header to metric to the reason, where it is new."""
+
+
+class Reading(NamedTuple):
+    """A tick as it is kept: 8 bytes a value, since sessions are long."""
+
+    k: int
+    t_s: float
+    values: array[float]
+    """[device * metric], NaN for None."""
+
+
+class Recording:
+    """The stream of one sampler. Not safe in threads: its owner locks."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self._why = [dict(device.why) for device in header.devices]
+        self._kept: deque[Reading] = deque()
+        self._dropped = False
+        values = len(header.devices) * len(header.metrics)
+        self._capacity = HISTORY_BYTES // (_READING_BYTES + 8 * values)
+
+    def add(self, tick: TickRecord, open_since_s: float = math.inf) -> None:
+        """Keep a tick and drop what no slice needs any more.
+
+        Args:
+            tick: Ticks come in the order of their deadlines.
+            open_since_s: Start of the oldest window still open.
+        """
+        values = array("d", (math.nan if value is None else value for row in tick.values for value in row))
+        self._kept.append(Reading(tick.k, tick.t_s, values))
+        for place, reasons in tick.why.items():
+            self._why[place].update(reasons)
+        while len(self._kept) > self._capacity and self._kept[0].t_s < open_since_s:
+            self._kept.popleft()
+            self._dropped = True
+
+    def settled(self, start_s: float, end_s: float) -> bool:
+        """Return whether no tick still to come can change the slice between these times."""
+        if self.behind(end_s):
+            return False
+        # Without a reading inside, the one after may be nearer than the one before.
+        return self._kept[-1].t_s > end_s or any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
+
+    def behind(self, end_s: float) -> bool:
+        """Return whether the tick of the last deadline before that time has not come yet."""
+        return not self._kept or self._kept[-1].k < self._last_deadline(end_s)
+
+    def profile(self, start_s: float, end_s: float, held_bytes: Mapping[str, int], why: Mapping[str, str]) -> Profile:
+        """Cut the profile between two CLOCK_MONOTONIC times.
+
+        A window without a reading inside gets the nearest one, says so in `why["samples"]`, and counts 0 samples.
+
+        Args:
+            start_s: Start of the window.
+            end_s: Its end.
+            held_bytes: UUID to bytes to take out of memory_used_bytes.
+            why: What is wrong with the stream as a whole.
+        """
+        inside = [reading for reading in self._kept if start_s <= reading.t_s <= end_s]
+        reasons = {**self.header.why, **why}
+        readings = inside
+        if not inside and self._kept:
+            nearest = min(self._kept, key=lambda reading: max(start_s - reading.t_s, reading.t_s - end_s))
+            distance_s = max(start_s - nearest.t_s, nearest.t_s - end_s)
+            reasons["samples"] = f"no reading fell inside the window; this is the nearest, {distance_s:.3g} s away"
+            readings = [nearest]
+        if not self._kept:
+            reasons["profile"] = "the sampler has given no reading"
+        if self._dropped and (not self._kept or start_s < self._kept[0].t_s):
+            reasons["history"] = "readings from its beginning were dropped to save memory; an open window keeps them"
+        columns = self._columns(readings, held_bytes)
+        return Profile(
+            period_s=self.header.period_s,
+            duration_s=end_s - start_s,
+            samples=len(inside),
+            missed=self._missed(start_s, end_s),
+            lateness_p99_s=self._lateness_p99(inside),
+            devices=self._devices(readings, columns, start_s, end_s),
+            series=self._series(readings, columns, start_s),
+            why=reasons,
+        )
+
+    def _last_deadline(self, end_s: float) -> int:
+        return math.floor((end_s - self.header.t0_s) / self.header.period_s)
+
+    def _missed(self, start_s: float, end_s: float) -> int:
+        """Count the deadlines inside the window without a tick, as far back as ticks are kept."""
+        first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
+        if self._dropped and self._kept:
+            first = max(first, self._kept[0].k)
+        last = self._last_deadline(end_s)
+        return max(0, last - first + 1) - sum(first <= reading.k <= last for reading in self._kept)
+
+    def _lateness_p99(self, inside: Sequence[Reading]) -> float | None:
+        late = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
+        return max(0.0, late[math.ceil(0.99 * len(late)) - 1]) if late else None
+
+    def _columns(self, readings: Sequence[Reading], held_bytes: Mapping[str, int]) -> list[_Columns]:
+        """Return per device each metric's values over the readings, held bytes taken out."""
+        columns: list[_Columns] = []
+        for place, device in enumerate(self.header.devices):
+            held = {"memory_used_bytes": held_bytes.get(device.uuid, 0)}
+            offset = place * len(self.header.metrics)
+            columns.append(
+                {
+                    metric: [
+                        # A reading from before the bytes were held must not fall below zero.
+                        None if math.isnan(value) else max(0.0, value - held.get(metric, 0))
+                        for value in (reading.values[offset + number] for reading in readings)
+                    ]
+                    for number, metric in enumerate(self.header.metrics)
+                }
+            )
+        return columns
+
+    def _devices(
+        self,
+        readings: Sequence[Reading],
+        columns: Sequence[_Columns],
+        start_s: float,
+        end_s: float,
+    ) -> list[DeviceProfile]:
+        devices: list[DeviceProfile] = []
+        for device, why, column in zip(self.header.devices, self._why, columns, strict=True):
+            metrics: dict[str, Metric] = {}
+            sources = zip(self.header.metrics, self.header.methods, self.header.windows_s, strict=True)
+            for metric, method, window_s in sources:
+                times = [
+                    reading.t_s for reading, value in zip(readings, column[metric], strict=True) if value is not None
+                ]
+                values = [value for value in column[metric] if value is not None]
+                metrics[metric] = Metric(
+                    mean=math.fsum(values) / len(values) if values else None,
+                    max=max(values, default=None),
+                    method=method,
+                    coverage=None if window_s is None or not values else _coverage(times, window_s, start_s, end_s),
+                )
+            # A reason from another time says nothing of a window in which every reading came.
+            reasons = {metric: why[metric] for metric in why if None in column[metric] or not readings}
+            devices.append(DeviceProfile(index=device.index, uuid=device.uuid, metrics=metrics, why=reasons))
+        return devices
+
+    def _series(self, readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
+        if not readings:
+            return None
+        points = _thinned(len(readings), [values for column in columns for values in column.values()])
+        return Series(
+            t_s=[round(readings[point].t_s - start_s, 6) for point in points],
+            devices=[
+                {metric: [values[point] for point in points] for metric, values in column.items()} for column in columns
+            ],
+        )
+
+
+def _coverage(times: Sequence[float], window_s: float, start_s: float, end_s: float) -> float:
+    """Return the fraction of [start, end] that readings of [t, t + window] look at."""
+    if end_s <= start_s:
+        return 0.0
+    covered = math.fsum(max(0.0, min(time_s + window_s, end_s) - max(time_s, start_s)) for time_s in times)
+    return min(1.0, covered / (end_s - start_s))
+
+
+def _thinned(count: int, columns: Sequence[Sequence[Any]]) -> list[int]:
+    """Return which of `count` points to keep: evenly spaced ones, and every column's smallest and largest."""
+    if count <= SERIES_POINTS:
+        return list(range(count))
+    keep: set[int] = set()
+    for column in columns:
+        known = [point for point in range(count) if column[point] is not None]
+        if known:
+            keep.add(min(known, key=column.__getitem__))
+            keep.add(max(known, key=column.__getitem__))
+    stride = math.ceil(count / max(1, SERIES_POINTS - len(keep)))
+    return sorted(keep.union(range(0, count, stride)))

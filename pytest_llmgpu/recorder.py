@@ -1,0 +1,116 @@
+"""What was measured in this session: every result is judged, kept and written as soon as it is there."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_llmgpu import accuracy, environment, findings, metrics, report
+from pytest_llmgpu.commit import commit
+from pytest_llmgpu.environment import TorchFacts
+from pytest_llmgpu.options import Options
+from pytest_llmgpu.privacy import anonymous
+from pytest_llmgpu.report import Report
+from pytest_llmgpu.result import CaseResult
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Keeps the report of a session, and its file as complete as the session is."""
+
+    def __init__(self, rootdir: Path, options: Options, arguments: Sequence[str]) -> None:
+        """Prepare a report.
+
+        Args:
+            rootdir: Folder that relative paths in the report start from, and that the commit is read from.
+            options: Those of the run, without any test's markers.
+            arguments: pytest's own.
+
+        Raises:
+            ValueError: The report cannot be written where the options say.
+        """
+        self._rootdir = rootdir
+        self._options = options
+        self._arguments = arguments
+        self.path = rootdir / options.json if options.json else None
+        """Where the report goes; None for nowhere."""
+        self.report: Report | None = None
+        """The report so far; None until the first case is there."""
+        if self.path is not None:
+            report.check_writable(self.path)
+
+    @property
+    def shown_path(self) -> str:
+        """The report's path as people write it."""
+        return "" if self.path is None else _relative(str(self.path), self._rootdir)
+
+    def add(self, result: CaseResult, options: Options, nodeid: str, facts: TorchFacts) -> None:
+        """Judge a result against its baseline and those before it, and write the report."""
+        if self.report is None:
+            self.report = self._start(facts)
+        earlier = list(self.report.cases)
+        result.nodeid = nodeid
+        result.id = report.next_id(self.report, result.case)
+        metrics.derive(result)
+        result.accuracy_check = accuracy.check(
+            result,
+            earlier,
+            given=options.accuracy_baseline,
+            metric=options.accuracy_metric,
+            tolerance=options.accuracy_tolerance,
+        )
+        result.findings = findings.findings(result, earlier)
+        self.report.cases.append(result)
+        self._write()
+
+    def finish(
+        self, exit_status: int, *, interrupted: bool, expected: Sequence[str], deselected: Sequence[str]
+    ) -> None:
+        """Say how the session ended; without a case there is no report."""
+        if self.report is None:
+            return
+        done = {result.nodeid for result in self.report.cases}
+        self.report.session = report.Session(
+            complete=not interrupted and done.issuperset(expected),
+            interrupted=interrupted,
+            exit_status=exit_status,
+            collected=len(expected),
+            deselected=list(deselected),
+        )
+        self._write()
+
+    def _start(self, facts: TorchFacts) -> Report:
+        return Report(
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            plugin_version=environment.installed_version("pytest-llmgpu"),
+            argv=[_argument(argument, self._rootdir) for argument in self._arguments],
+            options={
+                flag: _argument(value, self._rootdir) if isinstance(value, str) else _plain(value)
+                for flag, value in self._options.in_force().items()
+            },
+            environment=environment.fingerprint(facts),
+            commit=commit(self._rootdir),
+        )
+
+    def _write(self) -> None:
+        if self.report is not None and self.path is not None:
+            report.dump(self.report, self.path)
+
+
+def _plain(value: report.OptionValue | tuple[str | int, ...]) -> report.OptionValue:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _argument(argument: str, rootdir: Path) -> str:
+    """Return a command-line argument without what is private: a path becomes relative, else its basename."""
+    name, equals, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
+    return anonymous(f"{name}{equals}{_relative(value, rootdir)}")
+
+
+def _relative(text: str, rootdir: Path) -> str:
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(rootdir)) if path.is_relative_to(rootdir) else path.name

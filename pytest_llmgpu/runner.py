@@ -1,0 +1,200 @@
+"""Run one case: processes, profile window, outcome.
+
+Processes are started once per model and strategy and kept from case to case; after anything but a completed case they
+are ended, so that the next one finds clean devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu import rank, strategies
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.environment import Machine
+from pytest_llmgpu.group import RankGroup, slowest
+from pytest_llmgpu.launchers.protocol import Launcher, RankFailedError
+from pytest_llmgpu.memory import DeviceUse
+from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.profiling.window import Profiler
+from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Profile
+from pytest_llmgpu.tasks.hellaswag import Item
+
+__all__ = ["Progress", "Request", "Runner"]
+
+Progress = Callable[[Case, int, int, float], None]
+"""Called while a case runs: the case, finished batches, planned batches, seconds since it was asked for."""
+
+_NO_TRAFFIC = "exact traffic is not counted yet: see the profile's PCIe figures"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A case with all that is needed to measure it."""
+
+    case: Case
+    machine: Machine
+    source: ModelSource
+    items: Sequence[Item]
+    timeout_s: float
+    """Seconds without a finished batch."""
+    load_timeout_s: float
+
+
+class Runner:
+    """Runs cases one after another; one loaded model at a time."""
+
+    def __init__(self, launcher: Launcher, profiler_of: Callable[[Machine], Profiler], progress: Progress) -> None:
+        self._launcher = launcher
+        self._profiler_of = profiler_of
+        self._progress = progress
+        self._group: RankGroup | None = None
+        self._loading: str | None = None
+        self._load_s: float | None = None
+        self._out_of_memory: dict[str, int] = {}
+
+    def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
+        """Measure a case and hand the result to `record`, whatever happens, an interrupt included."""
+        case = request.case
+        result = CaseResult(id=case.id, key=case.key, case=case, outcome="completed", why={"traffic": _NO_TRAFFIC})
+        if self._out_of_memory.get(case.series, case.batch_size + 1) <= case.batch_size:
+            result.outcome = "skipped_after_oom"
+            record(result)
+            return result
+        launch = Launch()
+        result.launches.append(launch)
+        began = time.monotonic()
+        try:
+            self._measure(request, launch)
+        except RankFailedError as error:
+            result.outcome, result.failure = error.outcome, error.failure
+            if error.outcome == "oom":
+                self._out_of_memory[case.series] = case.batch_size
+            self._keep_what_finished(request, launch, began, error.use)
+        except BaseException as error:
+            result.outcome = "interrupted"
+            result.failure = Failure(phase="forward", message=f"interrupted by {type(error).__name__}")
+            self._keep_what_finished(request, launch, began, ())
+            raise
+        finally:
+            record(result)
+        return result
+
+    def ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Load the model of a case, if it is not, and run `fn(state, *args)` on every rank of it."""
+        try:
+            group = self._load(request)
+            self._give(group, request)
+            return group.ask(fn, *args, phase="forward", timeout_s=request.timeout_s)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._loading = None
+
+    def _measure(self, request: Request, launch: Launch) -> None:
+        case = request.case
+        self._profiler_of(request.machine).start()
+        group = self._load(request)
+        launch.load_s = self._load_s
+        self._give(group, request)
+        began = time.monotonic()
+        replies: list[rank.ScoreReply] = group.ask(
+            rank.score,
+            case.dataset_sha256,
+            case.batch_size,
+            phase="forward",
+            timeout_s=request.timeout_s,
+            tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
+        )
+        launch.wall_s = time.monotonic() - began
+        launch.warmup_s = max(reply.warmup_s for reply in replies)
+        launch.plan_sha256 = replies[0].plan_sha256
+        launch.batches = slowest([reply.batches for reply in replies])
+        launch.accuracy = replies[0].accuracy
+        started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
+        self._take_profile(
+            request.machine, launch, (started, ended), [use for reply in replies for use in reply.memory]
+        )
+
+    def _load(self, request: Request) -> RankGroup:
+        case = request.case
+        if self._group is not None and self._loading == case.loading:
+            return self._group
+        self.close()
+        began = time.monotonic()
+        self._group = RankGroup(self._launcher, _environments(request))
+        self._group.ask(rank.load, case, request.source, phase="load", timeout_s=request.load_timeout_s)
+        self._loading, self._load_s = case.loading, time.monotonic() - began
+        return self._group
+
+    def _give(self, group: RankGroup, request: Request) -> None:
+        sha256 = request.case.dataset_sha256
+        if sha256 not in group.given:
+            group.ask(rank.give, sha256, request.items, phase="load", timeout_s=request.load_timeout_s)
+            group.given.add(sha256)
+
+    def _keep_what_finished(self, request: Request, launch: Launch, began_s: float, use: Sequence[DeviceUse]) -> None:
+        ended_s = time.monotonic()
+        group = self._group
+        self._abandon()
+        if group is not None:
+            # Only of ranks that are ended is it known that all they streamed has been heard.
+            launch.batches = group.batches()
+        self._take_profile(request.machine, launch, (began_s, ended_s), use)
+
+    def _take_profile(
+        self, machine: Machine, launch: Launch, window_s: tuple[float, float], use: Sequence[DeviceUse]
+    ) -> None:
+        held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
+        launch.profile = self._profiler_of(machine).slice(*window_s, held)
+        launch.memory = [_device_memory(device, machine, launch.profile) for device in use]
+
+    def _abandon(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+        self._group = self._loading = None
+
+
+def _environments(request: Request) -> list[Mapping[str, str]]:
+    case = request.case
+    visible = ",".join(gpu.uuid for gpu in request.machine.gpus) if case.device == "cuda" else ""
+    world_size = strategies.find(case.strategy).ranks(case.devices)
+    if world_size == 1:
+        return [{"CUDA_VISIBLE_DEVICES": visible}]
+    return [
+        {
+            "CUDA_VISIBLE_DEVICES": visible,
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
+        for number in range(world_size)
+    ]
+
+
+def _device_memory(use: DeviceUse, machine: Machine, profile: Profile) -> DeviceMemory:
+    index = next((gpu.index for gpu in machine.gpus if gpu.uuid == use.uuid), 0)
+    seen = next((device for device in profile.devices if device.uuid == use.uuid), None)
+    used = seen.metrics.get("memory_used_bytes") if seen else None
+    why = {"workspace_bytes": "the strategy has no workspace outside torch's allocator", **use.why}
+    if used is None or used.max is None:
+        reason = (seen.why.get("memory_used_bytes") if seen else None) or profile.why.get("profile", "no sample")
+        why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), reason)
+    return DeviceMemory(
+        index=index,
+        weights_bytes=use.weights_bytes,
+        peak_allocated_bytes=use.peak_allocated_bytes,
+        peak_reserved_bytes=use.peak_reserved_bytes,
+        held_bytes=use.held_bytes,
+        nvml_used_max_bytes=None if used is None or used.max is None else round(used.max),
+        nvml_used_mean_bytes=None if used is None or used.mean is None else round(used.mean),
+        why=why,
+    )

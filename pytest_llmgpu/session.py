@@ -1,0 +1,118 @@
+"""What lives as long as one pytest run: the planner, the processes, the profiler, the recorder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_llmgpu import environment, terminal
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.environment import Machine
+from pytest_llmgpu.launchers.local import LocalLauncher
+from pytest_llmgpu.live import LiveLine
+from pytest_llmgpu.options import Options
+from pytest_llmgpu.planner import Planner
+from pytest_llmgpu.profiling.window import Profiler
+from pytest_llmgpu.recorder import Recorder
+from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.runner import Runner
+
+__all__ = ["BenchmarkSession", "Group"]
+
+Group = tuple[str, Options]
+"""A strategy and the options in force: the tests of one group share a loaded model."""
+
+
+class BenchmarkSession:
+    """Owns what must be closed, and knows which test is the last of its group."""
+
+    def __init__(self, *, rootdir: Path, options: Options, arguments: Sequence[str], live: LiveLine) -> None:
+        """Make the session of a pytest run; nothing expensive starts.
+
+        Raises:
+            ValueError: The report cannot be written where the options say.
+        """
+        self.planner = Planner(rootdir, environment.machine)
+        self.recorder = Recorder(rootdir, options, arguments)
+        self._sample_period_s = options.sample_period
+        self._live = live
+        self._logs = Path(tempfile.mkdtemp(prefix="llmgpu-"))
+        self._profiler: tuple[tuple[str, ...], Profiler] | None = None
+        self.runner = Runner(LocalLauncher(self._logs), self.profiler_of, self._show)
+        self._expected: dict[Group, list[str]] = {}
+        self._cases: list[tuple[Machine, Case]] = []
+        self._completed: set[Group] = set()
+
+    def expect(self, group: Group, nodeid: str | None, batch_size: int, *, scores_dataset: bool) -> None:
+        """Check a test that will run, in the order of the run.
+
+        Args:
+            group: Its strategy and options.
+            nodeid: Of a test that measures, else None.
+            batch_size: Sequences per forward, 1 where the test chooses for itself.
+            scores_dataset: Whether it takes the items that the options choose; else it brings its own.
+
+        Raises:
+            ValueError: It cannot be measured.
+        """
+        strategy, options = group
+        request = self.planner.request(options, strategy, batch_size if scores_dataset else 1)
+        if nodeid is not None:
+            self._expected.setdefault(group, []).append(nodeid)
+        self._cases.append((request.machine, request.case))
+
+    def headlines(self) -> list[str]:
+        """Return the lines that name devices, model, data and batch sizes, one per choice of devices."""
+        lines: dict[str, tuple[Machine, list[Case]]] = {}
+        for machine, case in self._cases:
+            lines.setdefault(machine.describe(), (machine, []))[1].append(case)
+        return [terminal.headline(machine, cases) for machine, cases in lines.values()]
+
+    def record(self, result: CaseResult, options: Options, nodeid: str) -> None:
+        """Keep a result, whatever its outcome."""
+        self._live.clear()
+        self.recorder.add(result, options, nodeid, self.planner.machine(options).facts)
+
+    def was_last_hope(self, group: Group, nodeid: str, result: CaseResult) -> bool:
+        """Return whether this was the last test of a group of which nothing completed."""
+        if result.outcome == "completed":
+            self._completed.add(group)
+        return self._expected.get(group, [nodeid])[-1] == nodeid and group not in self._completed
+
+    def profiler_of(self, machine: Machine) -> Profiler:
+        """Return the profiler of these devices; the sampler of other devices is ended first."""
+        uuids = tuple(gpu.uuid for gpu in machine.gpus)
+        if self._profiler is not None and self._profiler[0] != uuids:
+            self._profiler[1].close()
+            self._profiler = None
+        if self._profiler is None:
+            self._profiler = (uuids, Profiler(self._sample_period_s, uuids))
+        return self._profiler[1]
+
+    def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> None:
+        """Complete the report and end every process."""
+        self.close()
+        expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
+        self.recorder.finish(exit_status, interrupted=interrupted, expected=expected, deselected=deselected)
+
+    def summary(self) -> str:
+        """Return tables, findings and where the report is; empty where nothing was measured."""
+        report = self.recorder.report
+        if report is None:
+            return ""
+        where = (
+            f"report: {self.recorder.shown_path}" if self.recorder.path else "no report was written (--llmgpu-json=)"
+        )
+        return f"{terminal.tables(report)}\n\n{where}"
+
+    def close(self) -> None:
+        """End every process and drop their logs."""
+        self.runner.close()
+        if self._profiler is not None:
+            self._profiler[1].close()
+        shutil.rmtree(self._logs, ignore_errors=True)
+
+    def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
+        self._live.show(terminal.progress(case.id, done, planned, elapsed_s, batch_size=case.batch_size))

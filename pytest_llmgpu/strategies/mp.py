@@ -1,0 +1,102 @@
+"""mp: whole layers spread evenly over the GPUs by accelerate, one GPU busy at a time.
+
+On a CPU it is the plain model, the yardstick for the numbers of every other strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu import models, oom
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.strategies.protocol import Loaded
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+__all__ = ["LayerParallel"]
+
+
+class LayerParallel:
+    """Layer-wise model parallelism: hidden states travel from device to device, weights do not."""
+
+    name = "mp"
+    backend = "accelerate"
+
+    def check(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - every model that loads can be spread by layers
+        """Refuse more than one device on a CPU: there is only one."""
+        if case.device == "cpu" and case.devices != 1:
+            raise ValueError(f"--llmgpu-devices={case.devices}: strategy mp on a CPU allows 1")
+
+    def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives them all
+        """Return 1: one process drives every device."""
+        return 1
+
+    def load(self, case: Case, source: ModelSource) -> Loaded:
+        """Load the model layer by layer onto its devices."""
+        import torch
+
+        dtype = getattr(torch, case.dtype)
+        skeleton = models.skeleton(source, dtype)
+        if case.device == "cpu":
+            cpu = torch.device("cpu")
+            model = _fill(skeleton, case, source, {"": "cpu"})
+            return Loaded(model=model, config=skeleton.config, input_device=cpu, devices=(cpu,))
+        devices = tuple(torch.device("cuda", index) for index in range(case.devices))
+        model = _fill(skeleton, case, source, _layer_map(skeleton, devices, dtype))
+        head = model.get_output_embeddings().weight.device
+        return Loaded(model=model, config=skeleton.config, input_device=head, devices=devices)
+
+    def prepare(self, loaded: Loaded, batch_size: int) -> None:
+        """Do nothing: no buffer of mp depends on the batch size."""
+
+
+def _fill(
+    skeleton: PreTrainedModel, case: Case, source: ModelSource, device_map: Mapping[str, int | str]
+) -> PreTrainedModel:
+    from accelerate import dispatch_model
+
+    if source.load_format != "dummy":
+        return models.checkpoint(source, skeleton.dtype, device_map)
+    models.materialise(skeleton, lambda name: _device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
+    if len(device_map) == 1:
+        return skeleton
+    dispatched: PreTrainedModel = dispatch_model(skeleton, device_map=device_map)
+    return dispatched
+
+
+def _layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dtype: torch.dtype) -> dict[str, int]:
+    """Return module name to the device's number, every layer whole, as evenly as accelerate spreads them.
+
+    Raises:
+        oom.DeviceMapSpillError: Something fits on no GPU. accelerate itself would offload it without a word.
+    """
+    import torch
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole = list(skeleton._no_split_modules or [])  # noqa: SLF001 - what transformers itself hands to accelerate
+    free = {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}
+    limits = get_balanced_memory(skeleton, max_memory=dict(free), no_split_module_classes=whole, dtype=dtype)
+    placed = infer_auto_device_map(skeleton, max_memory=limits, no_split_module_classes=whole, dtype=dtype)
+    spilled = [name for name, device in placed.items() if not isinstance(device, int)]
+    if spilled:
+        room = ", ".join(f"{size / 2**30:.1f}" for size in free.values())
+        raise oom.DeviceMapSpillError(
+            f"{len(spilled)} of {len(placed)} modules fit on no GPU (first: {spilled[0]}); free GiB per GPU: {room}"
+        )
+    return dict(placed)
+
+
+def _device_of(parameter: str, device_map: Mapping[str, int | str]) -> torch.device:
+    import torch
+
+    parts = parameter.split(".")
+    for end in range(len(parts), -1, -1):
+        device = device_map.get(".".join(parts[:end]))
+        if device is not None:
+            return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    raise AssertionError(f"{parameter} is in no entry of the device map")

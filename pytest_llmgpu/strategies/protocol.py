@@ -1,0 +1,62 @@
+"""What a strategy is: a check that costs nothing, the number of its processes, and a model that is ready to score."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.models import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+__all__ = ["Loaded", "Strategy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model as one rank holds it; what `llm.run` hands to the user's function."""
+
+    model: torch.nn.Module
+    """Called as `model(input_ids=ids_BS)`, its answer has `.logits`."""
+    config: PretrainedConfig
+    """transformers' description of the architecture."""
+    input_device: torch.device
+    """Where input ids are put: where the output head lives, so that logits need not travel."""
+    devices: tuple[torch.device, ...]
+    """Every device this rank computes on, in the order of the rank's visible devices."""
+    rank: int = 0
+    """Number of this process, 0 in a strategy of one process."""
+    world_size: int = 1
+    """Processes of the strategy."""
+
+
+class Strategy(Protocol):
+    """A way to spread a model over devices. The class must import without torch: `check` runs in pytest's process."""
+
+    name: str
+    """As in `--strategy` and in reports."""
+    backend: str
+    """The library that carries it out; it must import."""
+
+    def check(self, case: Case, source: ModelSource) -> None:
+        """Refuse, before anything is started, what cannot work.
+
+        Raises:
+            ValueError: With the value that is wrong and what is allowed.
+        """
+        ...
+
+    def ranks(self, devices: int) -> int:
+        """Return how many processes it needs for that many devices."""
+        ...
+
+    def load(self, case: Case, source: ModelSource) -> Loaded:
+        """Load the model in a rank, in the dtype and on the devices of the case; `oom` classifies what it raises."""
+        ...
+
+    def prepare(self, loaded: Loaded, batch_size: int) -> None:
+        """Rebuild what depends on the batch size, so that a case costs the same alone and in a sweep."""
+        ...

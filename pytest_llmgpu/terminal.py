@@ -1,0 +1,144 @@
+"""The report as text for a terminal: pure functions, at most 100 columns for three strategies."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.case_tables import WIDTH, Painter, device_table, painter, time_table
+from pytest_llmgpu.environment import Machine
+from pytest_llmgpu.report import Report
+from pytest_llmgpu.result import CaseResult, Finding
+
+__all__ = ["headline", "progress", "tables"]
+
+_GIB = 2**30
+_SAME_KIND = 3  # findings of one kind that are shown before the rest is counted
+
+_RED, _YELLOW, _BOLD = "31", "33", "1"
+_SEVERITIES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}  # worst first
+
+_COLUMN_FIELDS = ("strategy", "backend", "strategy_options")
+
+
+def headline(machine: Machine, cases: Sequence[Case]) -> str:
+    """Return one line that says what is going to be measured on what."""
+    parts = [machine.describe()]
+    if cases:
+        parts += _listed(_model(case) for case in cases)
+        parts.append(", ".join(_listed(case.dtype for case in cases)))
+        parts += _listed(_dataset(case) for case in cases)
+        strategies = _listed(case.strategy for case in cases)
+        parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
+        sizes = sorted({case.batch_size for case in cases})
+        parts.append(("batch size " if len(sizes) == 1 else "batch sizes ") + ", ".join(map(str, sizes)))
+    return f"llmgpu: {'; '.join(parts)}"
+
+
+def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: int) -> str:
+    """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`.
+
+    Args:
+        name: id of the case.
+        done: finished batches.
+        total: batches of the case.
+        elapsed_s: seconds since the first batch could start.
+        batch_size: sequences per batch.
+    """
+    line = f"{name}  {done}/{total} batches"
+    if not done or elapsed_s <= 0:
+        return f"{line}  {_clock(elapsed_s)}"
+    rate = done * batch_size / elapsed_s
+    digits = 0 if rate >= 10 else 2  # noqa: PLR2004 - two significant digits at least
+    return f"{line}  {rate:,.{digits}f} seq/s  ETA {_clock(elapsed_s / done * (total - done))}".replace(",", " ")
+
+
+def tables(report: Report, color: bool = False) -> str:
+    """Return the report as tables: time and accuracy, then communication and memory, then the findings, worst first.
+
+    Cases that differ in more than strategy and batch size get a block of their own, under a caption.
+    """
+    paint = painter(color)
+    blocks = _blocks(report.cases)
+    parts: list[str] = []
+    for caption, cases in zip(_captions(blocks, report), blocks, strict=True):
+        parts += [paint(caption, _BOLD), time_table(cases, paint), device_table(cases, report.environment)]
+    return "\n\n".join(filter(None, [*parts, *_findings(report.cases, paint)]))
+
+
+def _blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
+    blocks: dict[str, list[CaseResult]] = {}
+    for result in cases:
+        fields = msgspec.to_builtins(result.case)
+        for name in (*_COLUMN_FIELDS, "batch_size"):
+            del fields[name]
+        blocks.setdefault(json.dumps(fields, sort_keys=True), []).append(result)
+    return list(blocks.values())
+
+
+def _captions(blocks: Sequence[Sequence[CaseResult]], report: Report) -> list[str]:
+    """Return what each block measured; blocks that read the same also get the fields in which they differ."""
+    cases = [block[0].case for block in blocks]
+    plain = [_caption(case, report) for case in cases]
+    fields = [msgspec.to_builtins(case) for case in cases]
+    captions = []
+    for caption, own in zip(plain, fields, strict=True):
+        alike = [other for other, others in zip(fields, plain, strict=True) if others == caption]
+        differing = [
+            f"{name} {value[:12] if isinstance(value, str) else value}"
+            for name, value in own.items()
+            if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
+        ]
+        captions.append(", ".join([caption, *differing]))
+    return captions
+
+
+def _caption(case: Case, report: Report) -> str:
+    names = _listed(gpu.name for gpu in report.environment.gpus)
+    device = (names[0] if len(names) == 1 else "GPU") if case.device == "cuda" else "CPU"
+    parts = [_model(case), case.dtype, f"{case.devices} x {device}", _dataset(case)]
+    if case.gpu_memory_bytes is not None:
+        parts.append(f"{case.gpu_memory_bytes / _GIB:.1f} GiB allowed of each")
+    return ", ".join(parts)
+
+
+def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
+    """Yield the findings, worst first; those that ask for the same step share it."""
+    kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
+    for result in cases:
+        for finding in result.findings:
+            kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
+    worst_first = list(_SEVERITIES)
+    for (severity, _, next_step), found in sorted(kinds.items(), key=lambda kind: worst_first.index(kind[0][0])):
+        lines = [f"{name}: {finding.text}" for name, finding in found[:_SAME_KIND]]
+        if more := [name for name, _ in found[_SAME_KIND:]]:
+            lines.append(f"The same of {', '.join(more)}: see the report.")
+        lines.append(f"-> {next_step}")
+        indent = " " * 9
+        text = "\n".join(
+            textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            for line in lines
+        )
+        yield paint(severity.upper().ljust(9), _SEVERITIES[severity]) + text[9:]
+
+
+def _model(case: Case) -> str:
+    return f"{case.model} (random weights)" if case.load_format == "dummy" else case.model
+
+
+def _dataset(case: Case) -> str:
+    return f"{case.dataset} dataset" + ("" if case.limit is None else f" (first {case.limit:,} items)")
+
+
+def _listed(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,33 @@
+"""Fixtures that more than one test file needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+StubEnvironment = Callable[..., dict[str, str]]
+"""`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
+
+
+@pytest.fixture(scope="session")
+def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> StubEnvironment:
+    """Compile the NVML stub once; return what makes an environment with it. Its settings: tests/nvml_stub.c."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("the NVML stub needs a C compiler named cc")
+    folder = tmp_path_factory.mktemp("nvml_stub")
+    source, library = Path(__file__).with_name("nvml_stub.c"), folder / "libnvidia-ml.so.1"
+    flags = ("-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}")
+    subprocess.run([compiler, *flags, "-o", library, source], check=True)
+
+    def environment(**settings: object) -> dict[str, str]:
+        stub = {f"NVML_STUB_{name.upper()}": str(value) for name, value in settings.items()}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("NVML_STUB_")}
+        return {**clean, "LD_LIBRARY_PATH": str(folder), **stub}
+
+    return environment

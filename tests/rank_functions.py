@@ -1,0 +1,101 @@
+"""What the tests have ranks do: functions that a rank imports by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any, NoReturn
+
+from pytest_llmgpu.launchers.protocol import FinishedBatch
+from pytest_llmgpu.rank import RankState
+
+
+class CannotPickleError(Exception):
+    """An exception that pickles but does not unpickle: its constructor takes two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class RaisesWhenUnpickled:
+    """A value that the rank can send and nobody can read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickle by a call that fails."""
+        return int, ("not a number",)
+
+
+def add(_state: RankState, first: int, second: int) -> int:
+    """Return a sum."""
+    return first + second
+
+
+def variable(_state: RankState, name: str) -> str | None:
+    """Return an environment variable of the rank."""
+    return os.environ.get(name)
+
+
+def identity(_state: RankState) -> tuple[int, int]:
+    """Return process id and session id."""
+    return os.getpid(), os.getsid(0)
+
+
+def interrupt_yourself(_state: RankState) -> str:
+    """Survive Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return "still here"
+
+
+def fail(_state: RankState) -> NoReturn:
+    """Raise what does not unpickle."""
+    raise CannotPickleError("first line\nsecond", "line")
+
+
+def run_out(_state: RankState) -> NoReturn:
+    """Raise as torch does when the host has no memory left."""
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+
+def leave(_state: RankState, status: int) -> NoReturn:
+    """Exit without a word."""
+    os._exit(status)
+
+
+def die(_state: RankState, number: int) -> None:
+    """Die of a signal."""
+    os.kill(os.getpid(), number)
+
+
+def unreadable(_state: RankState) -> RaisesWhenUnpickled:
+    """Return what does not unpickle."""
+    return RaisesWhenUnpickled()
+
+
+def unsendable(_state: RankState) -> object:
+    """Return what does not pickle."""
+    return threading.Lock()
+
+
+def finish_batches(state: RankState, count: int) -> None:
+    """Finish some batches of ten."""
+    for number in range(count):
+        state.on_batch(FinishedBatch(latency_s=number + 1.0, sequences=4, tokens=40, padded_tokens=44, planned=10))
+
+
+def finish_batches_then_die(state: RankState, count: int) -> None:
+    """Finish some batches, then die."""
+    finish_batches(state, count)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_in_a_collective(_state: RankState) -> None:
+    """Wait for a peer that never comes."""
+    threading.Event().wait()
+
+
+def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
+    """Do what a strategy does when one of its ranks fails."""
+    if os.environ["RANK"] == "0":
+        hang_in_a_collective(state)
+    raise ValueError("the layer is broken")

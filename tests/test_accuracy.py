@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from report_factory import encode, make_accuracy, make_case, make_failed, make_result
+
+from pytest_llmgpu.accuracy import baseline, check, check_accuracy, check_dummy, decode, reference
+from pytest_llmgpu.result import CaseResult
+
+
+def _baseline(**fields: Any) -> tuple[float, str] | None:
+    defaults: dict[str, Any] = {
+        "given": None,
+        "metric": "acc_norm",
+        "model": "huggyllama/llama-7b",
+        "dataset": "hellaswag",
+        "limit": None,
+    }
+    return baseline(**{**defaults, **fields})
+
+
+def _dummy(values: list[float], batch_size: int = 1, **fields: Any) -> CaseResult:
+    accuracy = make_accuracy(0.25, items=len(values) // 4, loglikelihoods=values)
+    return make_result(1.0, accuracy, batch_size=batch_size, load_format="dummy", **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "name"),
+    [
+        ("huggyllama/llama-7b", 0.761, "7B"),
+        ("huggyllama/llama-13b", 0.792, "13B"),
+        ("huggyllama/llama-30b", 0.828, "33B"),
+        ("huggyllama/llama-65b", 0.842, "65B"),
+        ("decapoda-research/llama-30b-hf", 0.828, "33B"),
+        ("yahma/llama-7b-hf", 0.761, "7B"),
+        ("baffo32/decapoda-research-llama-7B-hf", 0.761, "7B"),
+    ],
+)
+def test_published_values_of_known_hub_ids(model: str, value: float, name: str) -> None:
+    """The study's model is held against what its makers published."""
+    assert _baseline(model=model) == (value, f"published for LLaMA {name}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "meta-llama/Llama-2-7b-hf"},
+        {"model": "somebody/llama-7b"},
+        {"model": "yahma/llama-65b-hf"},
+        {"metric": "acc"},
+        {"dataset": "items.jsonl"},
+        {"limit": 100},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "given": 0.5},
+    ],
+)
+def test_a_published_value_holds_for_nothing_else(fields: dict[str, Any]) -> None:
+    """Another model, metric, dataset, part of it, or random weights have no published accuracy."""
+    assert _baseline(**fields) is None
+
+
+def test_a_given_baseline_wins() -> None:
+    """Whoever passes a bar is held to it, 0 included."""
+    assert _baseline(given=0.5) == (0.5, "--llmgpu-accuracy-baseline")
+    assert _baseline(given=0.0, model="bundled", dataset="bundled") == (0.0, "--llmgpu-accuracy-baseline")
+
+
+def test_the_bundled_model_has_a_registered_value_on_its_own_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By metric, with a limit too; on another dataset it means nothing."""
+    monkeypatch.setattr("pytest_llmgpu.bundled.ACCURACY", {"acc": 0.8, "acc_norm": 0.9}, raising=False)
+    bundled = {"model": "bundled", "dataset": "bundled"}
+    assert _baseline(**bundled) == (0.9, "registered for the bundled model")
+    assert _baseline(**bundled, metric="acc", limit=10) == (0.8, "registered for the bundled model")
+    assert _baseline(model="bundled") is None
+
+
+@pytest.mark.parametrize(("value", "ok"), [(0.90, True), (0.818, True), (0.8179, False), (0.26, False)])
+def test_the_whole_dataset_may_lie_the_tolerance_below(value: float, ok: bool) -> None:
+    """Exactly the tolerance below still passes."""
+    found = check_accuracy(
+        make_accuracy(value), (0.828, "published"), metric="acc_norm", tolerance=0.01, case=make_case()
+    )
+    assert (found.ok, found.value, found.baseline, found.source) == (ok, value, 0.828, "published")
+    assert ("points below the baseline of 82.8 % (published, tolerance 0.01)" in found.text) is not ok
+
+
+def test_binary_fractions_do_not_fail_a_case() -> None:
+    """0.225 - 0.02 is a hair above 0.205 in floating point."""
+    found = check_accuracy(make_accuracy(0.205), (0.225, "given"), metric="acc_norm", tolerance=0.02, case=make_case())
+    assert found.ok is True
+
+
+@pytest.mark.parametrize(("value", "ok"), [(0.76, True), (0.74, False)])
+def test_the_first_items_fail_only_where_chance_cannot_explain_it(value: float, ok: bool) -> None:
+    """On 100 items 76 % is compatible with 82.8 % less 1 point (upper bound 82.3 %), 74 % is not (80.5 %)."""
+    case = make_case(limit=100)
+    accuracy = make_accuracy(value, items=100)
+    found = check_accuracy(accuracy, (0.828, "given"), metric="acc_norm", tolerance=0.01, case=case)
+    assert found.ok is ok
+    assert "on the first 100 items (95 % upper bound" in found.text
+
+
+def test_without_a_baseline_nothing_is_claimed() -> None:
+    """The text says for what there is none."""
+    found = check_accuracy(
+        make_accuracy(0.5), None, metric="acc", tolerance=0.01, case=make_case(model="m", dataset="d")
+    )
+    assert (found.ok, found.baseline, found.source) == (None, None, None)
+    assert found.text == "accuracy (acc) is 50.0 %, and no baseline is known for m on d"
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    """The message names it and what is allowed."""
+    with pytest.raises(ValueError, match="accuracy metric 'f1': allowed are acc, acc_norm"):
+        check(make_result(1.0, make_accuracy()), [], given=None, metric="f1", tolerance=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "difference", "ok"),
+    [
+        ("float32", 0.9e-5, True),
+        ("float32", 2e-5, False),
+        ("float16", 4.9e-3, True),
+        ("float16", 5.1e-3, False),
+        ("bfloat16", 3.9e-2, True),
+        ("bfloat16", 4.1e-2, False),
+    ],
+)
+def test_random_weights_must_score_alike_at_every_batch_size(dtype: str, difference: float, ok: bool) -> None:
+    """Within the rounding of the dtype, relative to the value; the sign does not matter."""
+    smallest = _dummy([-100.0, -50.0, -10.0, -1.0])
+    found = check_dummy(encode([-100.0, -50.0 * (1 - difference), -10.0, -1.0]), smallest, dtype)
+    assert found.ok is ok
+    assert found.value == pytest.approx(difference, rel=0.1)
+    assert found.source == "mp-bs1"
+    assert found.metric == "loglikelihood_relative_difference"
+
+
+def test_the_smallest_batch_size_has_nothing_to_be_compared_with() -> None:
+    """It is the yardstick, and says so."""
+    found = check_dummy(encode([-1.0] * 4), None, "float16")
+    assert (found.ok, found.value) == (None, None)
+    assert "are compared with this one's" in found.text
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_fail(bad: float) -> None:
+    """An overflow is found even at the smallest batch size, and never compared; the report stays free of NaN."""
+    alone = check_dummy(encode([-1.0, bad, -1.0, -1.0]), None, "float16")
+    assert (alone.ok, alone.value) == (False, None)
+    assert alone.text.startswith("1 of 4 log-likelihoods")
+    after = check_dummy(encode([-1.0] * 4), _dummy([-1.0, bad, -1.0, -1.0]), "float16")
+    assert (after.ok, after.value) == (False, None)
+    assert "not all of mp-bs1 are finite" in after.text
+
+
+def test_zeros_agree() -> None:
+    """No division by zero, and a zero against anything else does not agree."""
+    assert check_dummy(encode([0.0] * 4), _dummy([0.0] * 4), "float32").ok is True
+    assert check_dummy(encode([-1.0] * 4), _dummy([0.0] * 4), "float32").ok is False
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    """The message names it and what is allowed."""
+    with pytest.raises(ValueError, match="dtype 'int8': allowed are float32, float16, bfloat16"):
+        check_dummy(encode([]), None, "int8")
+
+
+def test_the_reference_is_the_smallest_completed_batch_size_of_the_series() -> None:
+    """Not a case that failed, scored nothing, is larger, or belongs to another series."""
+    smallest = make_result(1.0, make_accuracy(items=5), batch_size=4)
+    earlier = [
+        make_failed("oom", batch_size=1),
+        make_result(1.0, batch_size=1),
+        make_result(1.0, make_accuracy(items=5), batch_size=1, dtype="float32"),
+        make_result(1.0, make_accuracy(items=5), batch_size=64),
+        make_result(1.0, make_accuracy(items=5), batch_size=8),
+        smallest,
+    ]
+    result = make_result(1.0, make_accuracy(items=5), batch_size=16)
+    assert reference(result, earlier) is smallest
+    assert reference(smallest, [*earlier[:4], smallest]) is None
+
+
+def test_a_case_is_checked_by_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights against the smallest batch size, real ones against a baseline."""
+    monkeypatch.setattr("pytest_llmgpu.bundled.ACCURACY", {"acc": 0.8, "acc_norm": 0.9}, raising=False)
+    smallest, larger = _dummy([-1.0] * 4), _dummy([-2.0] * 4, batch_size=2)
+    random = check(larger, [smallest], given=0.9, metric="acc_norm", tolerance=0.01)
+    assert random is not None
+    assert (random.ok, random.source) == (False, "mp-bs1")
+    real = check(
+        make_result(1.0, make_accuracy(0.895), model="bundled", dataset="bundled"),
+        [],
+        given=None,
+        metric="acc_norm",
+        tolerance=0.01,
+    )
+    assert real is not None
+    assert (real.ok, real.source) == (True, "registered for the bundled model")
+
+
+@pytest.mark.parametrize("result", [make_failed("oom"), make_result(1.0)])
+def test_what_scored_nothing_is_not_checked(result: CaseResult) -> None:
+    """A case without answers is neither right nor wrong."""
+    assert check(result, [], given=0.8, metric="acc_norm", tolerance=0.01) is None
+
+
+def test_the_worst_launch_counts() -> None:
+    """One launch with wrong answers is not outvoted by others, whichever comes first."""
+    for values in ((0.828, 0.26, 0.828), (0.26, 0.828, 0.828)):
+        result = make_result(1.0, make_accuracy(values[0]))
+        for value in values[1:]:
+            result.launches += make_result(1.0, make_accuracy(value)).launches
+        found = check(result, [], given=0.82, metric="acc_norm", tolerance=0.01)
+        assert found is not None
+        assert (found.ok, found.value) == (False, 0.26)
+    smallest, result = _dummy([-1.0] * 4), _dummy([-1.0] * 4, batch_size=2)
+    result.launches += _dummy([-2.0] * 4, batch_size=2).launches
+    found = check(result, [smallest], given=None, metric="acc_norm", tolerance=0.01)
+    assert found is not None
+    assert found.ok is False
+
+
+def test_loglikelihoods_are_little_endian_float32() -> None:
+    """As the report's format says, on every machine."""
+    assert list(decode("AACAvwAAAMA=")) == [-1.0, -2.0]

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from report_factory import (
+    GIB,
+    make_accuracy,
+    make_failed,
+    make_memory,
+    make_profile,
+    make_report,
+    make_result,
+    paper_results,
+)
+
+from pytest_llmgpu.accuracy import check
+from pytest_llmgpu.case_tables import WIDTH, device_table, painter, time_table
+from pytest_llmgpu.report import Environment
+from pytest_llmgpu.result import CaseResult, DeviceProfile, Outcome
+
+_PLAIN = painter(color=False)
+_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
+_ENVIRONMENT = make_report().environment
+
+_TABLE_2 = """\
+Time for 10,042 items / acc_norm
+  batch size                   mp                   tp                  iok
+------------  -------------------  -------------------  -------------------
+           1   171.0 min / 82.8 %   109.1 min / 82.8 %    82.7 min / 82.8 %
+           2   102.7 min / 82.8 %    84.7 min / 82.8 %    69.5 min / 82.8 %
+           4    77.0 min / 82.8 %    75.6 min / 82.8 %    70.8 min / 82.8 %
+           8    67.4 min / 82.8 %    71.3 min / 82.8 %    69.2 min / 82.8 %
+          16    63.5 min / 82.8 %    69.4 min / 82.8 %  * 67.1 min / 82.8 %
+          32  * 61.8 min / 82.8 %    68.1 min / 82.8 %  ! 70.0 min / 26.0 %
+          64    63.3 min / 82.8 %  * 68.0 min / 82.8 %                  OoM
+* fastest of its strategy   ! wrong answers   OoM: out of memory"""
+
+
+def _checked(results: list[CaseResult]) -> list[CaseResult]:
+    for number, result in enumerate(results):
+        result.accuracy_check = check(result, results[:number], given=None, metric="acc_norm", tolerance=0.01)
+    return results
+
+
+def test_the_studys_table_2() -> None:
+    """Batch sizes down, strategies across, the best of each and what was lost marked, out of memory in its cell."""
+    assert time_table(_checked(paper_results()), _PLAIN) == _TABLE_2
+
+
+def test_rows_are_in_order_of_the_batch_size_whatever_the_order_of_the_run() -> None:
+    """A curve reads downwards."""
+    lines = time_table(_checked(paper_results())[::-1], _PLAIN).splitlines()
+    assert [line.split()[0] for line in lines[3:-1]] == ["1", "2", "4", "8", "16", "32", "64"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word"),
+    [
+        ("oom", "OoM"),
+        ("skipped_after_oom", "-"),
+        ("timeout", "timeout"),
+        ("crashed", "crashed"),
+        ("error", "error"),
+        ("interrupted", "interrupted"),
+    ],
+)
+def test_a_case_that_did_not_complete_shows_how_it_ended(outcome: Outcome, word: str) -> None:
+    """Never a blank cell and never a time; what was not run is not called out of memory."""
+    text = time_table([make_result(1.0), make_failed(outcome, batch_size=2)], _PLAIN)
+    assert text.splitlines()[4].split() == ["2", word]
+
+
+def test_the_legend_explains_only_what_is_there() -> None:
+    """No line of marks that the table does not have."""
+    assert time_table([make_result(1.0)], _PLAIN).splitlines()[-1].split() == ["1", "1.00", "s"]
+    assert "not run, a smaller batch size" in time_table([make_failed("skipped_after_oom")], _PLAIN)
+
+
+def test_a_case_that_was_not_selected_is_blank() -> None:
+    """Strategies may be measured at different batch sizes."""
+    text = time_table([make_result(1.0), make_result(2.0, strategy="tp", batch_size=2)], _PLAIN)
+    assert [line.split() for line in text.splitlines()[3:5]] == [["1", "1.00", "s"], ["2", "2.00", "s"]]
+
+
+def test_wrong_answers_are_never_the_best() -> None:
+    """The fastest way to a wrong answer is marked as wrong, not as fastest."""
+    results = _checked([make_result(9.0, make_accuracy()), make_result(1.0, make_accuracy(0.26), batch_size=2)])
+    lines = time_table(results, _PLAIN).splitlines()
+    assert lines[3].split()[1] == "*"
+    assert lines[4].split()[1] == "!"
+
+
+def test_the_accuracy_of_random_weights_is_not_shown() -> None:
+    """25 % would read as a fault."""
+    text = time_table([make_result(1.0, make_accuracy(0.25, items=8), load_format="dummy")], _PLAIN)
+    assert "25" not in text
+    assert "random weights" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([0.01234, 100.0], ["0.012 s", "100.000 s"]),
+        ([8.3, 2.913], ["8.30 s", "2.91 s"]),
+        ([599.0, 10_258.0], ["599 s", "10258 s"]),
+        ([600.0, 10_258.0], ["10.0 min", "171.0 min"]),
+    ],
+)
+def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[float], shown: list[str]) -> None:
+    """Times of a table compare at a glance: minutes from ten minutes on."""
+    text = time_table([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)], _PLAIN)
+    assert all(time in text for time in shown)
+
+
+def test_a_second_measurement_has_a_row_of_its_own() -> None:
+    """It does not replace the first."""
+    rows = time_table([make_result(s, batch_size=8) for s in (1.0, 2.0)], _PLAIN).splitlines()[3:5]
+    assert [row.split() for row in rows] == [["8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
+
+
+def test_one_strategy_with_two_options_has_two_columns() -> None:
+    """Their title says in what they differ."""
+    text = time_table([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)], _PLAIN)
+    assert "mp max_tokens=512" in text
+    assert "mp max_tokens=1024" in text
+
+
+def test_colours_only_where_asked_for() -> None:
+    """A file or a pipe gets plain text, a terminal the same text in colours, in columns of the same width."""
+    results = _checked(paper_results())
+    coloured = time_table(results, painter(color=True))
+    assert "\x1b[" not in time_table(results, _PLAIN)
+    for style in ("31", "32", "33"):
+        assert f"\x1b[{style}m" in coloured
+        coloured = coloured.replace(f"\x1b[{style}m", "")
+    assert coloured.replace("\x1b[0m", "") == _TABLE_2
+
+
+def test_communication_and_memory_are_means_with_the_largest_device() -> None:
+    """The last GPU of the test's data is 10 % busier, and 1 GiB fuller."""
+    profile, memory = make_profile(4, tx=1e9, rx=2e9, busy=40.0), make_memory(4, peak=16 * GIB, used=18 * GIB)
+    lines = device_table([make_result(1.0, None, profile, memory, batch_size=8)], _ENVIRONMENT).splitlines()
+    assert lines[0] == "Communication and memory per GPU: mean over the GPUs (largest)"
+    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "16.2", "(17.0)", "18.2", "(19.0)"]
+    assert lines[4].split() == cells
+
+
+def test_one_gpu_has_no_largest() -> None:
+    """Brackets that repeat the mean are left out."""
+    text = device_table([make_result(1.0, None, make_profile(1), make_memory(1), devices=1)], _ENVIRONMENT)
+    assert text.splitlines()[0] == "Communication and memory per GPU"
+    assert "(" not in text
+
+
+def test_three_strategies_fit_the_width() -> None:
+    """Nothing wraps in a terminal of 100 columns."""
+    results = _checked(paper_results())
+    lines = [*time_table(results, _PLAIN).splitlines(), *device_table(results, _ENVIRONMENT).splitlines()]
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) == 11 + 4 + 20
+
+
+def test_a_cpu_has_a_line_and_no_table_of_blanks() -> None:
+    """It says why there is nothing."""
+    text = device_table([make_result(1.0, **_CPU)], _ENVIRONMENT)
+    assert text.startswith("No communication or memory table: this ran on a CPU")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("place", ["profile", "launch", "environment"])
+def test_missing_nvml_is_told_with_its_reason(place: str) -> None:
+    """From wherever the reason stands; torch's own memory is still shown."""
+    result = make_result(1.0, None, None, make_memory(1), devices=1)
+    environment = Environment(python="3", platform="Linux")
+    if place == "profile":
+        result.launches[0].profile = make_profile(0, samples=0, why={"profile": "no NVML here"})
+    elif place == "launch":
+        result.launches[0].why["profile"] = "no NVML here"
+    else:
+        environment.why["nvml"] = "no NVML here"
+    lines = device_table([result], environment).splitlines()
+    assert lines[-1] == "No GPU busy, PCIe TX, PCIe RX: no NVML here."
+    assert "PCIe" not in lines[1]
+    assert "16.0" in lines[4]
+
+
+def test_a_metric_that_the_gpu_lacks_is_told_with_its_reason() -> None:
+    """A virtual GPU has no PCIe figures: the others are shown, and no column of blanks."""
+    profile = make_profile(1)
+    device = profile.devices[0]
+    metrics = {name: metric for name, metric in device.metrics.items() if not name.startswith("pcie")}
+    why = {"pcie_tx_bytes_per_s": "Not Supported", "pcie_rx_bytes_per_s": "Not Supported"}
+    devices = [DeviceProfile(index=0, uuid="GPU-0", metrics=metrics, why=why)]
+    result = make_result(1.0, None, msgspec.structs.replace(profile, devices=devices), make_memory(1), devices=1)
+    text = device_table([result], _ENVIRONMENT)
+    assert "GPU busy" in text.splitlines()[1]
+    assert text.splitlines()[-1] == "No PCIe TX, PCIe RX: Not Supported."
+
+
+def test_cases_that_did_not_complete_are_left_out() -> None:
+    """Half a case's traffic compares with nothing."""
+    assert device_table([make_failed("oom")], _ENVIRONMENT) == ""
+    text = device_table([make_result(1.0, None, make_profile()), make_failed("oom", batch_size=2)], _ENVIRONMENT)
+    assert len(text.splitlines()) == 6

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from report_factory import (
+    GIB,
+    make_accuracy,
+    make_failed,
+    make_profile,
+    make_result,
+    paper_results,
+)
+
+from pytest_llmgpu.accuracy import check
+from pytest_llmgpu.findings import findings
+from pytest_llmgpu.result import CaseResult, Failure, Finding, Outcome
+
+_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
+
+
+def _judge(results: Sequence[CaseResult], given: float | None = None) -> list[CaseResult]:
+    """Check results and find what is to be said of them, one after another as a session does."""
+    done: list[CaseResult] = []
+    for result in results:
+        result.accuracy_check = check(result, done, given=given, metric="acc_norm", tolerance=0.01)
+        result.findings = findings(result, done)
+        done.append(result)
+    return done
+
+
+def _codes(result: CaseResult) -> list[str]:
+    return [finding.code for finding in result.findings]
+
+
+def _only(results: Sequence[CaseResult], code: str) -> Finding:
+    found = [finding for result in results for finding in result.findings if finding.code == code]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_good_case_says_nothing() -> None:
+    """Silence means that there is nothing to do."""
+    results = _judge([make_result(60.0 / size, make_accuracy(), make_profile(), batch_size=size) for size in (1, 2, 4)])
+    assert [_codes(result) for result in results] == [[], [], []]
+
+
+def test_the_studys_table_has_its_findings() -> None:
+    """The accuracy that fused kernels lose is a failure; a batch size too slow or too large is news."""
+    results = _judge(paper_results())
+    by_id = {result.id: _codes(result) for result in results if result.findings}
+    assert by_id == {
+        "mp-bs64": ["batching-stopped-paying"],
+        "iok-bs32": ["accuracy-collapsed"],
+        "iok-bs64": ["out-of-memory"],
+    }
+    lost = _only(results, "accuracy-collapsed")
+    assert lost.severity == "failure"
+    assert "26.0 %, 56.8 points below the baseline of 82.8 %" in lost.text
+    assert "iok-bs1 had 82.8 %" in lost.text
+    assert "context that is cut" in lost.next_step
+
+
+def test_every_finding_is_a_sentence_with_a_next_step() -> None:
+    """People read them; each begins with a capital, ends with a stop and says what to do."""
+    results = _judge([*paper_results(), make_failed("crashed", batch_size=128)])
+    found = [finding for result in results for finding in result.findings]
+    assert len(found) == 4
+    for finding in found:
+        for text in (finding.text, finding.next_step):
+            assert text[0].isupper()
+            assert text.endswith(".")
+            assert "\n" not in text
+
+
+def test_an_accuracy_below_its_baseline_fails() -> None:
+    """Where the answers are worse, but no guesses."""
+    results = _judge([make_result(1.0, make_accuracy(0.80), **_CPU)])
+    finding = _only(results, "accuracy-below-baseline")
+    assert finding.severity == "failure"
+    assert finding.text.startswith("Accuracy (acc_norm) is 80.0 %, 2.8 points below the baseline")
+
+
+def test_an_accuracy_without_a_baseline_warns_once() -> None:
+    """The smallest batch size asks for a baseline; the others have it to be compared with."""
+    results = _judge(
+        [make_result(8.0 / size, make_accuracy(0.7), model="m", batch_size=size, **_CPU) for size in (1, 2)]
+    )
+    assert _codes(results[1]) == []
+    finding = _only(results, "accuracy-unchecked")
+    assert finding.severity == "warning"
+    assert "--llmgpu-accuracy-baseline" in finding.next_step
+
+
+def test_answers_lost_on_the_way_fail_without_a_baseline() -> None:
+    """A smaller batch size of the same model is witness enough."""
+    results = _judge(
+        [
+            make_result(8.0, make_accuracy(0.7), model="m", **_CPU),
+            make_result(4.0, make_accuracy(0.26), model="m", batch_size=2, **_CPU),
+        ]
+    )
+    assert _only(results, "accuracy-collapsed").severity == "failure"
+
+
+def test_guessing_from_the_start_warns() -> None:
+    """Without a baseline or a better batch size it may be the model itself: look at what was loaded."""
+    results = _judge([make_result(1.0, make_accuracy(0.255), model="m", **_CPU)])
+    finding = _only(results, "accuracy-collapsed")
+    assert finding.severity == "warning"
+    assert "--llmgpu-tokenizer" in finding.next_step
+
+
+def test_few_items_are_not_called_guesses() -> None:
+    """Four right out of ten says nothing about a model."""
+    results = _judge([make_result(1.0, make_accuracy(0.4, items=10), model="m", **_CPU)])
+    assert _codes(results[0]) == ["accuracy-unchecked"]
+
+
+def test_overflow_is_named_as_the_cause() -> None:
+    """Guesses with NaN among the log-likelihoods are a matter of the dtype."""
+    numbers = [math.nan, -1.0, -1.0, -1.0] * 100
+    results = _judge([make_result(1.0, make_accuracy(0.25, items=100, loglikelihoods=numbers), model="m", **_CPU)])
+    finding = _only(results, "accuracy-collapsed")
+    assert finding.severity == "failure"
+    assert "100 of 400 log-likelihoods are not finite: numbers overflow in float16" in finding.text
+    assert "bfloat16" in finding.next_step
+
+
+def test_flipped_answers_are_counted() -> None:
+    """Against the smallest batch size, by the metric that is checked."""
+    first = make_accuracy(items=100, predictions=[0] * 100)
+    second = make_accuracy(items=100, predictions=[1] * 3 + [0] * 97)
+    results = _judge([make_result(2.0, first, **_CPU), make_result(1.0, second, batch_size=2, **_CPU)], given=0.828)
+    finding = _only(results, "predictions-differ")
+    assert finding.severity == "info"
+    assert finding.text == "3 of 100 answers differ from those of mp-bs1."
+
+
+def test_random_weights_that_score_differently_fail() -> None:
+    """That is all random weights can tell; their chance answers are not judged."""
+    dummy: dict[str, Any] = {"load_format": "dummy", **_CPU}
+    results = _judge(
+        [
+            make_result(4.0, make_accuracy(0.25, 1, [0], [-1.0] * 4), **dummy),
+            make_result(2.0, make_accuracy(0.25, 1, [1], [-1.001] * 4), batch_size=2, **dummy),
+            make_result(1.0, make_accuracy(0.25, 1, [2], [-1.5] * 4), batch_size=4, **dummy),
+        ]
+    )
+    assert [_codes(result) for result in results] == [[], [], ["loglikelihood-mismatch"]]
+    assert results[2].findings[0].severity == "failure"
+
+
+def test_out_of_memory_says_what_fitted_and_what_was_asked() -> None:
+    """An expected outcome: information, with the threshold, the bytes, and what would help."""
+    failure = Failure(phase="forward", message="x", requested_bytes=5 * GIB // 2, free_bytes=GIB // 2)
+    results = _judge([make_result(1.0, batch_size=8, **_CPU), make_failed("oom", failure, batch_size=32, **_CPU)])
+    finding = _only(results, "out-of-memory")
+    assert finding.severity == "info"
+    assert finding.text == (
+        "Out of memory at batch size 32; 8 is the largest that completed. It asked for 2.50 GiB with 0.50 GiB free."
+    )
+    assert "between 8 and 32" in finding.next_step
+
+
+@pytest.mark.parametrize(
+    ("phase", "fields", "text", "advice"),
+    [
+        ("load", {}, "while loading the model (torch's allocator).", "Spread it over more GPUs"),
+        (
+            "forward",
+            {},
+            "at batch size 4; no smaller batch size completed (torch's allocator).",
+            "Spread it over more GPUs",
+        ),
+        ("load", {"gpu_memory_bytes": 18 * GIB}, "while loading", "Raise --llmgpu-gpu-memory (18.0 GiB in force)"),
+        ("load", {"dtype": "float32"}, "while loading", "--llmgpu-dtype=float16"),
+    ],
+)
+def test_out_of_memory_advises_by_what_is_in_force(phase: Any, fields: dict[str, Any], text: str, advice: str) -> None:
+    """Only steps that this case leaves open."""
+    failure = Failure(phase=phase, message="x", evidence="torch's allocator")
+    finding = _only(_judge([make_failed("oom", failure, batch_size=4, **fields)]), "out-of-memory")
+    assert text in finding.text
+    assert advice in finding.next_step
+    assert "narrow" not in finding.next_step
+
+
+def test_a_skipped_case_says_nothing() -> None:
+    """The out-of-memory case before it has said all."""
+    assert _codes(_judge([make_failed("skipped_after_oom")])[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failure", "text", "advice"),
+    [
+        (
+            "timeout",
+            Failure(phase="forward", message="no batch finished within 600 s"),
+            "Timed out at batch size 1: no batch finished within 600 s.",
+            "--llmgpu-timeout",
+        ),
+        (
+            "timeout",
+            Failure(phase="load", message="x"),
+            "Timed out while loading the model: x.",
+            "--llmgpu-load-timeout",
+        ),
+        (
+            "crashed",
+            Failure(phase="forward", rank=2, message="ended by signal 9", signal=9),
+            "Crashed at batch size 1 on rank 2: ended by signal 9.",
+            "dmesg",
+        ),
+        ("error", Failure(phase="load", message="boom"), "Failed while loading the model: boom.", "failure.log_tail"),
+        ("interrupted", Failure(phase="forward", message="by KeyboardInterrupt"), "Interrupted at", "Run it again"),
+        ("error", None, "no reason was recorded", "failure.log_tail"),
+    ],
+)
+def test_what_failed_says_where_why_and_what_next(
+    outcome: Outcome, failure: Failure | None, text: str, advice: str
+) -> None:
+    """Each way to fail has its own next step."""
+    finding = _only(_judge([make_failed(outcome, failure)]), outcome)
+    assert finding.severity == "failure"
+    assert text in finding.text
+    assert advice in finding.next_step
+
+
+@pytest.mark.parametrize(
+    ("log", "last"),
+    [
+        (
+            'Traceback (most recent call last):\n  File "a.py"\nRuntimeError: NCCL error\n[W] shutting down\n',
+            "RuntimeError: NCCL error",
+        ),
+        ("torch.cuda.AcceleratorError: illegal access\n  hint\n", "torch.cuda.AcceleratorError: illegal access"),
+        ("loading\nterminate called without an active exception\n\n", "terminate called without an active exception"),
+        ("x" * 1000, "x" * 199 + "…"),
+    ],
+)
+def test_the_logs_last_meaningful_line_is_shown(log: str, last: str) -> None:
+    """The exception, not what a library prints when it goes down; nothing that fills the screen."""
+    failure = Failure(phase="forward", message="exit status 1", log_tail=log)
+    assert _judge([make_failed("crashed", failure)])[0].findings[0].text.endswith(f"Its log ends: {last}.")
+
+
+def test_a_log_that_repeats_the_message_is_not_shown() -> None:
+    """Nothing is said twice."""
+    failure = Failure(phase="forward", message="ValueError: bad shape", log_tail="ValueError: bad shape\n")
+    assert "log ends" not in _judge([make_failed("error", failure)])[0].findings[0].text
+
+
+def test_batching_that_stopped_paying_is_said_once() -> None:
+    """At the first batch size that is slower a sequence than a smaller one; 2 % are noise."""
+    seconds = {1: 10.0, 2: 5.0, 4: 5.05, 8: 5.5, 16: 6.0}
+    results = _judge([make_result(s, batch_size=size, **_CPU) for size, s in seconds.items()])
+    assert [_codes(result) for result in results] == [[], [], [], ["batching-stopped-paying"], []]
+    finding = results[3].findings[0]
+    assert "9 % fewer sequences a second than at batch size 2 (11.6 against 12.8)" in finding.text
+    assert "batch size 2" in finding.next_step
+
+
+def test_a_machine_without_nvml_is_said_once() -> None:
+    """Not for every case, and not on a CPU, where nobody expects a profile."""
+    blind = make_profile(0, samples=0, why={"profile": "NVML Shared Library Not Found"})
+    results = _judge([make_result(8.0 / size, None, blind, batch_size=size) for size in (1, 2)])
+    assert [_codes(result) for result in results] == [["no-profile"], []]
+    assert "NVML Shared Library Not Found" in results[0].findings[0].text
+    assert _codes(_judge([make_result(1.0, None, blind, **_CPU)])[0]) == []
+
+
+def test_a_profile_with_gaps_says_so() -> None:
+    """More than one sample in twenty is missing."""
+    assert _codes(_judge([make_result(1.0, None, make_profile(samples=96, missed=4))])[0]) == []
+    finding = _only(_judge([make_result(1.0, None, make_profile(samples=90, missed=10))]), "profile-gaps")
+    assert finding.text == "10 of 100 samples of the GPU profile are missing."
+
+
+def test_a_case_shorter_than_a_sample_says_so_once() -> None:
+    """The bundled model on a GPU is done before the first tick."""
+    short = make_profile(0, samples=0, duration_s=0.05)
+    results = _judge([make_result(8.0 / size, None, short, batch_size=size) for size in (1, 2)])
+    assert [_codes(result) for result in results] == [["profile-too-short"], []]
+    assert "0.05 s" in results[0].findings[0].text
+
+
+def test_a_disturbed_window_warns() -> None:
+    """A stranger's process on the GPU makes the figures worthless, and is named."""
+    finding = _only(_judge([make_result(1.0, None, make_profile(invalid=["GPU 0: 2 processes"]))]), "profile-invalid")
+    assert finding.severity == "warning"
+    assert "GPU 0: 2 processes" in finding.text

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_functions as ranks
+
+from pytest_llmgpu import group
+from pytest_llmgpu.group import RankGroup
+from pytest_llmgpu.launchers.local import LocalLauncher
+from pytest_llmgpu.launchers.protocol import FinishedBatch, RankFailedError
+from pytest_llmgpu.result import Failure, Outcome
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[RankGroup]:
+    """Two ranks that know their numbers."""
+    made = RankGroup(LocalLauncher(tmp_path), [{"RANK": "0"}, {"RANK": "1"}])
+    yield made
+    made.kill()
+
+
+def _failed(outcome: Outcome, message: str) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(RankFailedError(outcome, Failure(phase="forward", message=message)))
+    return future
+
+
+def test_every_rank_is_asked_and_answers_stand_in_their_order(pair: RankGroup) -> None:
+    """`llm.run` gives one answer per rank."""
+    assert pair.ask(ranks.variable, "RANK", phase="forward", timeout_s=60) == ["0", "1"]
+
+
+def test_a_failed_rank_is_told_though_its_sibling_waits_for_ever(pair: RankGroup) -> None:
+    """Siblings in a collective are not waited for, and the cause is the failing rank's."""
+    with pytest.raises(RankFailedError) as caught:
+        pair.ask(ranks.hang_on_rank_0_fail_on_rank_1, phase="load", timeout_s=60)
+    assert caught.value.outcome == "error"
+    assert caught.value.failure.rank == 1
+    assert caught.value.failure.phase == "load"
+    assert caught.value.failure.message == "ValueError: the layer is broken"
+
+
+def test_a_time_limit_says_where_the_ranks_are(pair: RankGroup) -> None:
+    """No batch within the limit is an outcome of its own, with the stacks of every rank."""
+    assert pair.ask(ranks.add, 1, 1, phase="forward", timeout_s=60) == [2, 2]
+    with pytest.raises(RankFailedError) as caught:
+        pair.ask(ranks.hang_in_a_collective, phase="forward", timeout_s=0.5)
+    assert caught.value.outcome == "timeout"
+    assert caught.value.failure.message == "no finished batch for 0.5 s"
+    assert "hang_in_a_collective" in (caught.value.failure.log_tail or "")
+
+
+def test_a_batch_lasts_as_long_as_on_its_slowest_rank(pair: RankGroup) -> None:
+    """Columns hold the batches that all ranks finished, with the largest latency of each."""
+    pair._on_batch(0, FinishedBatch(1.0, 4, 40, 44, 3))
+    pair._on_batch(1, FinishedBatch(2.0, 4, 40, 44, 3))
+    pair._on_batch(0, FinishedBatch(5.0, 2, 20, 20, 3))
+    batches = pair.batches()
+    assert (batches.latency_s, batches.sequences, batches.padded_tokens) == ([2.0], [4], [44])
+    pair._on_batch(1, FinishedBatch(3.0, 2, 20, 20, 3))
+    assert pair.batches().latency_s == [2.0, 5.0]
+
+
+def test_progress_is_told_in_finished_and_planned_batches(pair: RankGroup) -> None:
+    """The live line knows how much is left."""
+    told: list[tuple[int, int]] = []
+    pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=60, tick=lambda *now: told.append(now))
+    assert told[-1] == (7, 10)
+
+
+def test_each_question_starts_with_no_batches(pair: RankGroup) -> None:
+    """A case's columns hold none of the case before it."""
+    pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=60)
+    pair.ask(ranks.finish_batches, 2, phase="forward", timeout_s=60)
+    assert len(pair.batches().latency_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("failures", "worst"),
+    [
+        ([("crashed", "signal 9"), ("oom", "CUDA out of memory")], "CUDA out of memory"),
+        ([("error", "[rank1]: Connection closed by peer"), ("crashed", "signal 11")], "signal 11"),
+        ([("crashed", "signal 11"), ("error", "bad shape")], "bad shape"),
+        ([("error", "ncclRemoteError: remote process exited"), ("error", "bad shape")], "bad shape"),
+    ],
+)
+def test_the_worst_known_cause_wins(failures: list[tuple[Outcome, str]], worst: str) -> None:
+    """Out of memory explains an error, an error a crash, and any of them a lost peer."""
+    error = group._worst([Future(), *(_failed(outcome, message) for outcome, message in failures)])
+    assert error.failure.message == worst

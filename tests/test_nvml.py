@@ -1,0 +1,193 @@
+"""Which GPUs there are, how they are joined, and which of them CUDA shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_llmgpu.profiling.nvml import Gpu, Inventory, inventory, memory_used_bytes, used_bytes, visible
+
+GIB = 1 << 30
+StubEnvironment = Callable[..., dict[str, str]]
+
+
+def ask(environment: dict[str, str], expression: str) -> Any:
+    """Evaluate an expression over `nvml` in a process of that environment."""
+    script = (
+        "import msgspec, sys; from pytest_llmgpu.profiling import nvml; assert 'pynvml' not in sys.modules;"
+        f"sys.stdout.buffer.write(msgspec.json.encode({expression}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    return json.loads(done.stdout)
+
+
+def uuid(index: int) -> str:
+    """Return the UUID the stub gives that device."""
+    return f"GPU-{index:08d}-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_inventory_describes_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> None:
+    """Every GPU is listed with the identity, memory and links that NVML gives."""
+    answer = ask(nvml_stub(gpus=gpus, nvlinks=12), "nvml.inventory()")
+    assert answer["gpus"] == [
+        {
+            "index": index,
+            "uuid": uuid(index),
+            "name": "Stub GPU",
+            "memory_bytes": 80 * GIB,
+            "pcie_gen": 5,
+            "pcie_width": 8,
+            "nvlinks": 12,
+            "why": {},
+        }
+        for index in range(gpus)
+    ]
+    assert (answer["driver"], answer["cuda"], answer["why"]) == ("999.01", "13.0", {})
+    assert answer["topology"] == [["X" if a == b else "NV12" for b in range(gpus)] for a in range(gpus)]
+
+
+def test_inventory_names_pcie_paths_where_there_is_no_nvlink(nvml_stub: StubEnvironment) -> None:
+    """GPUs without NVLink have a PCIe path between them, and None links with the reason."""
+    answer = ask(nvml_stub(gpus=3), "nvml.inventory()")
+    assert answer["topology"] == [["X", "PIX", "SYS"], ["PIX", "X", "SYS"], ["SYS", "SYS", "X"]]
+    assert answer["gpus"][0]["nvlinks"] is None
+    assert answer["gpus"][0]["why"] == {"nvlinks": "nvmlDeviceGetNvLinkState: Not Supported"}
+
+
+def test_inventory_counts_the_links_between_two_gpus_without_a_switch(nvml_stub: StubEnvironment) -> None:
+    """Links that end at another GPU join only that pair."""
+    environment = nvml_stub(gpus=4, nvlinks=4, nvlinks_direct=1)
+    answer = ask(environment, "nvml.inventory()")
+    assert answer["topology"][0] == ["X", "NV4", "SYS", "SYS"]
+    assert answer["topology"][2] == ["SYS", "SYS", "X", "NV4"]
+
+
+def test_inventory_says_why_a_field_is_missing(nvml_stub: StubEnvironment) -> None:
+    """A call that NVML refuses makes its field None with the call and the refusal, and spoils nothing else."""
+    refused = "nvmlDeviceGetMaxPcieLinkGeneration@0,nvmlDeviceGetTopologyCommonAncestor"
+    answer = ask(nvml_stub(gpus=2, unsupported=refused), "nvml.inventory()")
+    assert [gpu["pcie_gen"] for gpu in answer["gpus"]] == [None, 5]
+    assert answer["gpus"][0]["why"]["pcie_gen"] == "nvmlDeviceGetMaxPcieLinkGeneration: Not Supported"
+    assert answer["topology"] is None
+    assert answer["why"] == {"topology": "nvmlDeviceGetTopologyCommonAncestor: Not Supported"}
+
+
+def test_inventory_lists_the_others_beside_a_lost_gpu(nvml_stub: StubEnvironment) -> None:
+    """A GPU that fell off the bus is left out with its reason; the others are described."""
+    answer = ask(nvml_stub(gpus=3, lost="1:0"), "nvml.inventory()")
+    assert [gpu["index"] for gpu in answer["gpus"]] == [0, 2]
+    assert answer["why"] == {"gpu 1": "nvmlDeviceGetUUID: GPU is lost"}
+
+
+def test_inventory_makes_no_slow_call(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """The 20 ms PCIe call is not among the inventory's."""
+    log = tmp_path / "calls"
+    ask(nvml_stub(gpus=2, log=log), "nvml.inventory()")
+    calls = {line.split()[4] for line in log.read_text().splitlines()}
+    assert "nvmlDeviceGetName" in calls
+    assert "nvmlDeviceGetPcieThroughput" not in calls
+
+
+def test_a_driver_that_refuses_is_a_reason(nvml_stub: StubEnvironment) -> None:
+    """An nvmlInit that fails gives an empty inventory that says so."""
+    answer = ask(nvml_stub(init=9), "nvml.inventory()")
+    assert (answer["gpus"], answer["topology"]) == ([], None)
+    assert answer["why"]["nvml"] == "nvmlInit: Driver Not Loaded"
+
+
+def test_a_shutdown_that_fails_spoils_nothing(nvml_stub: StubEnvironment) -> None:
+    """What was read stands, even where NVML refuses to be left."""
+    assert len(ask(nvml_stub(gpus=2, shutdown=15), "nvml.inventory()")["gpus"]) == 2
+
+
+def test_a_missing_library_is_a_reason(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Without a loadable libnvidia-ml.so.1 the inventory is empty and no memory is known."""
+    (tmp_path / "libnvidia-ml.so.1").touch()
+    environment = {**nvml_stub(), "LD_LIBRARY_PATH": str(tmp_path)}
+    answer = ask(environment, "[nvml.inventory(), nvml.used_bytes(['GPU-1'])]")
+    assert answer[0]["why"]["nvml"] == "nvmlInit: NVML Shared Library Not Found"
+    assert answer[1] == {}
+
+
+def test_a_missing_pynvml_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pynvml the inventory is empty and names it."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pynvml cannot be imported" in inventory().why["nvml"]
+    assert used_bytes([uuid(0)]) == {}
+
+
+def test_used_bytes_are_those_of_nvidia_smi(nvml_stub: StubEnvironment) -> None:
+    """Memory in use leaves the driver's reserve out, and a GPU that cannot be read is not in the answer."""
+    answer = ask(nvml_stub(gpus=2), f"nvml.used_bytes([{uuid(1)!r}, 'GPU-none', {uuid(0)!r}])")
+    assert answer == {uuid(0): 10 * GIB, uuid(1): 11 * GIB}
+
+
+def test_used_bytes_survive_gpustat() -> None:
+    """A memory call without the `version` argument, as gpustat leaves it, still answers."""
+    patched = SimpleNamespace(nvmlMemory_v2=2, nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle))
+    assert memory_used_bytes(patched, 5) == 5
+
+
+ALIKE = Inventory(
+    gpus=[Gpu(index=index, uuid=f"GPU-{prefix}0", name="A") for index, prefix in enumerate(["aa", "ab", "c"])]
+)
+MIXED = Inventory(gpus=[Gpu(index=0, uuid="GPU-a", name="A"), Gpu(index=1, uuid="GPU-b", name="B")])
+
+
+@pytest.mark.parametrize(
+    ("value", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("1x,+2", [1, 2]),
+        ("1,7,0", [1]),
+        ("1,-1,0", [1]),
+        ("1,,0", [1]),
+        ("1,0,1", []),
+        ("GPU-c0", [2]),
+        ("GPU-c", [2]),
+        ("GPU-AB,0", [1, 0]),
+        ("GPU-a,0", []),
+        ("GPU-c,GPU-zz,0", [2]),
+        ("2,GPU-c", []),
+        ("0,9,MIG-1", [0]),
+    ],
+)
+def test_visible_follows_cuda(value: str | None, indices: list[int]) -> None:
+    """Order, shortened UUIDs, the stop at the first invalid entry and the emptying by a repeated one are CUDA's."""
+    assert [gpu.index for gpu in visible(ALIKE, value)] == indices
+
+
+def test_visible_refuses_mig() -> None:
+    """A MIG instance is refused by name, since NVML has no utilisation of it."""
+    with pytest.raises(ValueError, match="MIG-5c"):
+        visible(ALIKE, "0,MIG-5c")
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_visible_refuses_to_guess_the_order_of_unequal_gpus(value: str | None) -> None:
+    """Where CUDA may count in another order than NVML, indices are refused with the way out."""
+    with pytest.raises(ValueError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        visible(MIXED, value)
+    with pytest.raises(ValueError, match="FASTEST_FIRST"):
+        visible(MIXED, value, "FASTEST_FIRST")
+
+
+def test_visible_knows_unequal_gpus_by_bus_order_or_uuid() -> None:
+    """PCI bus order is NVML's own, and a UUID needs no order."""
+    assert [gpu.uuid for gpu in visible(MIXED, None, "PCI_BUS_ID")] == ["GPU-a", "GPU-b"]
+    assert [gpu.uuid for gpu in visible(MIXED, "1", "PCI_BUS_ID")] == ["GPU-b"]
+    assert [gpu.uuid for gpu in visible(MIXED, "GPU-b,GPU-a")] == ["GPU-b", "GPU-a"]

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+import report_factory
+
+from pytest_llmgpu import rank
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.environment import Machine, TorchFacts
+from pytest_llmgpu.launchers.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.memory import DeviceUse
+from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.profiling.window import Profiler
+from pytest_llmgpu.rank import ScoreReply
+from pytest_llmgpu.result import Batches, CaseResult, DeviceProfile, Failure, Metric, Profile
+from pytest_llmgpu.runner import Request, Runner
+
+_GPUS = [Gpu(index=3, uuid="GPU-c", name="H", memory_bytes=10), Gpu(index=1, uuid="GPU-a", name="H", memory_bytes=10)]
+_MACHINE = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"))
+
+
+@dataclasses.dataclass
+class _FakeRank:
+    """Answers at once, in this process."""
+
+    rank: int
+    answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    ended: list[str]
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self.answer(fn, args))
+        except RankFailedError as error:
+            future.set_exception(error)
+        return future
+
+    def stacks(self) -> str:
+        return "stuck"
+
+    def close(self) -> None:
+        self.ended.append("closed")
+
+    def kill(self) -> None:
+        self.ended.append("killed")
+
+
+class _FakeLauncher:
+    name = "fake"
+
+    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> None:
+        self.answer = answer
+        self.ended: list[str] = []
+        self.environments: list[Sequence[Mapping[str, str]]] = []
+        self.on_batch: BatchListener | None = None
+
+    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[_FakeRank]:
+        self.environments.append(environments)
+        self.on_batch = on_batch
+        return [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
+
+
+class _FakeProfiler(Profiler):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.windows: list[tuple[float, float, dict[str, int]]] = []
+
+    def start(self) -> None:
+        pass
+
+    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+        self.windows.append((start_s, end_s, dict(held_bytes or {})))
+        used = Metric(mean=5.0, max=7.0, method="nvml", coverage=None)
+        return Profile(
+            period_s=1.0,
+            duration_s=end_s - start_s,
+            samples=1,
+            missed=0,
+            lateness_p99_s=None,
+            devices=[DeviceProfile(index=3, uuid="GPU-c", metrics={"memory_used_bytes": used})],
+        )
+
+
+def _case(batch_size: int, **fields: Any) -> Case:
+    return msgspec.structs.replace(
+        report_factory.make_case(batch_size=batch_size), strategy="mp", device="cuda", devices=2, **fields
+    )
+
+
+def _request(case: Case) -> Request:
+    source = ModelSource(
+        name="m",
+        directory=None,
+        config={},
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory="t",
+        tokenizer_sha256="0",
+    )
+    return Request(case=case, machine=_MACHINE, source=source, items=(), timeout_s=60.0, load_timeout_s=60.0)
+
+
+def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | None:
+    if fn is not rank.score:
+        return None
+    return ScoreReply(
+        started_s=100.0,
+        ended_s=103.0,
+        warmup_s=0.5,
+        plan_sha256="plan",
+        batches=Batches(latency_s=[1.0, 2.0], sequences=[4, 4], tokens=[40, 30], padded_tokens=[40, 40]),
+        accuracy=report_factory.make_accuracy(),
+        memory=[DeviceUse(uuid="GPU-c", weights_bytes=4, held_bytes=2), DeviceUse(uuid="GPU-a", weights_bytes=5)],
+    )
+
+
+@pytest.fixture
+def recorded() -> list[CaseResult]:
+    """Results that were handed over for keeping."""
+    return []
+
+
+def _runner(launcher: _FakeLauncher) -> tuple[Runner, _FakeProfiler]:
+    profiler = _FakeProfiler()
+    return Runner(launcher, lambda _machine: profiler, lambda *_: None), profiler
+
+
+def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResult]) -> None:
+    """Batches and accuracy come from the ranks, the profile from the time the first batch began to the last's end."""
+    runner, profiler = _runner(_FakeLauncher(_reply))
+    result = runner.run(_request(_case(4)), recorded.append)
+    assert recorded == [result]
+    assert (result.outcome, result.failure) == ("completed", None)
+    (launch,) = result.launches
+    assert (launch.batches.latency_s, launch.warmup_s, launch.plan_sha256) == ([1.0, 2.0], 0.5, "plan")
+    assert profiler.windows == [(100.0, 103.0, {"GPU-c": 2, "GPU-a": 0})]
+
+
+def test_memory_is_told_per_device_by_its_nvml_index(recorded: list[CaseResult]) -> None:
+    """CUDA's order need not be NVML's: devices are joined by UUID, and a missing reading says why."""
+    runner, _ = _runner(_FakeLauncher(_reply))
+    first, second = runner.run(_request(_case(4)), recorded.append).launches[0].memory
+    assert (first.index, first.weights_bytes, first.held_bytes, first.nvml_used_max_bytes) == (3, 4, 2, 7)
+    assert (second.index, second.weights_bytes, second.nvml_used_max_bytes) == (1, 5, None)
+    assert "nvml_used_max_bytes" in second.why
+
+
+def test_ranks_see_the_chosen_devices_in_order(recorded: list[CaseResult]) -> None:
+    """Devices are handed over by UUID, whatever CUDA_VISIBLE_DEVICES of the caller counts."""
+    launcher = _FakeLauncher(_reply)
+    _runner(launcher)[0].run(_request(_case(4)), recorded.append)
+    assert launcher.environments == [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]]
+
+
+def test_a_model_is_loaded_once_for_all_batch_sizes(recorded: list[CaseResult]) -> None:
+    """Processes are kept from case to case and ended when another model is needed."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    for batch_size in (1, 2, 4):
+        runner.run(_request(_case(batch_size)), recorded.append)
+    assert (len(launcher.environments), launcher.ended) == (1, [])
+    runner.run(_request(_case(1, model="another")), recorded.append)
+    assert (len(launcher.environments), launcher.ended) == (2, ["closed"])
+    runner.close()
+    assert launcher.ended == ["closed", "closed"]
+
+
+def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[CaseResult]) -> None:
+    """Larger or equal sizes of the same measurement are skipped; smaller ones and other measurements run."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is rank.score and args[1] >= 8:
+            raise RankFailedError("oom", Failure(phase="forward", message="CUDA out of memory"))
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    cases = [_case(8), _case(8), _case(16), _case(4), _case(16, dtype="bfloat16")]
+    outcomes = [runner.run(_request(case), recorded.append).outcome for case in cases]
+    assert outcomes == ["oom", "skipped_after_oom", "skipped_after_oom", "completed", "oom"]
+    assert launcher.ended == ["killed", "closed", "killed"], "the next case finds clean devices"
+
+
+def test_a_failure_keeps_the_batches_that_were_heard(recorded: list[CaseResult]) -> None:
+    """What was measured before the end is in the result, with memory and profile."""
+
+    def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
+        if fn is rank.score:
+            assert launcher.on_batch is not None
+            launcher.on_batch(0, FinishedBatch(1.5, 4, 40, 44, 9))
+            use = [DeviceUse(uuid="GPU-c", peak_allocated_bytes=9)]
+            raise RankFailedError("error", Failure(phase="forward", message="broken"), use)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4)), recorded.append)
+    (launch,) = result.launches
+    assert result.outcome == "error"
+    assert launch.batches.latency_s == [1.5]
+    assert [device.peak_allocated_bytes for device in launch.memory] == [9]
+    assert launch.profile is not None
+
+
+def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> None:
+    """Ctrl-C in the middle of a case leaves a row that says so."""
+
+    def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
+        if fn is rank.score:
+            raise KeyboardInterrupt
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(_request(_case(4)), recorded.append)
+    (result,) = recorded
+    assert result.outcome == "interrupted"
+    assert result.failure is not None
+    assert launcher.ended == ["killed"]

@@ -1,0 +1,281 @@
+"""The test process's side: starting the sampler, windows, and what happens when it dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pytest_llmgpu.profiling import window as module
+from pytest_llmgpu.profiling.window import Profiler
+
+GIB = 1 << 30
+PERIOD_S = 0.02
+StubEnvironment = Callable[..., dict[str, str]]
+
+
+def uuid(index: int) -> str:
+    """Return the UUID the stub gives that device."""
+    return f"GPU-{index:08d}-0000-0000-0000-000000000000"
+
+
+@contextmanager
+def profiler(environment: dict[str, str], uuids: list[str] | None = None) -> Iterator[Profiler]:
+    """Start a profiler that reads every 20 ms."""
+    profiler = Profiler(PERIOD_S, uuids, environment)
+    try:
+        profiler.start()
+        yield profiler
+    finally:
+        profiler.close()
+
+
+def wait_for_ticks(profiler: Profiler, count: int) -> None:
+    """Wait until so many more ticks have come."""
+    recording = profiler._recording
+    assert recording is not None, profiler.why
+    with profiler._changed:
+        goal = len(recording._kept) + count
+        assert profiler._changed.wait_for(lambda: len(recording._kept) >= goal, 10)
+
+
+def wait_for_end(profiler: Profiler) -> None:
+    """Wait until the sampler has ended and that is known."""
+    with profiler._changed:
+        assert profiler._changed.wait_for(lambda: profiler._ended, 10)
+
+
+def ends(pid: int) -> bool:
+    """Return whether that process ends within ten seconds."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(10_000))
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> None:
+    """A block's profile has each device's figures, every tick inside, and none missed that came."""
+    with profiler(nvml_stub(gpus=gpus)) as nvml:
+        with nvml.window(held_bytes={uuid(0): 4 * GIB}) as window:
+            wait_for_ticks(nvml, 3)
+        assert nvml.why is None
+    profile = window.profile
+    assert profile is not None
+    assert profile.samples >= 2
+    assert profile.why == {}
+    assert [(device.index, device.uuid) for device in profile.devices] == [(i, uuid(i)) for i in range(gpus)]
+    for index, device in enumerate(profile.devices):
+        held = 4 if index == 0 else 0
+        assert {name: metric.max for name, metric in device.metrics.items()} == {
+            "utilization_pct": 40 + index,
+            "memory_used_bytes": (10 + index - held) * GIB,
+            "pcie_tx_bytes_per_s": 1_000_000 * (index + 1),
+            "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
+            "power_w": 300 + index,
+            "sm_clock_mhz": 1500 + index,
+        }
+        assert device.why == {}
+    assert window.end_s is not None
+    assert profile.duration_s == window.end_s - window.start_s
+
+
+def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:
+    """What was measured before an exception is not lost, and the exception goes on."""
+    with profiler(nvml_stub()) as nvml, pytest.raises(KeyError, match="mine"), nvml.window() as window:
+        raise KeyError("mine")
+    assert window.profile is not None
+    assert window.profile.devices[0].metrics["utilization_pct"].mean == 40
+
+
+def test_devices_are_those_asked_for_in_that_order(nvml_stub: StubEnvironment) -> None:
+    """UUIDs choose the GPUs and their order; the index stays NVML's."""
+    with profiler(nvml_stub(gpus=4), [uuid(3), uuid(1)]) as nvml:
+        wait_for_ticks(nvml, 1)
+        profile = nvml.slice(0.0, time.monotonic())
+    assert [(device.index, device.metrics["power_w"].max) for device in profile.devices] == [(3, 303), (1, 301)]
+
+
+def test_start_starts_one_sampler(nvml_stub: StubEnvironment) -> None:
+    """A second start and a window use the sampler that runs."""
+    with profiler(nvml_stub()) as nvml:
+        pid = nvml.pid
+        nvml.start()
+        with nvml.window():
+            assert nvml.pid == pid is not None
+
+
+def test_the_sampler_outlives_the_thread_that_started_it(nvml_stub: StubEnvironment) -> None:
+    """The bond to the parent is to its process, not to the thread that happened to call start."""
+    nvml = Profiler(PERIOD_S, environment=nvml_stub())
+    try:
+        thread = threading.Thread(target=nvml.start)
+        thread.start()
+        thread.join(10)
+        wait_for_ticks(nvml, 3)
+        assert nvml.why is None
+    finally:
+        nvml.close()
+
+
+def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: StubEnvironment) -> None:
+    """Close ends the sampler in peace, twice if need be, and slices go on."""
+    with profiler(nvml_stub()) as nvml:
+        start_s = time.monotonic()
+        wait_for_ticks(nvml, 2)
+        end_s = time.monotonic()
+        nvml.close()
+        nvml.close()
+        assert nvml._process is not None
+        assert nvml._process.returncode == 0
+        assert nvml.why is None
+        assert nvml.slice(start_s, end_s).samples >= 1
+
+
+def test_without_a_gpu_the_profile_says_so(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """NVML absent, refused, without GPUs or without the one asked for: no exception, a reason everywhere."""
+    (tmp_path / "libnvidia-ml.so.1").touch()
+    absent = {**nvml_stub(), "LD_LIBRARY_PATH": str(tmp_path)}
+    cases = [
+        (absent, None, "nvmlInit: NVML Shared Library Not Found"),
+        (nvml_stub(gpus=0), None, "NVML shows no GPU"),
+        (nvml_stub(), ["GPU-other"], "NVML shows no GPU GPU-other"),
+        (nvml_stub(), [], "no GPU is visible"),
+    ]
+    for environment, uuids, reason in cases:
+        with profiler(environment, uuids) as nvml:
+            with nvml.window() as window:
+                pass
+            assert nvml.why == reason
+        assert window.profile is not None
+        assert window.profile.why == {"profile": reason}
+        assert (window.profile.samples, window.profile.devices, window.profile.series) == (0, [], None)
+
+
+def test_a_profiler_that_was_not_started_says_so() -> None:
+    """A slice before the start has no readings and the reason."""
+    nvml = Profiler(PERIOD_S)
+    assert nvml.why == "the sampler was not started"
+    assert nvml.slice(1.0, 2.0).why == {"profile": "the sampler was not started"}
+    nvml.close()
+
+
+def test_a_sampler_that_cannot_run_says_so(
+    nvml_stub: StubEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that fails to import gives its status and last line; a missing interpreter gives the error."""
+    (tmp_path / "pynvml.py").write_text("raise SystemError('broken wheel')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with profiler({**nvml_stub(), "PYTHONPATH": path}) as nvml:
+        wait_for_end(nvml)
+        assert nvml.why == "the sampler ended with exit status 1: SystemError: broken wheel"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with profiler(nvml_stub()) as nvml:
+        wait_for_end(nvml)
+        assert "could not be started" in (nvml.why or "")
+
+
+def test_a_sampler_killed_on_the_way_leaves_what_it_saw(nvml_stub: StubEnvironment) -> None:
+    """The readings before its death are profiled, the deadlines after count as missed, and the cause is named."""
+    with profiler(nvml_stub()) as nvml:
+        start_s = time.monotonic()
+        wait_for_ticks(nvml, 2)
+        assert nvml.pid is not None
+        os.kill(nvml.pid, signal.SIGKILL)
+        wait_for_end(nvml)
+        cause = "the sampler ended with signal 9 (SIGKILL)"
+        assert nvml.why == cause
+        profile = nvml.slice(start_s, time.monotonic() + 10 * PERIOD_S)
+    assert profile.why == {"sampler": cause}
+    assert profile.samples >= 1
+    assert profile.missed >= 9
+    assert profile.devices[0].metrics["power_w"].mean == 300
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out() -> None:
+    """Half a line is no error in the thread that listens."""
+    nvml = Profiler(PERIOD_S)
+    nvml._take(b'{"t0_s":1.0,"per')
+    assert nvml.why == "the sampler was not started"
+
+
+def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NVML call that never returns costs a bounded wait, is told, and close kills the process."""
+    monkeypatch.setattr(module, "_STREAM_S", 0.05)
+    monkeypatch.setattr(module, "_END_S", 0.05)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3")) as nvml:
+        with nvml._changed:
+            assert nvml._changed.wait_for(lambda: nvml._recording is not None and nvml._recording._kept, 10)
+        profile = nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
+        assert "did not answer within" in profile.why["sampler"]
+        assert profile.samples <= 2
+        assert profile.missed >= 9
+        nvml.close()
+        assert nvml._listener is not None
+        nvml._listener.join(10)
+        assert nvml._process is not None
+        assert nvml._process.returncode == -signal.SIGKILL
+
+
+def test_a_sampler_that_hangs_at_the_start_does_not_hang_it(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start returns after its limit with the reason."""
+    monkeypatch.setattr(module, "_HEADER_S", 0.05)
+    monkeypatch.setattr(module, "_END_S", 0.5)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:0")) as nvml:
+        assert nvml.why == "the sampler has not answered yet"
+        assert nvml.slice(0.0, 1.0).why == {"profile": "the sampler has not answered yet"}
+
+
+PARENT = """
+import sys
+from pytest_llmgpu.profiling.window import Profiler
+profiler = Profiler(0.02)
+profiler.start()
+print(profiler.pid, profiler.why, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("hang", ["none", "nvmlDeviceGetPowerUsage:1"])
+def test_the_sampler_dies_with_its_parent(nvml_stub: StubEnvironment, hang: str) -> None:
+    """A killed test process leaves no sampler, not even one that hangs in NVML and cannot notice."""
+    command = [sys.executable, "-c", PARENT]
+    environment = nvml_stub(hang=hang)
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, why = parent.stdout.readline().split()
+        assert why == "None"
+        parent.kill()
+        assert ends(int(pid))
+
+
+@pytest.mark.parametrize("period_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_period_that_is_no_time_is_refused(period_s: float) -> None:
+    """The sampling period is a positive number of seconds."""
+    with pytest.raises(ValueError, match="allowed are positive"):
+        Profiler(period_s)
+
+
+def test_a_window_that_ends_before_its_start_is_refused() -> None:
+    """Swapped times are an error, not an empty profile."""
+    with pytest.raises(ValueError, match="before its start"):
+        Profiler(PERIOD_S).slice(2.0, 1.0)
