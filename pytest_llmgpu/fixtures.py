@@ -28,7 +28,6 @@ __all__ = [
     "SESSION",
     "BatchSize",
     "Measure",
-    "OutOfMemory",
     "SessionMaker",
     "StrategyName",
     "batch_size_id",
@@ -70,10 +69,6 @@ class StrategyName(str):
 
 class BatchSize(int):
     """Parameter of our `batch_size`."""
-
-
-class OutOfMemory(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest gives it as an attribute
-    """Ends a test whose case ran out of memory: measured, expected, shown as OOM."""
 
 
 def options_of(item: pytest.Item) -> Options:
@@ -132,7 +127,7 @@ class LLM:
             return self._session.runner.ask(request, fn, *args)
         except RankFailedError as error:
             if error.outcome == "oom":
-                raise OutOfMemory(f"out of memory: {error.failure.message}") from None
+                pytest.skip(f"out of memory: {error.failure.message}")
             pytest.fail(f"{error.outcome}: {error.failure.message}\n{error.failure.log_tail or ''}", pytrace=False)
 
 
@@ -228,7 +223,8 @@ def _judge(result: CaseResult, *, hopeless: bool) -> None:
     failures = [f"{finding.text} {finding.next_step}" for finding in result.findings if finding.severity == "failure"]
     if result.outcome in ("oom", "skipped_after_oom"):
         if not hopeless:
-            raise OutOfMemory(_oom_text(result))
+            # As pytest's own skip: measured and expected, neither passed nor failed. The plugin shows it as OOM.
+            pytest.skip(_oom_text(result))
         failures.append(
             f"{result.id}: {_oom_text(result)}, and no selected batch size of this model and strategy completed. Take "
             "smaller batch sizes, more GPUs or a smaller model, or say @pytest.mark.llmgpu(expect_oom=True)."

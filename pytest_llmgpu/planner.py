@@ -30,6 +30,7 @@ class Planner:
         self._machines: dict[tuple[str, int | None], Machine] = {}
         self._datasets: dict[tuple[str, int | None], Dataset] = {}
         self._sources: dict[tuple[object, ...], ModelSource] = {}
+        self._caps: set[tuple[int, tuple[str, ...]]] = set()
 
     def machine(self, options: Options) -> Machine:
         """Return the devices that the options choose."""
@@ -119,21 +120,27 @@ class Planner:
                 "--llmgpu-device=cpu runs it on the CPU all the same"
             )
         cap = options.gpu_memory
-        if cap is None:
-            return
-        if machine.device == "cpu":
-            raise ValueError(f"--llmgpu-gpu-memory={cap}: there is no GPU to cap, the run is on the CPU")
-        used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
-        for gpu in machine.gpus:
-            if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
-                raise ValueError(
-                    f"--llmgpu-gpu-memory={_gib(cap)}: more than the {_gib(gpu.memory_bytes)} of GPU {gpu.index}"
-                )
-            if used.get(gpu.uuid, 0) >= cap:
-                raise ValueError(
-                    f"--llmgpu-gpu-memory={_gib(cap)}: GPU {gpu.index} has {_gib(used[gpu.uuid])} in use already, "
-                    "by other programs; a larger cap or an idle GPU is needed"
-                )
+        uuids = tuple(gpu.uuid for gpu in machine.gpus)
+        # Asked once, before anything runs: later on, what is in use is our own.
+        if cap is not None and (cap, uuids) not in self._caps:
+            _check_cap(cap, machine)
+            self._caps.add((cap, uuids))
+
+
+def _check_cap(cap: int, machine: Machine) -> None:
+    if machine.device == "cpu":
+        raise ValueError(f"--llmgpu-gpu-memory={_gib(cap)}: there is no GPU to cap, the run is on the CPU")
+    used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
+    for gpu in machine.gpus:
+        if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
+            raise ValueError(
+                f"--llmgpu-gpu-memory={_gib(cap)}: more than the {_gib(gpu.memory_bytes)} of GPU {gpu.index}"
+            )
+        if used.get(gpu.uuid, 0) >= cap:
+            raise ValueError(
+                f"--llmgpu-gpu-memory={_gib(cap)}: GPU {gpu.index} has {_gib(used[gpu.uuid])} in use already, "
+                "by other programs; a larger cap or an idle GPU is needed"
+            )
 
 
 def _dtype(option: str, device: str) -> str:

@@ -80,7 +80,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     turns = iter(ascending(ours, _group_of, _batch_size_of))
     session.items[:] = [next(turns) if _is_ours(item) else item for item in session.items]
-    if not session.config.option.collectonly:
+    if not _runs_nothing(session.config):
         _plan([item for item in session.items if _is_ours(item)])
 
 
@@ -94,7 +94,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
     """Name devices, model and data first."""
-    if config.option.collectonly or not any(_is_ours(item) for item in items):
+    if _runs_nothing(config) or not any(_is_ours(item) for item in items):
         return []
     return config.stash[SESSION]().headlines()
 
@@ -141,6 +141,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     benchmark = _made(config)
     if benchmark is not None:
         benchmark.close()
+
+
+def _runs_nothing(config: pytest.Config) -> bool:
+    listing = ("collectonly", "showfixtures", "show_fixtures_per_test", "setupplan")
+    return any(config.getoption(name, default=False) for name in listing)
 
 
 def _is_ours(item: pytest.Item) -> bool:
@@ -194,10 +199,15 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         capture.global_and_fixture_disabled if capture is not None else nullcontext,
         lambda: writer.fullwidth - writer.width_of_current_line,
     )
+    chosen = options.resolve(config)
+    # A path on the command line counts from where the command was given, one of the ini file from its folder.
+    given = config.getoption("llmgpu_json") is not None
+    folder = config.invocation_params.dir if given else config.rootpath
     try:
         return BenchmarkSession(
             rootdir=config.rootpath,
-            options=options.resolve(config),
+            report_path=folder / chosen.json if chosen.json else None,
+            options=chosen,
             arguments=[str(argument) for argument in config.invocation_params.args],
             live=live,
         )

@@ -20,26 +20,26 @@ __all__ = ["Recorder"]
 class Recorder:
     """Keeps the report of a session, and its file as complete as the session is."""
 
-    def __init__(self, rootdir: Path, options: Options, arguments: Sequence[str]) -> None:
+    def __init__(self, path: Path | None, rootdir: Path, options: Options, arguments: Sequence[str]) -> None:
         """Prepare a report.
 
         Args:
+            path: Where it goes; None for nowhere.
             rootdir: Folder that relative paths in the report start from, and that the commit is read from.
             options: Those of the run, without any test's markers.
             arguments: pytest's own.
 
         Raises:
-            ValueError: The report cannot be written where the options say.
+            ValueError: The report cannot be written there.
         """
         self._rootdir = rootdir
         self._options = options
         self._arguments = arguments
-        self.path = rootdir / options.json if options.json else None
-        """Where the report goes; None for nowhere."""
+        self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
-        if self.path is not None:
-            report.check_writable(self.path)
+        if path is not None:
+            report.check_writable(path)
 
     @property
     def shown_path(self) -> str:

@@ -28,14 +28,16 @@ Group = tuple[str, Options]
 class BenchmarkSession:
     """Owns what must be closed, and knows which test is the last of its group."""
 
-    def __init__(self, *, rootdir: Path, options: Options, arguments: Sequence[str], live: LiveLine) -> None:
+    def __init__(
+        self, *, rootdir: Path, report_path: Path | None, options: Options, arguments: Sequence[str], live: LiveLine
+    ) -> None:
         """Make the session of a pytest run; nothing expensive starts.
 
         Raises:
-            ValueError: The report cannot be written where the options say.
+            ValueError: The report cannot be written there.
         """
         self.planner = Planner(rootdir, environment.machine)
-        self.recorder = Recorder(rootdir, options, arguments)
+        self.recorder = Recorder(report_path, rootdir, options, arguments)
         self._sample_period_s = options.sample_period
         self._live = live
         self._logs = Path(tempfile.mkdtemp(prefix="llmgpu-"))

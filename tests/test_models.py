@@ -366,7 +366,7 @@ def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
     """Its weights are those of the files."""
     from safetensors.torch import load_file
 
-    model = models.checkpoint(_resolve(written, written), torch.float16, {"": CPU})
+    model = models.checkpoint(_resolve(written, written), torch.float16, {"": "cpu"})
     stored = load_file(written / "model.safetensors")["model.norm.weight"]
     assert torch.equal(model.model.norm.weight, stored.half())
     assert not model.training
@@ -380,7 +380,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
     tensors = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks model.norm.weight, one of 1"):
-        models.checkpoint(_resolve(directory, directory), torch.float32, {"": CPU})
+        models.checkpoint(_resolve(directory, directory), torch.float32, {"": "cpu"})
 
 
 def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:

@@ -54,7 +54,7 @@ def test_one_gpu_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_is_on_the_device_of_its_module() -> None:
     """The closest entry of the map decides."""
-    device_map = {"model.embed_tokens": 0, "model.layers.1": 2, "": "cpu"}
+    device_map: dict[str, int | str] = {"model.embed_tokens": 0, "model.layers.1": 2, "": "cpu"}
     assert mp._device_of("model.layers.1.mlp.up_proj.weight", device_map) == torch.device("cuda", 2)
     assert mp._device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")
 

@@ -9,9 +9,8 @@ import torch
 from pytest_llmgpu import oom
 
 _TORCH_MESSAGE = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 31.74 GiB of which 512.00 MiB "
-    "is free. Including non-PyTorch memory, this process has 31.20 GiB memory in use. Of the allocated memory 29.00 GiB is "
-    "allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 31.74 GiB of which 512.00 MiB is "
+    "free. Of the allocated memory 29.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch."
 )
 
 

@@ -332,13 +332,23 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
     assert not (pytester.path / ".llmgpu").exists()
 
 
-def test_collect_only_starts_nothing(pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listing tests asks no GPU and writes no report."""
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--collect-only", "-q"], ["test_it.py::test_hellaswag?mp-bs1?", "test_it.py::test_hellaswag?mp-bs8?"]),
+        (["--fixtures"], ["llm -- *", "    The model under the chosen strategy*", "measure -- *"]),
+        (["--setup-plan"], ["*llm?*mp*"]),
+    ],
+)
+def test_listing_starts_nothing(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
+) -> None:
+    """Listing tests or fixtures asks no GPU and writes no report."""
     monkeypatch.setattr(environment, "probe", lambda: pytest.fail("torch was probed"))
     pytester.makepyfile(test_it=_BENCHMARK)
-    result = run("--collect-only", "-q")
+    result = run(*flags)
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["test_it.py::test_hellaswag?mp-bs1?", "test_it.py::test_hellaswag?mp-bs8?"])
+    result.stdout.fnmatch_lines_random(shown)
     assert not (pytester.path / ".llmgpu").exists()
 
 

@@ -64,7 +64,11 @@ def _fill(
     models.materialise(skeleton, lambda name: _device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
     if len(device_map) == 1:
         return skeleton
-    dispatched: PreTrainedModel = dispatch_model(skeleton, device_map=device_map)
+    dispatched: PreTrainedModel = dispatch_model(
+        skeleton,
+        device_map=device_map,
+        skip_keys=skeleton._skip_keys_device_placement,  # noqa: SLF001 - as from_pretrained does for a checkpoint
+    )
     return dispatched
 
 

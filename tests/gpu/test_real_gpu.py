@@ -43,7 +43,7 @@ def test_held_memory_leaves_the_cap(pytester: pytest.Pytester) -> None:
         print(json.dumps([held[0], free, total, torch.cuda.memory_allocated(device)]))
         """
     )
-    held, free, total, counted = json.loads(pytester.runpython("hold.py").stdout.str())
+    held, free, total, counted = json.loads(pytester.runpython(pytester.path / "hold.py").stdout.str())
     assert held == total - 8 * _GIB
     assert 6 * _GIB < free < 8 * _GIB
     assert counted == 0
@@ -68,7 +68,7 @@ def test_a_gpu_is_profiled_while_it_works(pytester: pytest.Pytester) -> None:
 
 def test_a_cap_puts_out_of_memory_inside_the_list(pytester: pytest.Pytester) -> None:
     """Large batch sizes run out of memory as on a small card, and the held bytes are no use of ours."""
-    flags = ("--llmgpu-devices=1", "--llmgpu-batch-sizes=1,2,128", "--llmgpu-gpu-memory=13.25GiB")
+    flags = ("--llmgpu-devices=1", "--llmgpu-batch-sizes=1,2,128", "--llmgpu-gpu-memory=13.75GiB")
     result, written = _run(pytester, *_DUMMY, *flags)
     assert result.ret == 0
     assert [case.outcome for case in written.cases] == ["completed", "completed", "oom"]

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_model
+
+from pytest_llmgpu.environment import Machine, TorchFacts
+from pytest_llmgpu.options import Options
+from pytest_llmgpu.planner import Planner
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling.nvml import Gpu
+
+_GIB = 2**30
+_GPUS = [Gpu(index=number, uuid=f"GPU-{number}", name="H", memory_bytes=32 * _GIB) for number in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model.write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def choose(model: Path, tmp_path: Path) -> Callable[..., Options]:
+    """Options for the tiny model and its dataset."""
+    tiny_model.write_dataset(tmp_path / "items.jsonl")
+
+    def options(**fields: object) -> Options:
+        chosen: dict[str, object] = {"model": str(model), "dataset": "items.jsonl", **fields}
+        return Options(**chosen)  # type: ignore[arg-type]  # any mix of fields
+
+    return options
+
+
+def _planner(rootdir: Path, device: str = "cuda") -> Planner:
+    gpus = _GPUS if device == "cuda" else []
+    machine = Machine(device=device, devices=len(gpus) or 1, gpus=gpus, facts=TorchFacts(version="2"))
+    return Planner(rootdir, lambda *_: machine)
+
+
+def test_a_case_holds_what_the_options_mean_on_this_machine(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """`auto` and defaults are resolved, so that equal cases are the same measurement."""
+    request = _planner(tmp_path).request(choose(), "mp", 4)
+    case = request.case
+    assert (case.strategy, case.backend, case.batch_size) == ("mp", "accelerate", 4)
+    assert (case.device, case.devices, case.dtype) == ("cuda", 2, "float16")
+    assert (case.model, case.dataset, case.limit) == ("tiny", "items.jsonl", None)
+    assert case.revision is not None
+    assert len(request.items) == tiny_model.ITEMS
+    assert _planner(tmp_path, "cpu").request(choose(), "mp", 4).case.dtype == "float32"
+
+
+def test_items_of_a_tests_own_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """What a test scores instead of the chosen dataset has its own hash and no limit."""
+    planner, options = _planner(tmp_path), choose(limit=4)
+    chosen = planner.request(options, "mp", 4)
+    own = planner.request(options, "mp", 4, planner.dataset(options).items[:2])
+    assert (chosen.case.dataset, chosen.case.limit) == ("items.jsonl", 4)
+    assert (own.case.dataset, own.case.limit, len(own.items)) == ("custom", None, 2)
+    assert own.case.dataset_sha256 != chosen.case.dataset_sha256
+    assert own.case.loading == chosen.case.loading, "the same loaded model serves both"
+    assert own.case.series != chosen.case.series
+
+
+@pytest.mark.parametrize(
+    ("cap", "used", "complaint"),
+    [
+        (40 * _GIB, 0, r"--llmgpu-gpu-memory=40.00 GiB: more than the 32.00 GiB of GPU 0"),
+        (8 * _GIB, 9 * _GIB, r"--llmgpu-gpu-memory=8.00 GiB: GPU 1 has 9.00 GiB in use already"),
+    ],
+)
+def test_a_cap_that_cannot_be_is_refused(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    monkeypatch: pytest.MonkeyPatch,
+    cap: int,
+    used: int,
+    complaint: str,
+) -> None:
+    """Above the device or below what is in use, a cap is refused before a model loads."""
+    monkeypatch.setattr(nvml, "used_bytes", lambda _: {"GPU-0": 0, "GPU-1": used})
+    with pytest.raises(ValueError, match=complaint):
+        _planner(tmp_path).request(choose(gpu_memory=cap), "mp", 4)
+
+
+def test_a_cap_is_held_against_what_others_use_only(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once our own ranks run, the memory they use does not refuse the next case."""
+    used = {"GPU-0": 0, "GPU-1": 0}
+    monkeypatch.setattr(nvml, "used_bytes", lambda _: used)
+    planner, options = _planner(tmp_path), choose(gpu_memory=8 * _GIB)
+    planner.request(options, "mp", 4)
+    used["GPU-1"] = 32 * _GIB
+    assert planner.request(options, "mp", 8).case.gpu_memory_bytes == 8 * _GIB
+
+
+def test_machine_and_dataset_are_looked_up_once(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Seven batch sizes cost one probe of torch and one read of the file."""
+    asked: list[tuple[str, int | None]] = []
+    machine = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
+
+    def find(device: str, devices: int | None) -> Machine:
+        asked.append((device, devices))
+        return machine
+
+    planner = Planner(tmp_path, find)
+    first = planner.request(choose(), "mp", 1)
+    second = planner.request(choose(), "mp", 2)
+    assert asked == [("auto", None)]
+    assert first.items is second.items
