@@ -196,6 +196,8 @@ def _of_speed(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Find
     wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
     if not smaller or wrong or result.sequences_per_s is None or _said("batching-stopped-paying", series):
         return
+    if result.case.device == "cpu":
+        return  # other programs share a CPU: its seconds are no ground for advice
     best = max(smaller, key=lambda other: other.sequences_per_s or 0.0)
     if best.sequences_per_s and result.sequences_per_s < _SLOWER * best.sequences_per_s:
         slower = 100 * (1 - result.sequences_per_s / best.sequences_per_s)

@@ -7,8 +7,6 @@ Shapes: B rows of a batch, S tokens of its longest row, N predicted tokens, R re
 H hidden size, V vocabulary.
 """
 
-# ruff: noqa: N806 - tensor names carry shapes
-
 from __future__ import annotations
 
 import math
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "EndingHead", "Plan", "Requests", "Scores", "accuracy", "encode", "plan", "score", "warm_up"]
 
-_CHUNK_BYTES = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
-"""Bound of the float32 log-probabilities that exist at once: what a CPU's cache holds, what a GPU has to spare."""
+_CHUNK_BYTES = 64 * 2**20
+"""Bound of the float32 log-probabilities that exist at once, beside logits of another dtype."""
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -168,15 +166,27 @@ def _loglikelihoods(model: torch.nn.Module, head: EndingHead, batch: Batch, inpu
         raise ValueError(
             f"{type(model).__name__} does not call its output head: its logits have shape {logits_1NV.shape}"
         )
-    chunk = max(1, _CHUNK_BYTES[input_device.type] // (4 * logits_1NV.shape[-1]))
-    picked = [
-        torch.log_softmax(logits_nV, dim=-1, dtype=torch.float32).gather(1, targets_n.unsqueeze(1)).squeeze(1)
-        for logits_nV, targets_n in zip(logits_1NV[0].split(chunk), targets_N.split(chunk), strict=True)
-    ]
+    picked_N = _log_probabilities(logits_1NV[0], targets_N)
     # Summed as rows of a padded table: the order of atomic additions, as of index_add, differs from run to run.
     table_RL = torch.zeros(len(batch.requests), batch.longest, device=input_device)
-    table_RL.view(-1).index_copy_(0, slots_N, torch.cat(picked))
+    table_RL.view(-1).index_copy_(0, slots_N, picked_N)
     return table_RL.sum(dim=1)
+
+
+def _log_probabilities(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Return the float32 log-probability [N] of each row's target; the logits may be overwritten."""
+    import torch
+
+    if logits_NV.dtype == torch.float32 and logits_NV.device.type == "cpu":
+        # In place, which takes half the time: a row is written once its sum is known (ATen's vec_log_softmax_lastdim).
+        torch.log_softmax(logits_NV, dim=-1, out=logits_NV)
+        return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+    rows = max(1, _CHUNK_BYTES // (4 * logits_NV.shape[-1]))
+    picked = [
+        torch.log_softmax(logits_nV, dim=-1, dtype=torch.float32).gather(1, targets_n.unsqueeze(1)).squeeze(1)
+        for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True)
+    ]
+    return torch.cat(picked)
 
 
 def _synchronize(devices: Sequence[torch.device]) -> None:

@@ -75,12 +75,15 @@ def test_loglikelihoods_are_those_of_the_full_logits(model: Any, batch_size: int
     )
 
 
-def test_more_rows_than_a_chunk_score_alike(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the chunk of float32 log-probabilities ends does not matter."""
-    plan = scoring.plan(_requests(*MIXED), 5)
-    whole = scoring.score(model, plan, input_device=CPU).loglikelihoods
-    monkeypatch.setitem(scoring._CHUNK_BYTES, "cpu", 4 * VOCABULARY * 5)
-    assert scoring.score(model, plan, input_device=CPU).loglikelihoods == whole
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a chunk's end nor writing over the logits changes a number."""
+    monkeypatch.setattr(scoring, "_CHUNK_BYTES", 4 * VOCABULARY * 5)
+    logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
+    targets = torch.arange(rows) % VOCABULARY
+    expected = torch.log_softmax(logits.float(), dim=-1)[torch.arange(rows), targets]
+    assert torch.equal(scoring._log_probabilities(logits, targets), expected)
 
 
 def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:

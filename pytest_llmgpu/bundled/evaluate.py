@@ -4,7 +4,6 @@ The yardstick by which the model is trained and registered. It is deliberately a
 measures, and as plain as can be: every logit, right padding with id 0, no attention mask.
 """
 
-# ruff: noqa: N806 - tensor names carry shapes
 from __future__ import annotations
 
 import json

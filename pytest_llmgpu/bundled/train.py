@@ -9,7 +9,6 @@ name to the token whose predecessor it was. Left to itself a model stays at one 
 finds both, so half the heads are shown where to look by a loss on their attention; a few hundred steps then suffice.
 """
 
-# ruff: noqa: N806, N815 - tensor names carry shapes
 from __future__ import annotations
 
 import hashlib
