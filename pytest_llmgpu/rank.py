@@ -157,8 +157,18 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
 
 
 def serve(commands: Connection, answers: Connection, batches: Connection) -> None:
-    """Answer commands in turn until the parent closes its end."""
-    state = RankState(on_batch=lambda batch: batches.send_bytes(pickle.dumps(tuple(batch))))
+    """Answer commands in turn until the parent closes its end.
+
+    An answer says how many batches were streamed before it, so that the parent can hear them out first.
+    """
+    streamed = 0
+
+    def stream(batch: FinishedBatch) -> None:
+        nonlocal streamed
+        batches.send_bytes(pickle.dumps(tuple(batch)))
+        streamed += 1
+
+    state = RankState(on_batch=stream)
     while True:
         try:
             command = commands.recv_bytes()
@@ -166,10 +176,11 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
             return
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
-            payload = pickle.dumps((True, fn(state, *args)))
+            answer = fn(state, *args)
+            payload = pickle.dumps((streamed, True, answer))
         except BaseException as error:  # noqa: BLE001 - the rank's door: everything becomes a plain record
             traceback.print_exc()
-            payload = pickle.dumps((False, (*failure_of(error, state.phase), state.use())))
+            payload = pickle.dumps((streamed, False, (*failure_of(error, state.phase), state.use())))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
             del error

@@ -83,6 +83,13 @@ def finish_batches(state: RankState, count: int) -> None:
         state.on_batch(FinishedBatch(latency_s=number + 1.0, sequences=4, tokens=40, padded_tokens=44, planned=10))
 
 
+def finish_batches_then_wait(state: RankState, count: int, pipe: str) -> None:
+    """Finish some batches, then wait until somebody writes to a named pipe."""
+    finish_batches(state, count)
+    with open(pipe, "rb") as reader:  # noqa: PTH123 - a pipe, no file
+        reader.read()
+
+
 def finish_batches_then_die(state: RankState, count: int) -> None:
     """Finish some batches, then die."""
     finish_batches(state, count)

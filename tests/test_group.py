@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -65,10 +66,19 @@ def test_a_batch_lasts_as_long_as_on_its_slowest_rank(pair: RankGroup) -> None:
     assert pair.batches().latency_s == [2.0, 5.0]
 
 
-def test_progress_is_told_in_finished_and_planned_batches(pair: RankGroup) -> None:
-    """The live line knows how much is left."""
+def test_progress_is_told_in_finished_and_planned_batches(pair: RankGroup, tmp_path: Path) -> None:
+    """The live line knows, while the ranks are at work, how much is done and how much is left."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     told: list[tuple[int, int]] = []
-    pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=60, tick=lambda *now: told.append(now))
+
+    def tick(done: int, planned: int) -> None:
+        if (7, 10) not in told and (done, planned) == (7, 10):
+            pipe.write_bytes(b"")
+        told.append((done, planned))
+
+    pair.ask(ranks.finish_batches_then_wait, 7, str(pipe), phase="forward", timeout_s=60, tick=tick)
+    assert told == sorted(told)
     assert told[-1] == (7, 10)
 
 
@@ -76,6 +86,7 @@ def test_each_question_starts_with_no_batches(pair: RankGroup) -> None:
     """A case's columns hold none of the case before it."""
     pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=60)
     pair.ask(ranks.finish_batches, 2, phase="forward", timeout_s=60)
+    pair.kill()
     assert len(pair.batches().latency_s) == 2
 
 

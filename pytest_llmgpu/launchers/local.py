@@ -61,6 +61,9 @@ class LocalRank:
         self._log = log
         self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
+        self._heard = threading.Condition()
+        self._batches_heard = 0
+        self._stream_ended = False
         self._ended: RankFailedError | None = None
         self._kills_before = oom.host_kills()
         command_in, command_out = os.pipe()
@@ -158,10 +161,11 @@ class LocalRank:
             with self._lock:
                 future = self._pending.popleft()
             try:
-                done, answer = pickle.loads(payload)  # noqa: S301 - written by our own child
+                streamed, done, answer = pickle.loads(payload)  # noqa: S301 - written by our own child
             except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
                 failure = Failure(phase="forward", message=f"the answer does not unpickle: {error}")
-                done, answer = False, ("error", failure, [])
+                streamed, done, answer = 0, False, ("error", failure, [])
+            self._hear_out(streamed)
             if done:
                 future.set_result(answer)
             else:
@@ -178,7 +182,18 @@ class LocalRank:
             except (EOFError, OSError):
                 break
             on_batch(self.rank, FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
+            with self._heard:
+                self._batches_heard += 1
+                self._heard.notify_all()
         batches.close()
+        with self._heard:
+            self._stream_ended = True
+            self._heard.notify_all()
+
+    def _hear_out(self, streamed: int) -> None:
+        """Wait until every batch that was streamed before an answer has been heard: two pipes keep no order."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._batches_heard >= streamed or self._stream_ended)
 
     def _death(self) -> RankFailedError:
         code = self._process.wait()
