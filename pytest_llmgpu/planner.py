@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class Planner:
             items: What to score; None for what the options choose.
         """
         strategy = strategies.find(strategy_name)
+        if importlib.util.find_spec(strategy.backend) is None:
+            raise ValueError(f"--strategy={strategy.name} needs {strategy.backend}: pip install {strategy.backend}")
         selected = self.dataset(options)
         if items is None or items is selected:
             chosen, limit = selected, options.limit

@@ -113,3 +113,12 @@ def test_machine_and_dataset_are_looked_up_once(tmp_path: Path, choose: Callable
     second = planner.request(choose(), "mp", 2)
     assert asked == [("auto", None)]
     assert first.items is second.items
+
+
+def test_a_strategy_without_its_library_is_refused(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to install is said before anything is started."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="--strategy=mp needs accelerate: pip install accelerate"):
+        _planner(tmp_path).request(choose(), "mp", 4)
