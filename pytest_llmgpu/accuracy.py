@@ -12,7 +12,17 @@ from pytest_llmgpu.case import Case
 from pytest_llmgpu.metrics import upper_bound
 from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult
 
-__all__ = ["baseline", "check", "check_accuracy", "check_dummy", "decode", "measured", "reference", "value_of"]
+__all__ = [
+    "baseline",
+    "check",
+    "check_accuracy",
+    "check_batch_size",
+    "check_dummy",
+    "decode",
+    "measured",
+    "reference",
+    "value_of",
+]
 
 _PUBLISHED = {"7b": ("7B", 0.761), "13b": ("13B", 0.792), "30b": ("33B", 0.828), "65b": ("65B", 0.842)}
 """Size in hub ids to the name and the HellaSwag accuracy in table 3 of "LLaMA: Open and Efficient Foundation Language
@@ -31,6 +41,9 @@ _SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items
 _DUMMY_METRIC = "loglikelihood_relative_difference"
 _DUMMY_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest rounding, as a fraction of |log-likelihood|, that padding and kernels of another batch shape may cause."""
+
+_CHANCE_BAR = 0.01
+"""Largest probability that is not put down to chance."""
 
 _ROUNDING = 1e-9  # a bar exactly the tolerance below may be a hair above it in binary
 
@@ -170,7 +183,43 @@ def check(
         load_format=case.load_format,
     )
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
+    smallest = reference(result, earlier)
+    if known is None and smallest is not None:
+        return check_batch_size(worst, smallest, metric=metric, tolerance=tolerance)
     return check_accuracy(worst, known, metric=metric, tolerance=tolerance, case=case)
+
+
+def check_batch_size(accuracy: Accuracy, smallest: CaseResult, *, metric: str, tolerance: float) -> AccuracyCheck:
+    """Compare with the smallest batch size where no baseline is known: a larger one must not cost answers.
+
+    It fails where more than `tolerance` is lost and chance does not explain it: the exact sign test on the items whose
+    prediction differs, one-sided, at 1 %. A difference that is wrong both times counts for chance. Where nothing is
+    lost the accuracy itself is still unchecked.
+    """
+    before = measured(smallest)
+    assert before is not None, "`reference` gives scored results only"
+    value, expected = value_of(accuracy, metric), value_of(before, metric)
+    lost = round((expected - value) * accuracy.items)
+    column = "predictions" if metric == "acc" else "predictions_norm"
+    pairs = zip(getattr(accuracy, column), getattr(before, column), strict=True)
+    differing = max(lost, sum(one != other for one, other in pairs))
+    bad = expected - value > tolerance + _ROUNDING and _by_chance(lost, differing) < _CHANCE_BAR
+    text = f"accuracy ({metric}) is {_pct(value)}, and {_pct(expected)} at batch size {smallest.case.batch_size}"
+    return AccuracyCheck(
+        metric=metric,
+        value=value,
+        baseline=expected,
+        source=smallest.id,
+        tolerance=tolerance,
+        ok=False if bad else None,
+        text=text,
+    )
+
+
+def _by_chance(lost: int, differing: int) -> float:
+    """Return how likely it is that of so many differing items at least so many more were lost than won by chance."""
+    at_least = (differing + lost + 1) // 2
+    return sum(math.comb(differing, count) for count in range(at_least, differing + 1)) / 2**differing
 
 
 def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:

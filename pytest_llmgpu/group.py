@@ -94,13 +94,15 @@ class RankGroup:
 
     def _on_batch(self, rank: int, finished: FinishedBatch) -> None:
         with self._lock:
+            self._moved_s = time.monotonic()
+            if not finished.planned:
+                return  # of the warm-up: a sign of life, no measurement
             column = self._columns[rank]
             column.latency_s.append(finished.latency_s)
             column.sequences.append(finished.sequences)
             column.tokens.append(finished.tokens)
             column.padded_tokens.append(finished.padded_tokens)
             self._planned = finished.planned
-            self._moved_s = time.monotonic()
 
     def _timeout(self, phase: Phase, timeout_s: float) -> RankFailedError:
         what = "no loaded model" if phase == "load" else "no finished batch"

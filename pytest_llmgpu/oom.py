@@ -6,6 +6,7 @@ therefore names its evidence, and what no rule knows stays an error.
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 from collections.abc import Iterator
@@ -17,12 +18,16 @@ __all__ = ["DeviceMapSpillError", "Evidence", "evidence_of", "evidence_of_death"
 
 _MESSAGES = {
     "torch's allocator": r"(CUDA|HIP|XPU) out of memory",
-    "CUDA": r"CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA": r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
+    "Triton": r"Triton Error \[CUDA\]: out of memory",
     "cuBLAS": r"CUBLAS_STATUS_ALLOC_FAILED",
     "cuDNN": r"CUDNN_STATUS_ALLOC_FAILED",
-    "NCCL": r"(ncclUnhandledCudaError|NCCL)[\s\S]*out of memory",
-    "host allocator": r"DefaultCPUAllocator: can't allocate memory|Cannot allocate memory",
+    "NCCL": r"Cuda failure[^\n]*out of memory",
+    "host allocator": r"DefaultCPUAllocator: can't allocate memory",
 }
+
+_LAST_LINES = 3
+_CUBLAS_BYTES = 64 * 2**20
 
 _BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"([\d.]+) (TiB|GiB|MiB|KiB|bytes|B)"
@@ -66,6 +71,8 @@ def evidence_of(exception: BaseException) -> Evidence | None:
 def evidence_of_death(return_code: int, log: str, kills_before: int | None, kills_after: int | None) -> Evidence | None:
     """Return why a process that ended by itself ran out of memory; None if nothing says so.
 
+    Of its log only the last lines count: a shortage that was handled earlier did not end it.
+
     Args:
         return_code: As subprocess gives it: negative for a signal.
         log: What the process wrote.
@@ -76,8 +83,9 @@ def evidence_of_death(return_code: int, log: str, kills_before: int | None, kill
         if kills_after > kills_before:
             return Evidence(rule=f"the host's out-of-memory killer (oom_kill {kills_before} -> {kills_after})")
         return None
+    last = "\n".join([line for line in log.splitlines() if line.strip()][-_LAST_LINES:])
     for name, pattern in _MESSAGES.items():
-        if re.search(pattern, log):
+        if re.search(pattern, last):
             return Evidence(rule=f"{name}, in the log of the process that died")
     return None
 
@@ -95,22 +103,40 @@ def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 
 
 def _rule(exception: BaseException) -> str | None:
-    if isinstance(exception, DeviceMapSpillError):
-        return "the layers do not fit on the devices"
+    if isinstance(exception, RuntimeError):
+        return _rule_of_text(exception)
     if isinstance(exception, MemoryError):
         return "Python's allocator on the host"
-    if type(exception).__name__ == "OutOfMemoryError" and type(exception).__module__.startswith("torch"):
-        return "torch's allocator"
-    text = str(exception)
-    for name, pattern in _MESSAGES.items():
-        if re.search(pattern, text):
-            return name
-    if isinstance(exception, RuntimeError):
-        from accelerate.utils.memory import should_reduce_batch_size
+    if isinstance(exception, OSError) and exception.errno == errno.ENOMEM:
+        return "the host's kernel (ENOMEM)"
+    return None  # a text about memory in a ValueError is no shortage of it
 
-        if should_reduce_batch_size(exception):
-            return "accelerate's should_reduce_batch_size"
-    return None
+
+def _rule_of_text(exception: RuntimeError) -> str | None:
+    """Return the rule of a RuntimeError, which is what torch raises for everything."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    text = str(exception)
+    rules = (
+        (isinstance(exception, DeviceMapSpillError), "the layers do not fit on the devices"),
+        (type(exception).__name__ == "OutOfMemoryError", "torch's allocator"),
+        *((re.search(pattern, text), name) for name, pattern in _MESSAGES.items()),
+        ("CUBLAS_STATUS_NOT_INITIALIZED" in text and _is_full(), "cuBLAS could not start on a full device"),
+        # accelerate looks for its texts in the first argument, which need not be one.
+        (
+            isinstance(exception.args[0] if exception.args else None, str) and should_reduce_batch_size(exception),
+            "accelerate's should_reduce_batch_size",
+        ),
+    )
+    return next((rule for holds, rule in rules if holds), None)
+
+
+def _is_full() -> bool:
+    """Return whether a device of this process has no room for cuBLAS, whose handle and workspace take tens of MiB."""
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices)
 
 
 def _chain(exception: BaseException) -> Iterator[BaseException]:
@@ -119,7 +145,9 @@ def _chain(exception: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        # What was raised while an out-of-memory was handled is a failure of its own, unless it is of torch's kind.
+        handled = link.__context__ if isinstance(link, RuntimeError) and not link.__suppress_context__ else None
+        link = link.__cause__ or handled
 
 
 def _amount(pattern: str, text: str) -> int | None:

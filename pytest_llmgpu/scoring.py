@@ -74,7 +74,12 @@ class EndingHead:
 
 
 def warm_up(
-    model: torch.nn.Module, plan: Plan, *, input_device: torch.device, devices: Sequence[torch.device] = ()
+    model: torch.nn.Module,
+    plan: Plan,
+    *,
+    on_batch: Callable[[float, int, int, int], None] | None = None,
+    input_device: torch.device,
+    devices: Sequence[torch.device] = (),
 ) -> None:
     """Run a batch of every shape, and the largest once more, so that no measured batch pays for a first time.
 
@@ -84,7 +89,7 @@ def warm_up(
     of_each_shape = {(batch.rows, batch.width): batch for batch in plan.batches}
     _pin(plan, input_device)
     batches = [plan.batches[0], *of_each_shape.values()]
-    _run(model, batches, on_batch=None, input_device=input_device, devices=devices)
+    _run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices)
 
 
 def score(

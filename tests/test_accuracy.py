@@ -227,3 +227,28 @@ def test_the_worst_launch_counts() -> None:
 def test_loglikelihoods_are_little_endian_float32() -> None:
     """As the report's format says, on every machine."""
     assert list(decode("AACAvwAAAMA=")) == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("right_before", "right_now", "flipped", "ok"),
+    [
+        (180, 90, 90, False),  # 90 % to 45 %: half of the answers are lost
+        (180, 172, 8, False),  # 8 lost, none won
+        (180, 176, 20, None),  # 4 more lost than won, of 20 that differ: chance
+        (180, 179, 1, None),  # within the tolerance
+        (180, 185, 5, None),  # better is not worse
+    ],
+)
+def test_without_a_baseline_a_larger_batch_must_not_cost_answers(
+    right_before: int, right_now: int, flipped: int, ok: bool | None
+) -> None:
+    """What became fast by becoming wrong fails, also where nobody knows what the model should reach."""
+    fields: dict[str, Any] = {"model": "mine", "dataset": "mine.jsonl"}
+    before = make_result(1.0, make_accuracy(right_before / 200, 200), batch_size=1, **fields)
+    predictions = [1] * flipped + [0] * (200 - flipped)
+    now = make_result(1.0, make_accuracy(right_now / 200, 200, predictions), batch_size=32, **fields)
+    found = check(now, [before], given=None, metric="acc_norm", tolerance=0.01)
+    assert found is not None
+    assert found.ok is ok
+    assert found.source == before.id
+    assert "at batch size 1" in found.text

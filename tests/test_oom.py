@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import signal
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def test_torchs_own_class_is_out_of_memory_with_its_figures() -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "cuBLAS"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "cuDNN"),
         (RuntimeError("NCCL error: ncclUnhandledCudaError\nLast error:\nCuda failure 2 'out of memory'"), "NCCL"),
+        (RuntimeError("CUDA driver error: out of memory"), "CUDA"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "Triton"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the host's kernel (ENOMEM)"),
         (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to"), "host allocator"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), "accelerate's should_reduce_batch_size"),
         (MemoryError(), "Python's allocator on the host"),
@@ -48,7 +52,11 @@ def test_each_known_form_names_its_rule(error: BaseException, rule: str) -> None
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
         RuntimeError("NCCL error: remote process exited or there was a network error"),
-        ValueError("memory"),
+        ValueError("the prompt says: CUDA out of memory"),
+        RuntimeError(5),
+        RuntimeError(),
+        RuntimeError("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory"),
+        RuntimeError("NCCL WARN hint: if you run out of memory see the documentation"),
         KeyboardInterrupt(),
     ],
 )
@@ -77,6 +85,25 @@ def test_a_suppressed_context_does_not_count() -> None:
     assert oom.evidence_of(_raised_while_handling(MemoryError(), ValueError("bad dtype"), cause=None)) is None
 
 
+@pytest.mark.parametrize(("free", "full"), [(8 * 2**20, True), (2**30, False)])
+def test_cublas_that_cannot_start_ran_out_only_on_a_full_device(
+    free: int, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message is the same for a broken driver; the device's free memory tells."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**35))
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert (oom.evidence_of(error) is not None) is full
+
+
+def test_an_error_while_out_of_memory_is_handled_is_an_error() -> None:
+    """A broken handler is not excused by what it was to handle."""
+    shortage = torch.cuda.OutOfMemoryError(_TORCH_MESSAGE)
+    broken = NameError("name 'cleanup' is not defined")
+    broken.__context__ = shortage
+    assert oom.evidence_of(broken) is None
+
+
 def test_a_kill_counts_only_if_the_host_killed_for_memory() -> None:
     """SIGKILL alone is a crash; with the kernel's counter moved it is out of memory."""
     evidence = oom.evidence_of_death(-signal.SIGKILL, "", 3, 4)
@@ -90,6 +117,8 @@ def test_the_log_of_a_dead_process_counts() -> None:
     """A library that aborts after an out-of-memory message ran out of memory."""
     assert oom.evidence_of_death(-signal.SIGABRT, "terminate: CUDA error: out of memory", 0, 0) is not None
     assert oom.evidence_of_death(-signal.SIGABRT, "Assertion failed", 0, 0) is None
+    handled = "CUDA error: out of memory, handled\none\ntwo\nImportError: no module"
+    assert oom.evidence_of_death(1, handled, 0, 0) is None
 
 
 def test_host_kills_come_from_vmstat(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ class FinishedBatch(NamedTuple):
     tokens: int
     padded_tokens: int
     planned: int
-    """Batches of the whole case."""
+    """Batches of the whole case; 0 for one of the warm-up."""
 
 
 BatchListener = Callable[[int, FinishedBatch], None]
