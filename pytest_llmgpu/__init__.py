@@ -10,7 +10,7 @@ The map of the package, from what people touch down to what is measured; imports
     group                           the processes of a strategy as one thing
     findings, accuracy              what a person should do; whether answers are still right
     report, environment, commit     the JSON; machine and libraries; the source that was measured
-    privacy                         no name of a host or a user, no secret
+    privacy, child                  no name of a host or a user, no secret; how a process of ours is started
     launchers, rank                 how processes are started; what one of them does
     strategies                      how a model is spread: mp
     scoring, batching, tasks        log-likelihoods, batches, items

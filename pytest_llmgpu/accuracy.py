@@ -219,7 +219,7 @@ def check_batch_size(accuracy: Accuracy, smallest: CaseResult, *, metric: str, t
 def _by_chance(lost: int, differing: int) -> float:
     """Return how likely it is that of so many differing items at least so many more were lost than won by chance."""
     at_least = (differing + lost + 1) // 2
-    return sum(math.comb(differing, count) for count in range(at_least, differing + 1)) / 2**differing
+    return sum(math.comb(differing, count) for count in range(at_least, differing + 1)) / (1 << differing)
 
 
 def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:

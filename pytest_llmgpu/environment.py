@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from pytest_llmgpu import child
 from pytest_llmgpu.privacy import anonymous, is_secret
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.nvml import Gpu, Inventory
@@ -157,10 +158,9 @@ def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
     Raises:
         ValueError: torch cannot be imported, with the child's last line.
     """
-    command = [sys.executable, "-m", "pytest_llmgpu.environment"]
     try:
-        child = subprocess.run(
-            command,
+        done = subprocess.run(
+            child.command("pytest_llmgpu.environment"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -169,12 +169,12 @@ def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"torch did not import and answer within {timeout_s:g} s ({' '.join(command)})") from None
-    lines = child.stdout.splitlines()
-    if child.returncode == 0 and lines:
+        raise ValueError(f"torch did not import and answer within {timeout_s:g} s in {sys.executable}") from None
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
         return msgspec.json.decode(lines[-1], type=TorchFacts)
-    last = (child.stderr.strip() or "no message").splitlines()[-1]
-    raise ValueError(f"torch cannot be used: {last} (exit status {child.returncode} of {' '.join(command)})")
+    last = (done.stderr.strip() or "no message").splitlines()[-1]
+    raise ValueError(f"torch cannot be used: {last} (exit status {done.returncode} of {sys.executable})")
 
 
 def _torch_facts() -> TorchFacts:

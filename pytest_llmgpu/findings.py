@@ -15,6 +15,7 @@ __all__ = ["findings"]
 _GIB = 2**30
 _ENOUGH_ITEMS = 50  # fewer cannot be told from guessing
 _LAST_WORDS_LENGTH = 200
+_NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
 _SLOWER = 0.98  # a batch size within 2 % of the best is as fast as it, by the noise between launches
 _MISSED_SAMPLES = 0.05  # a profile that lacks more of its ticks than this may have missed what it is for
 
@@ -72,27 +73,35 @@ def _failed(result: CaseResult) -> Finding:
     words = {"timeout": "Timed out", "crashed": "Crashed", "error": "Failed", "interrupted": "Interrupted"}
     text = f"{words[result.outcome]} {where}{rank}: {failure.message.strip().rstrip('.')}"
     last = _last_words(failure.log_tail or "")
-    if last and last not in failure.message:
+    # A traceback has the exception's module before its name, the message has not.
+    if last and last not in failure.message and failure.message not in last:
         text += f". Its log ends: {last}"
 
     if result.outcome == "timeout":
         option = "--llmgpu-load-timeout" if failure.phase == "load" else "--llmgpu-timeout"
         advice = f"Raise {option} if it was only slow; if it hung, `failure.log_tail` in the report shows where."
     elif result.outcome == "interrupted":
-        advice = "Run it again; the batches that finished are in the report."
+        finished = any(launch.batches.latency_s for launch in result.launches)
+        advice = "Run it again; the batches that finished are in the report." if finished else "Run it again."
     elif failure.signal == signal.SIGKILL:
         advice = "Somebody killed it: see the kernel log (dmesg) for the host's out-of-memory killer or a job limit."
+    elif failure.signal == signal.SIGTERM:
+        advice = "Somebody ended it: a person, or a scheduler at a job's time limit; run it again with more time."
     else:
         advice = "Read `failure.log_tail` in the report for the traceback."
     return Finding(code=result.outcome, severity="failure", text=f"{text}.", next_step=advice)
 
 
 def _last_words(log: str) -> str:
-    """Return the log line that says most: the last exception, else the last line that is no traceback's frame."""
+    """Return the log line that says most: what killed Python, else the last exception, else the last line of text.
+
+    Frames of a traceback and faulthandler's headings, which every dump of stacks has, are no text.
+    """
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    fatal = [line for line in lines if line.startswith("Fatal Python error: ")]
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
-    plain = [line for line in lines if not line.startswith((" ", "Traceback"))]
-    last = (exceptions or plain or [""])[-1].strip().rstrip(".")
+    plain = [line for line in lines if not line.startswith(_NO_TEXT)]
+    last = (fatal or exceptions or plain or [""])[-1].strip().rstrip(".")
     return last if len(last) <= _LAST_WORDS_LENGTH else f"{last[: _LAST_WORDS_LENGTH - 1]}…"
 
 

@@ -79,20 +79,26 @@ def options_of(item: pytest.Item) -> Options:
 class LLM:
     """The model of a test under its strategy. It is loaded at first use and kept for the tests that follow."""
 
-    def __init__(self, session: BenchmarkSession, options: Options, strategy: str) -> None:
+    def __init__(self, session: BenchmarkSession, item: pytest.Item, options: Options, strategy: str) -> None:
         self._session = session
+        self._item = item
         self.options = options
         self.strategy = strategy
 
     def request(self, items: Dataset | Sequence[Item], batch_size: int) -> Request:
         """Return the case of these items at that batch size; the test fails where it cannot be."""
+        __tracebackhide__ = True
         try:
+            _check_arguments(items, batch_size)
             return self._session.planner.request(self.options, self.strategy, batch_size, items)
         except ValueError as error:
-            pytest.fail(str(error), pytrace=False)
+            complaint = str(error)
+        # Not in the except block: pytest would print the ValueError as the cause.
+        pytest.fail(complaint, pytrace=False)
 
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> ScoreReply:
         """Score items without recording a case: choices, log-likelihoods and latencies, as the first rank has them."""
+        __tracebackhide__ = True
         from pytest_llmgpu import rank
 
         request = self.request(items, batch_size)
@@ -107,28 +113,33 @@ class LLM:
             fn: A function that can be imported by its name; it gets the rank's `strategies.protocol.Loaded`.
             args: What pickles.
         """
+        __tracebackhide__ = True
         import pickle
 
         from pytest_llmgpu import rank
 
+        complaint = None
         try:
             pickle.dumps((fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            pytest.fail(
-                f"llm.run needs a function at the top of a module and arguments that pickle: {error}", pytrace=False
-            )
+            complaint = f"llm.run needs a function at the top of a module and arguments that pickle: {error}"
+        if complaint is not None:
+            pytest.fail(complaint, pytrace=False)
         items = self._session.planner.dataset(self.options)
         return self._ask(self.request(items, 1), rank.call, fn, args)
 
     def _ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        __tracebackhide__ = True
         from pytest_llmgpu.launchers.protocol import RankFailedError
 
         try:
             return self._session.runner.ask(request, fn, *args)
         except RankFailedError as error:
-            if error.outcome == "oom":
-                pytest.skip(f"out of memory: {error.failure.message}")
-            pytest.fail(f"{error.outcome}: {error.failure.message}\n{error.failure.log_tail or ''}", pytrace=False)
+            outcome, failure = error.outcome, error.failure
+        if outcome == "oom":
+            self._item.stash[OUTCOME] = outcome
+            pytest.skip(f"out of memory: {failure.message}")
+        pytest.fail(f"{outcome}: {failure.message}\n{failure.log_tail or ''}", pytrace=False)
 
 
 def make(chosen: Options) -> ModuleType:
@@ -182,7 +193,7 @@ def _batch_size(request: pytest.FixtureRequest) -> int:
 
 def _llm(request: pytest.FixtureRequest) -> LLM:
     """The model under the chosen strategy, on all its devices; loaded once and kept across batch sizes."""
-    return LLM(request.config.stash[SESSION](), options_of(request.node), str(request.param))
+    return LLM(request.config.stash[SESSION](), request.node, options_of(request.node), str(request.param))
 
 
 def _hellaswag(request: pytest.FixtureRequest) -> Dataset:
@@ -208,6 +219,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     item: pytest.Item = request.node
 
     def measure(llm: LLM, items: Dataset | Sequence[Item], batch_size: int) -> CaseResult:
+        __tracebackhide__ = True
         wanted = llm.request(items, batch_size)
         result = session.runner.run(wanted, lambda result: session.record(result, llm.options, item.nodeid))
         item.stash[OUTCOME] = result.outcome
@@ -219,7 +231,22 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     return measure
 
 
+def _check_arguments(items: object, batch_size: object) -> None:
+    from pytest_llmgpu.tasks.hellaswag import Dataset, Item
+
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(f"batch_size: {batch_size!r} is not allowed: a whole number of at least 1 is needed")
+    given = items.items if isinstance(items, Dataset) else items
+    if not isinstance(given, Sequence) or not given:
+        found = "nothing" if given in ((), []) else type(items).__name__
+        raise ValueError(f"items: {found} is not allowed: a Dataset or a list of at least one Item is needed")
+    for number, item in enumerate(given):
+        if not isinstance(item, Item):
+            raise ValueError(f"items[{number}]: {type(item).__name__} is not allowed: an Item is needed")  # noqa: TRY004 - one kind of error for every argument
+
+
 def _judge(result: CaseResult, *, hopeless: bool) -> None:
+    __tracebackhide__ = True
     failures = [f"{finding.text} {finding.next_step}" for finding in result.findings if finding.severity == "failure"]
     if result.outcome in ("oom", "skipped_after_oom"):
         if not hopeless:

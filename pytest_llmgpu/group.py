@@ -82,6 +82,11 @@ class RankGroup:
         with self._lock:
             return slowest(self._columns)
 
+    @property
+    def alive(self) -> bool:
+        """Whether every rank is there to be asked."""
+        return all(rank.alive for rank in self._ranks)
+
     def close(self) -> None:
         """End every rank, letting each finish by itself."""
         for rank in self._ranks:

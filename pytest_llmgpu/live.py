@@ -20,7 +20,8 @@ class LiveLine:
 
         Args:
             uncaptured: Gives a context in which standard output is the real one.
-            room: Returns how many columns are left of the line that pytest is writing.
+            room: Returns how many columns are left of the line that pytest is writing; asked in that context, since the
+                width of a terminal is asked of standard output.
         """
         self._uncaptured = uncaptured
         self._room = room
@@ -28,20 +29,22 @@ class LiveLine:
 
     def show(self, text: str) -> None:
         """Draw `text`, cut to the room there is, in place of what was drawn before."""
-        room = self._room() - 1
-        if room < _LEAST_ROOM:
-            return
-        self._write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + text[:room])
-        self._drawn = True
+        with self._uncaptured():
+            if not sys.stdout.isatty():
+                return
+            room = self._room() - 1
+            if room >= _LEAST_ROOM:
+                _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + text[:room])
+                self._drawn = True
 
     def clear(self) -> None:
         """Take away what is drawn, so that pytest goes on where it stopped."""
         if self._drawn:
-            self._write(_RESTORE + _CLEAR_TO_END)
+            with self._uncaptured():
+                _write(_RESTORE + _CLEAR_TO_END)
         self._drawn = False
 
-    def _write(self, text: str) -> None:
-        with self._uncaptured():
-            if sys.stdout.isatty():
-                sys.stdout.write(text)
-                sys.stdout.flush()
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -106,6 +106,7 @@ def usage(
         DeviceUse(
             uuid=f"GPU-{torch.cuda.get_device_properties(device).uuid}",
             weights_bytes=weights,
+            why={} if weights is not None else {"weights_bytes": "the model was not loaded"},
             peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
             peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
             held_bytes=held,

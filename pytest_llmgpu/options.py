@@ -229,3 +229,8 @@ def _check_marker(marker: pytest.Mark) -> None:
         raise pytest.UsageError(
             f"@pytest.mark.llmgpu: {wrong} is not allowed: allowed are {', '.join(allowed)}, by name"
         )
+    expected = marker.kwargs.get(EXPECT_OOM, False)
+    if not isinstance(expected, bool):
+        raise pytest.UsageError(
+            f"@pytest.mark.llmgpu({EXPECT_OOM}=...): {expected!r} is not allowed: allowed are True and False"
+        )

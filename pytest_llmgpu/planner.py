@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,7 +45,10 @@ class Planner:
         """Return the items that the options choose."""
         wanted = (options.dataset, options.limit)
         if wanted not in self._datasets:
-            self._datasets[wanted] = hellaswag.load(options.dataset, rootdir=self._rootdir, limit=options.limit)
+            try:
+                self._datasets[wanted] = hellaswag.load(options.dataset, rootdir=self._rootdir, limit=options.limit)
+            except ValueError as error:
+                raise ValueError(f"--llmgpu-dataset={options.dataset}: {error}") from None
         return self._datasets[wanted]
 
     def request(
@@ -58,7 +62,10 @@ class Planner:
             batch_size: Sequences per forward.
             items: What to score; None for what the options choose.
         """
-        strategy = strategies.find(strategy_name)
+        try:
+            strategy = strategies.find(strategy_name)
+        except ValueError as error:
+            raise ValueError(f"--strategy: {error}") from None
         if importlib.util.find_spec(strategy.backend) is None:
             raise ValueError(f"--strategy={strategy.name} needs {strategy.backend}: pip install {strategy.backend}")
         selected = self.dataset(options)
@@ -69,9 +76,10 @@ class Planner:
         sequences = sum(len(item.endings) for item in chosen.items)
         if batch_size > sequences:
             limited = f" (--llmgpu-limit={limit})" if limit else ""
+            # With items of its own a test has chosen the number too, and no flag is to blame.
+            remedy = f": pass --llmgpu-batch-sizes with at most {sequences}" if items is None else ""
             raise ValueError(
-                f"--llmgpu-batch-sizes: {batch_size} is more than the {sequences} sequences of {chosen.name}{limited}; "
-                f"at most {sequences} is allowed"
+                f"batch size {batch_size} is more than the {sequences} sequences of {chosen.name}{limited}{remedy}"
             )
         machine = self.machine(options)
         self._check_device(options, machine)
@@ -105,14 +113,17 @@ class Planner:
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
         wanted = (options.model, options.revision, options.tokenizer, options.load_format, dataset.sha256)
         if wanted not in self._sources:
-            self._sources[wanted] = models.resolve(
-                options.model,
-                revision=options.revision,
-                tokenizer=options.tokenizer,
-                load_format=options.load_format,
-                texts=dataset.texts(),
-                rootdir=self._rootdir,
-            )
+            try:
+                self._sources[wanted] = models.resolve(
+                    options.model,
+                    revision=options.revision,
+                    tokenizer=options.tokenizer,
+                    load_format=options.load_format,
+                    texts=dataset.texts(),
+                    rootdir=self._rootdir,
+                )
+            except ValueError as error:
+                raise ValueError(f"{_flag_of(str(error), options)}: {error}") from None
         return self._sources[wanted]
 
     def _check_device(self, options: Options, machine: Machine) -> None:
@@ -128,6 +139,15 @@ class Planner:
         if cap is not None and (cap, uuids) not in self._caps:
             _check_cap(cap, machine)
             self._caps.add((cap, uuids))
+
+
+def _flag_of(complaint: str, options: Options) -> str:
+    """Return the flag, with its value, that a complaint of `models.resolve` is about."""
+    # A tokenizer is looked for as a model is, and reported missing as one.
+    named = re.match(rf"tokenizer |.* (has|is) no tokenizer\b|model {re.escape(repr(options.tokenizer))}", complaint)
+    if options.tokenizer in (None, options.model) or not named:
+        return f"--llmgpu-model={options.model}"
+    return f"--llmgpu-tokenizer={options.tokenizer}"
 
 
 def _check_cap(cap: int, machine: Machine) -> None:

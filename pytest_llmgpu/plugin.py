@@ -6,6 +6,7 @@ imported once a collected test asks for the model.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 _EXPECTED = ("oom", "skipped_after_oom")
 _XDIST = "llmgpu_usage_error"
 _DESELECTED = pytest.StashKey[list[str]]()
-"""In `config.stash`: ids of our tests that were taken out of the run."""
+"""In `config.stash`: what kept tests from being collected (see `_selection`), then ids of ours that were taken out."""
+_REFUSED = pytest.StashKey[list[str]]()
+"""In `config.stash`: what is wrong with the markers of which test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,8 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "names without --llmgpu-; expect_oom: no batch size needs to complete",
     )
     chosen = options.resolve(config)
-    deselected: list[str] = []
-    config.stash[_DESELECTED] = deselected
+    config.stash[_DESELECTED] = _selection(config)
+    refused: list[str] = []
+    config.stash[_REFUSED] = refused
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
 
@@ -47,11 +51,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test that is marked its own strategies and batch sizes.
 
-    By the marker of pytest's own, which takes the place of a fixture's parameters.
+    By the marker of pytest's own, which takes the place of a fixture's parameters. A marker that is not allowed is kept
+    for the end of the collection: here pytest would show it with a traceback.
     """
     markers = list(metafunc.definition.iter_markers("llmgpu"))
+    if not markers:
+        return
+    try:
+        chosen = options.resolve(metafunc.config, markers)
+    except pytest.UsageError as error:
+        metafunc.config.stash[_REFUSED].append(f"{metafunc.definition.nodeid}: {error}")
+        return
     if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
-        for mark in fixtures.parameters(options.resolve(metafunc.config, markers), metafunc.fixturenames):
+        for mark in fixtures.parameters(chosen, metafunc.fixturenames):
             metafunc.definition.add_marker(mark)
 
 
@@ -69,13 +81,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Here and not in pytest_collection_modifyitems, because other plugins reorder after that hook's last implementation.
     """
     ours = [item for item in session.items if _is_ours(item)]
-    if not ours:
+    refused = session.config.stash[_REFUSED]
+    if not ours and not refused:
         return
     if hasattr(session.config, "workerinput"):
         workeroutput: dict[str, str] = session.config.workeroutput  # type: ignore[attr-defined]  # xdist's own
-        workeroutput[_XDIST] = "-n: GPUs cannot be shared by xdist's workers; run these tests without -n"
+        no_workers = "-n: GPUs cannot be shared by xdist's workers; run these tests without -n"
+        workeroutput[_XDIST] = refused[0] if refused else no_workers
         session.items[:] = [item for item in session.items if item not in ours]
         return
+    if refused:
+        raise pytest.UsageError(refused[0])
     from pytest_llmgpu.order import ascending
 
     turns = iter(ascending(ours, _group_of, _batch_size_of))
@@ -103,7 +119,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let the outcome ride on the report, where other plugins and xdist's controller find it."""
     report = yield
-    if report.when == "call" and OUTCOME in item.stash:
+    if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
     return report
 
@@ -141,6 +157,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     benchmark = _made(config)
     if benchmark is not None:
         benchmark.close()
+
+
+def _selection(config: pytest.Config) -> list[str]:
+    """Return what takes tests out without naming them: pytest does not even collect those.
+
+    They stand among the deselected ids, so that a reader of the report never takes such a run for a whole one.
+    """
+    cache = getattr(config, "cache", None)
+    failed = cache is not None and cache.get("cache/lastfailed", {})
+    selection = ["--lf: tests that passed last time"] if failed and config.getoption("lf", default=False) else []
+    if any("::" in argument for argument in config.args):
+        selection.append("tests not named on the command line")
+    return selection
 
 
 def _runs_nothing(config: pytest.Config) -> bool:
@@ -197,7 +226,8 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
     writer = config.get_terminal_writer()
     live = LiveLine(
         capture.global_and_fixture_disabled if capture is not None else nullcontext,
-        lambda: writer.fullwidth - writer.width_of_current_line,
+        # Not writer.fullwidth: it never says less than 40.
+        lambda: shutil.get_terminal_size().columns - writer.width_of_current_line,
     )
     chosen = options.resolve(config)
     # A path on the command line counts from where the command was given, one of the ini file from its folder.

@@ -1,7 +1,8 @@
 """What one rank does: load a model through its strategy, then score case after case until it is told to stop.
 
 `python -m pytest_llmgpu.rank REPORT CASE_ID` runs one case of a report by hand, under a debugger if need be; with more
-than one rank, start it with torchrun.
+than one rank, start it with torchrun. A report names a dataset or model outside the rootdir by its last component only:
+say where it is with `--dataset` and `--model`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import json
+import gzip
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,9 +35,11 @@ from pytest_llmgpu.tasks import hellaswag
 from pytest_llmgpu.tasks.hellaswag import Item
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_llmgpu.strategies.protocol import Loaded
 
-__all__ = ["RankState", "ScoreReply", "call", "give", "load", "main", "score"]
+__all__ = ["RankState", "ScoreReply", "call", "give", "load", "main", "reset", "score"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,6 +58,19 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[DeviceUse]
 
 
+class _Row(msgspec.Struct):
+    """What of a report's row says what was measured."""
+
+    id: str
+    case: Case
+
+
+class _Rows(msgspec.Struct):
+    """What of a report is needed to measure one of its cases again."""
+
+    cases: list[_Row]
+
+
 class RankState:
     """What a rank keeps between commands."""
 
@@ -63,32 +80,38 @@ class RankState:
         self.case: Case | None = None
         self.source: ModelSource | None = None
         self.loaded: Loaded | None = None
-        self.weights_bytes: list[int | None] = []
-        self.held_bytes: list[int] = []
+        self.devices: Sequence[torch.device] = ()
+        self.weights_bytes: Sequence[int | None] = ()
+        self.held_bytes: Sequence[int] = ()
         self.items: dict[str, Sequence[Item]] = {}
         self.requests: dict[str, scoring.Requests] = {}
 
     def use(self) -> list[DeviceUse]:
-        """Return what the devices hold at most since the case began; nothing before a model is loaded."""
-        if self.loaded is None:
-            return []
-        return memory.usage(self.loaded.devices, self.weights_bytes, self.held_bytes)
+        """Return what the devices held at most since the case began; nothing before they are known."""
+        return memory.usage(self.devices, self.weights_bytes, self.held_bytes) if self.devices else []
 
 
-def load(state: RankState, case: Case, source: ModelSource) -> None:
-    """Enforce the cap, then load the model of a case."""
+def load(state: RankState, case: Case, source: ModelSource) -> list[DeviceUse]:
+    """Enforce the cap, load the model of a case, and return what the devices hold then."""
     import torch
 
     state.phase, state.case, state.source = "load", case, source
     strategy = strategies.find(case.strategy)
     if case.device == "cuda":
         here = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
-        capped = [torch.device("cuda", index) for index in here]
-        state.held_bytes = memory.hold(capped, case.gpu_memory_bytes)
+        devices = [torch.device("cuda", index) for index in here]
     else:
-        state.held_bytes = [0]
+        devices = [torch.device("cpu")]
+    state.held_bytes = memory.hold(devices, case.gpu_memory_bytes)
+    state.devices, state.weights_bytes = devices, [None for _ in devices]
     state.loaded = strategy.load(case, source)
-    state.weights_bytes = memory.allocated(state.loaded.devices)
+    state.weights_bytes = memory.allocated(devices)
+    return state.use()
+
+
+def reset(state: RankState) -> None:
+    """Empty caches and forget peaks: what is seen of the devices from now on is the next case's."""
+    memory.reset(state.devices)
 
 
 def give(state: RankState, sha256: str, items: Sequence[Item]) -> None:
@@ -107,22 +130,20 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         longest = models.max_length(loaded.config)
         state.requests[sha256] = scoring.encode(items, models.load_tokenizer(state.source), longest)
     plan = scoring.plan(state.requests[sha256], batch_size)
-    memory.reset(loaded.devices)
+    reset(state)
     strategies.find(state.case.strategy).prepare(loaded, batch_size)
     began = time.monotonic()
-    scoring.warm_up(loaded.model, plan, input_device=loaded.input_device, devices=loaded.devices)
-    started = time.monotonic()
+
+    def alive(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
+        state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=0))
 
     def finished(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=len(plan.batches)))
 
-    scores = scoring.score(
-        loaded.model,
-        plan,
-        on_batch=finished,
-        input_device=loaded.input_device,
-        devices=loaded.devices,
-    )
+    model, home, devices = loaded.model, loaded.input_device, loaded.devices
+    scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices)
+    started = time.monotonic()
+    scores = scoring.score(model, plan, on_batch=finished, input_device=home, devices=devices)
     return ScoreReply(
         started_s=started,
         ended_s=time.monotonic(),
@@ -187,32 +208,60 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
         answers.send_bytes(payload)
 
 
-def run_by_hand(report_path: str, case_id: str) -> ScoreReply:
-    """Measure one case of a report in this process; its files are looked for from the working directory.
+def run_by_hand(report_path: str, case_id: str, dataset: str | None = None, model: str | None = None) -> ScoreReply:
+    """Measure one case of a report in this process.
+
+    Args:
+        report_path: The report, compressed or not.
+        case_id: Id of the case in it.
+        dataset: Where the case's dataset is, None for the name the report has, looked for from the working directory.
+        model: The same of the directory of its model.
 
     Raises:
-        SystemExit: There is no such case, or its model or dataset is not what the report names.
+        SystemExit: There is no such case, or its model or dataset is not to be had, or not the one that was measured.
     """
-    report = json.loads(Path(report_path).read_bytes())
-    cases = {row["id"]: row["case"] for row in report["cases"]}
-    if case_id not in cases:
-        sys.exit(f"{case_id!r} is no case of {report_path}: it has {', '.join(cases)}")
-    case = msgspec.convert(cases[case_id], Case)
-    dataset = hellaswag.load(case.dataset, rootdir=Path.cwd(), limit=case.limit)
-    source = models.resolve(
-        case.model,
-        revision=case.revision,
-        tokenizer=None,
-        load_format=case.load_format,
-        texts=dataset.texts(),
-        rootdir=Path.cwd(),
-    )
-    if (dataset.sha256, source.tokenizer_sha256) != (case.dataset_sha256, case.tokenizer_sha256):
-        sys.exit(f"{case_id}: the dataset or the tokenizer is not the one of {report_path}")
+    case = _case_of(report_path, case_id)
+    here = Path.cwd()
+    try:
+        scored = hellaswag.load(dataset or case.dataset, rootdir=here, limit=case.limit)
+    except ValueError as error:
+        sys.exit(f"{error} (--dataset PATH says where it is)")
+    name = model or case.model
+    # The revision of a directory is its fingerprint, which is compared below; only the hub can be asked for one.
+    revision = None if model or name == "bundled" or Path(name).is_dir() else case.revision
+    try:
+        source = models.resolve(
+            name, revision=revision, load_format=case.load_format, texts=scored.texts(), rootdir=here
+        )
+    except ValueError as error:
+        sys.exit(f"{error} (--model DIR says where it is)")
+    for what, found, measured in (
+        ("dataset", scored.sha256, case.dataset_sha256),
+        ("tokenizer", source.tokenizer_sha256, case.tokenizer_sha256),
+        ("model", source.revision, case.revision),
+    ):
+        if found != measured:
+            sys.exit(f"{case_id}: the {what} is not the one of {report_path}: {found} instead of {measured}")
     state = RankState(on_batch=lambda batch: print(*batch, file=sys.stderr))
     load(state, case, source)
-    give(state, dataset.sha256, dataset.items)
-    return score(state, dataset.sha256, case.batch_size)
+    give(state, scored.sha256, scored.items)
+    return score(state, scored.sha256, case.batch_size)
+
+
+def _case_of(report_path: str, case_id: str) -> Case:
+    try:
+        data = Path(report_path).read_bytes()
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        rows = msgspec.json.decode(data, type=_Rows).cases
+    except OSError as error:
+        sys.exit(f"report {report_path} cannot be read: {error.strerror or error}")
+    except (EOFError, zlib.error, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
+        sys.exit(f"report {report_path} is broken: {error}")
+    cases = {row.id: row.case for row in rows}
+    if case_id not in cases:
+        sys.exit(f"{case_id!r} is no case of {report_path}: it has {', '.join(cases)}")
+    return cases[case_id]
 
 
 def die_with_parent(parent: int) -> None:
@@ -228,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", nargs=4, type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("report", nargs="?", help="report that holds the case")
     parser.add_argument("case_id", nargs="?", help="id of the case, such as mp-bs8")
+    parser.add_argument("--dataset", metavar="PATH", help="where the case's dataset is, if not where the report says")
+    parser.add_argument("--model", metavar="DIR", help="where the case's model is, if not where the report says")
     arguments = parser.parse_args(argv)
     if arguments.serve:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -243,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if arguments.case_id is None:
         parser.error("a report and the id of one of its cases are needed")
-    print(msgspec.json.encode(run_by_hand(arguments.report, arguments.case_id)).decode())
+    reply = run_by_hand(arguments.report, arguments.case_id, arguments.dataset, arguments.model)
+    print(msgspec.json.encode(reply).decode())
 
 
 if __name__ == "__main__":

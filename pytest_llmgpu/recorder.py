@@ -6,13 +6,15 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from pytest_llmgpu import accuracy, environment, findings, metrics, report
 from pytest_llmgpu.commit import commit
 from pytest_llmgpu.environment import TorchFacts
 from pytest_llmgpu.options import Options
-from pytest_llmgpu.privacy import anonymous
+from pytest_llmgpu.privacy import anonymous, short_paths
 from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.result import CaseResult, Failure
 
 __all__ = ["Recorder"]
 
@@ -53,6 +55,9 @@ class Recorder:
         earlier = list(self.report.cases)
         result.nodeid = nodeid
         result.id = report.next_id(self.report, result.case)
+        if result.failure is not None:
+            # Before anything quotes it.
+            result.failure = _publishable(result.failure, self._rootdir)
         metrics.derive(result)
         result.accuracy_check = accuracy.check(
             result,
@@ -97,6 +102,16 @@ class Recorder:
     def _write(self) -> None:
         if self.report is not None and self.path is not None:
             report.dump(self.report, self.path)
+
+
+def _publishable(failure: Failure, rootdir: Path) -> Failure:
+    """Return a failure whose texts, a library's and a traceback's, tell neither this machine's folders nor its user."""
+    log = failure.log_tail
+    return msgspec.structs.replace(
+        failure,
+        message=anonymous(short_paths(failure.message, rootdir)),
+        log_tail=None if log is None else anonymous(short_paths(log, rootdir)),
+    )
 
 
 def _plain(value: report.OptionValue | tuple[str | int, ...]) -> report.OptionValue:

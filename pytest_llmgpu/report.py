@@ -210,11 +210,16 @@ def load(path: Path) -> Report:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report."""
+    """Return the JSON Schema of a report as this version writes it: every field is there. `load` takes older ones."""
+    described = msgspec.json.schema(Report)
+    for record in described["$defs"].values():
+        if "properties" in record:
+            record["required"] = list(record["properties"])
+    described["$defs"]["Report"]["properties"]["schema_version"]["const"] = SCHEMA_VERSION
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"pytest-llmgpu report, version {SCHEMA_VERSION}",
-    } | msgspec.json.schema(Report)
+    } | described
 
 
 def _text(value: Any, place: str, indent: str) -> str:

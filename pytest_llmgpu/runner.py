@@ -20,7 +20,7 @@ from pytest_llmgpu.launchers.protocol import Launcher, RankFailedError
 from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.profiling.window import Profiler
-from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Profile
+from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile
 from pytest_llmgpu.tasks.hellaswag import Item
 
 __all__ = ["Progress", "Request", "Runner"]
@@ -53,6 +53,8 @@ class Runner:
         self._group: RankGroup | None = None
         self._loading: str | None = None
         self._load_s: float | None = None
+        self._phase: Phase = "load"
+        self._began_s = 0.0
         self._out_of_memory: dict[str, int] = {}
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
@@ -65,18 +67,20 @@ class Runner:
             return result
         launch = Launch()
         result.launches.append(launch)
-        began = time.monotonic()
+        self._phase, self._began_s = "load", time.monotonic()
         try:
             self._measure(request, launch)
         except RankFailedError as error:
             result.outcome, result.failure = error.outcome, error.failure
             if error.outcome == "oom":
                 self._out_of_memory[case.series] = case.batch_size
-            self._keep_what_finished(request, launch, began, error.use)
+            self._keep_what_finished(request, launch, error.use)
         except BaseException as error:
-            result.outcome = "interrupted"
-            result.failure = Failure(phase="forward", message=f"interrupted by {type(error).__name__}")
-            self._keep_what_finished(request, launch, began, ())
+            bug = isinstance(error, Exception)
+            result.outcome = "error" if bug else "interrupted"
+            said = f"{type(error).__name__}: {error}" if bug else f"interrupted by {type(error).__name__}"
+            result.failure = Failure(phase=self._phase, message=said)
+            self._keep_what_finished(request, launch, ())
             raise
         finally:
             record(result)
@@ -104,7 +108,10 @@ class Runner:
         group = self._load(request)
         launch.load_s = self._load_s
         self._give(group, request)
-        began = time.monotonic()
+        # Before the window begins: what the case before left in caches is not this one's.
+        group.ask(rank.reset, phase="load", timeout_s=request.timeout_s)
+        self._phase, self._began_s = "forward", time.monotonic()
+        began = self._began_s
         replies: list[rank.ScoreReply] = group.ask(
             rank.score,
             case.dataset_sha256,
@@ -119,18 +126,23 @@ class Runner:
         launch.batches = slowest([reply.batches for reply in replies])
         launch.accuracy = replies[0].accuracy
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
-        self._take_profile(
-            request.machine, launch, (started, ended), [use for reply in replies for use in reply.memory]
-        )
+        launch.profile = self._profiler_of(request.machine).slice(started, ended)
+        launch.memory = [
+            _device_memory(use, request.machine, launch.profile) for reply in replies for use in reply.memory
+        ]
 
     def _load(self, request: Request) -> RankGroup:
         case = request.case
-        if self._group is not None and self._loading == case.loading:
+        if self._group is not None and self._loading == case.loading and self._group.alive:
             return self._group
         self.close()
         began = time.monotonic()
         self._group = RankGroup(self._launcher, _environments(request))
-        self._group.ask(rank.load, case, request.source, phase="load", timeout_s=request.load_timeout_s)
+        replies: list[list[DeviceUse]] = self._group.ask(
+            rank.load, case, request.source, phase="load", timeout_s=request.load_timeout_s
+        )
+        held = {use.uuid: use.held_bytes for reply in replies for use in reply if use.uuid is not None}
+        self._profiler_of(request.machine).held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -140,21 +152,20 @@ class Runner:
             group.ask(rank.give, sha256, request.items, phase="load", timeout_s=request.load_timeout_s)
             group.given.add(sha256)
 
-    def _keep_what_finished(self, request: Request, launch: Launch, began_s: float, use: Sequence[DeviceUse]) -> None:
+    def _keep_what_finished(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:
         ended_s = time.monotonic()
         group = self._group
         self._abandon()
-        if group is not None:
+        if group is not None and self._phase == "forward":
+            # While it loads, a group may hold the batches of the case before.
             # Only of ranks that are ended is it known that all they streamed has been heard.
             launch.batches = group.batches()
-        self._take_profile(request.machine, launch, (began_s, ended_s), use)
-
-    def _take_profile(
-        self, machine: Machine, launch: Launch, window_s: tuple[float, float], use: Sequence[DeviceUse]
-    ) -> None:
+        profiler = self._profiler_of(request.machine)
         held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
-        launch.profile = self._profiler_of(machine).slice(*window_s, held)
-        launch.memory = [_device_memory(device, machine, launch.profile) for device in use]
+        # A rank that did not load has told what it holds with its failure; one that is gone told it when it loaded.
+        launch.profile = profiler.slice(self._began_s, ended_s, held or None)
+        launch.memory = [_device_memory(device, request.machine, launch.profile) for device in use]
+        profiler.held_bytes = {}
 
     def _abandon(self) -> None:
         if self._group is not None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from pytest_llmgpu import environment, terminal
 from pytest_llmgpu.case import Case
@@ -23,6 +27,10 @@ __all__ = ["BenchmarkSession", "Group"]
 
 Group = tuple[str, Options]
 """A strategy and the options in force: the tests of one group share a loaded model."""
+
+
+Handler = Callable[[int, FrameType | None], object] | int
+"""What answers a signal."""
 
 
 class BenchmarkSession:
@@ -46,6 +54,7 @@ class BenchmarkSession:
         self._expected: dict[Group, list[str]] = {}
         self._cases: list[tuple[Machine, Case]] = []
         self._completed: set[Group] = set()
+        self._sigterm = _interrupt_on_sigterm()
 
     def expect(self, group: Group, nodeid: str | None, batch_size: int, *, scores_dataset: bool) -> None:
         """Check a test that will run, in the order of the run.
@@ -94,8 +103,15 @@ class BenchmarkSession:
         return self._profiler[1]
 
     def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> None:
-        """Complete the report and end every process."""
-        self.close()
+        """End every process and complete the report.
+
+        Args:
+            exit_status: pytest's.
+            interrupted: Whether the run was stopped before its end.
+            deselected: Node ids that were taken out, and, where pytest cannot name them, what took them out: `complete`
+                tells whether all that was collected ran, this whether all that could be was collected.
+        """
+        self._end_processes()
         expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
         self.recorder.finish(exit_status, interrupted=interrupted, expected=expected, deselected=deselected)
 
@@ -110,7 +126,13 @@ class BenchmarkSession:
         return f"{terminal.tables(report)}\n\n{where}"
 
     def close(self) -> None:
-        """End every process and drop their logs."""
+        """End every process, drop their logs and give SIGTERM back."""
+        self._end_processes()
+        if self._sigterm is not None:
+            signal.signal(signal.SIGTERM, self._sigterm)
+            self._sigterm = None
+
+    def _end_processes(self) -> None:
         self.runner.close()
         if self._profiler is not None:
             self._profiler[1].close()
@@ -118,3 +140,21 @@ class BenchmarkSession:
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
         self._live.show(terminal.progress(case.id, done, planned, elapsed_s, batch_size=case.batch_size))
+
+
+def _interrupt_on_sigterm() -> Handler | None:
+    """Make SIGTERM, by which CI and Slurm end a job, do what Ctrl-C does; return the handler it takes the place of.
+
+    None where that cannot be, outside the main thread, or must not be, where SIGTERM is ignored.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
+        return None
+    signal.signal(signal.SIGTERM, _interrupt)
+    return signal.SIG_DFL if before is None else before
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it
+    # Once: coreutils' timeout sends it twice, and the second would end the writing of the report.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt("SIGTERM")

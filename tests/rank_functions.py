@@ -106,3 +106,10 @@ def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
     if os.environ["RANK"] == "0":
         hang_in_a_collective(state)
     raise ValueError("the layer is broken")
+
+
+def fork_and_die(_state: RankState) -> None:
+    """Leave a child behind that holds every pipe of the rank, as a data loader's worker would."""
+    if os.fork() == 0:
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGSEGV)

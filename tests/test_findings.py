@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -215,7 +216,14 @@ def test_a_skipped_case_says_nothing() -> None:
             "dmesg",
         ),
         ("error", Failure(phase="load", message="boom"), "Failed while loading the model: boom.", "failure.log_tail"),
-        ("interrupted", Failure(phase="forward", message="by KeyboardInterrupt"), "Interrupted at", "Run it again"),
+        (
+            "crashed",
+            Failure(phase="forward", message="x", signal=signal.SIGTERM),
+            "Crashed at batch size 1: x.",
+            "Somebody ended it",
+        ),
+        ("interrupted", Failure(phase="forward", message="by KeyboardInterrupt"), "Interrupted at", "Run it again."),
+        ("interrupted", Failure(phase="load", message="x"), "Interrupted while loading the model: x.", "Run it again."),
         ("error", None, "no reason was recorded", "failure.log_tail"),
     ],
 )
@@ -238,6 +246,10 @@ def test_what_failed_says_where_why_and_what_next(
         ),
         ("torch.cuda.AcceleratorError: illegal access\n  hint\n", "torch.cuda.AcceleratorError: illegal access"),
         ("loading\nterminate called without an active exception\n\n", "terminate called without an active exception"),
+        (
+            "ValueError: x\nFatal Python error: Aborted\n\nCurrent thread 0x7f (most recent call first):\n  File\n",
+            "Fatal Python error: Aborted",
+        ),
         ("x" * 1000, "x" * 199 + "…"),
     ],
 )
@@ -247,9 +259,30 @@ def test_the_logs_last_meaningful_line_is_shown(log: str, last: str) -> None:
     assert _judge([make_failed("crashed", failure)])[0].findings[0].text.endswith(f"Its log ends: {last}.")
 
 
-def test_a_log_that_repeats_the_message_is_not_shown() -> None:
+def test_stacks_alone_say_nothing_in_one_line() -> None:
+    """Of a rank that hangs the log is a dump of its threads, none of whose headings is a reason."""
+    stacks = (
+        "Extension modules: numpy.linalg (total: 1)\n"
+        'Thread 0x00007f (most recent call first):\n  File "a.py", line 3 in f\n\n'
+        'Current thread 0x00007e [python] (most recent call first):\n  File "b.py", line 4 in g\n'
+    )
+    failure = Failure(phase="load", message="no loaded model for 5 s", log_tail=stacks)
+    text = _judge([make_failed("timeout", failure)])[0].findings[0].text
+    assert text == "Timed out while loading the model: no loaded model for 5 s."
+
+
+def test_an_interrupted_case_tells_of_batches_only_where_some_finished() -> None:
+    """Nobody looks for what is not there."""
+    result = make_failed("interrupted", Failure(phase="forward", message="x"))
+    assert _judge([result])[0].findings[0].next_step == "Run it again."
+    result.launches[0].batches.latency_s.append(1.0)
+    assert "batches that finished" in _judge([result])[0].findings[0].next_step
+
+
+@pytest.mark.parametrize("log", ["ValueError: bad shape\n", "a.module.ValueError: bad shape\n"])
+def test_a_log_that_repeats_the_message_is_not_shown(log: str) -> None:
     """Nothing is said twice."""
-    failure = Failure(phase="forward", message="ValueError: bad shape", log_tail="ValueError: bad shape\n")
+    failure = Failure(phase="forward", message="ValueError: bad shape", log_tail=log)
     assert "log ends" not in _judge([make_failed("error", failure)])[0].findings[0].text
 
 

@@ -61,17 +61,21 @@ def test_a_numeric_label_is_as_good_as_its_digits(tmp_path: Path) -> None:
     [
         ({"label": ""}, "label is empty: 0 to 3.*validation split"),
         ({"label": ...}, "label is missing: 0 to 3"),
-        ({"label": "4"}, "label '4' is out of range: 0 to 3"),
+        ({"label": "4"}, "label '4' is out of range 0 to 3"),
         ({"label": -1}, "label -1 is out of range"),
-        ({"label": True}, "label True is out of range"),
-        ({"label": "first"}, "label 'first' is out of range"),
+        ({"label": 7}, "label 7 is out of range 0 to 3"),
+        ({"label": True}, "label True is not a whole number"),
+        ({"label": 1.5}, "label 1.5 is not a whole number"),
+        ({"label": "x"}, "label 'x' is not a whole number: 0 to 3"),
         ({"endings": ["only one"], "label": "0"}, "fewer than two endings"),
         ({"endings": "a string"}, "endings must be a list of strings"),
         ({"endings": ["a", 2]}, "endings must be a list of strings"),
         ({"endings": ["a", " [step] "]}, "ending 1 is empty"),
-        ({"endings": ...}, "endings must be a list"),
-        ({"ctx": ...}, "ctx is missing: a string is needed"),
-        ({"ctx": 3}, "ctx is a int"),
+        ({"endings": None}, "endings must be a list of strings"),
+        ({"endings": ...}, "endings is missing: a list of strings is needed"),
+        ({"ctx": ...}, "ctx is missing: text is needed"),
+        ({"ctx": None}, "ctx must be text, not null"),
+        ({"ctx": 3}, "ctx must be text, not int"),
         ({"activity_label": ...}, "activity_label is missing"),
     ],
 )
@@ -108,9 +112,11 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
-    """A misspelt name gets the names that there are."""
-    with pytest.raises(ValueError, match="'helaswag' is unknown: allowed are bundled, hellaswag, or a JSON Lines"):
-        hellaswag.load("helaswag", rootdir=tmp_path)
+    """A name gets the names that there are; a misspelt one the name that was meant."""
+    with pytest.raises(ValueError, match="'piqa' is unknown: allowed are bundled, hellaswag, or a JSON Lines"):
+        hellaswag.load("piqa", rootdir=tmp_path)
+    with pytest.raises(ValueError, match=r"'hellaswg' is unknown \(did you mean hellaswag\?\): allowed are"):
+        hellaswag.load("hellaswg", rootdir=tmp_path)
 
 
 @pytest.mark.parametrize("limit", [0, -3])

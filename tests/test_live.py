@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import pytest
@@ -50,6 +51,21 @@ def test_without_room_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     line.show("1/9 batches")
     line.clear()
     assert not screen.getvalue()
+
+
+def test_the_room_is_asked_of_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under pytest's capture standard output has no width."""
+    screen = _Terminal(is_terminal=True)
+    monkeypatch.setattr(sys, "stdout", _Terminal(is_terminal=False))
+
+    @contextlib.contextmanager
+    def uncaptured() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", screen)
+            yield
+
+    LiveLine(uncaptured, lambda: 31 if sys.stdout is screen else 21).show("x" * 100)
+    assert screen.getvalue().count("x") == 30
 
 
 def test_a_pipe_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_a_signal_is_a_crash_with_its_number_and_stacks(rank: LocalRank) -> None
 
 def test_a_kill_by_the_host_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL together with the kernel's out-of-memory counter is an outcome, not a crash."""
-    counts = iter([7, 8])
+    counts = iter([3, 7, 8])  # at the start, when the command was sent, when the process was gone
     monkeypatch.setattr(oom, "host_kills", lambda: next(counts))
     (rank,) = LocalLauncher(tmp_path).start([{}], lambda *_: None)
     error = _failure(rank, ranks.die, signal.SIGKILL)
@@ -133,13 +133,11 @@ def test_close_waits_for_the_process(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-def test_the_log_does_not_name_the_home_folder(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report gets published; a traceback's paths must not carry the user's name."""
-    home = Path(ranks.__file__).parent
-    monkeypatch.setenv("HOME", str(home))
-    tail = _failure(rank, ranks.fail).failure.log_tail or ""
-    assert "~/rank_functions.py" in tail
-    assert str(home) not in tail
+def test_a_real_time_signal_is_told_by_its_number(rank: LocalRank) -> None:
+    """A signal without a name is a crash like any other, and nobody waits for ever."""
+    number = signal.SIGRTMIN + 3
+    failure = _failure(rank, ranks.die, number).failure
+    assert (failure.signal, failure.message) == (number, f"rank 0 ended with signal {number}")
 
 
 _PARENT = """
@@ -168,3 +166,10 @@ def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
     gone, _, _ = select.select([descriptor], [], [], _ANSWER_S)
     os.close(descriptor)
     assert gone
+
+
+def test_a_child_of_a_rank_does_not_hide_its_death(rank: LocalRank) -> None:
+    """A forked process that holds the pipes open is ended with the rank, whose crash is told at once."""
+    error = _failure(rank, ranks.fork_and_die)
+    assert (error.outcome, error.failure.signal) == ("crashed", signal.SIGSEGV)
+    assert not rank.alive

@@ -101,6 +101,16 @@ def test_an_unknown_marker_argument_is_refused(pytestconfig: pytest.Config, give
         options.resolve(pytestconfig, [_mark(**given)])
 
 
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_expect_oom_is_true_or_false(pytestconfig: pytest.Config, value: object) -> None:
+    """What merely counts as true may have meant something else."""
+    with pytest.raises(
+        pytest.UsageError, match=r"\(expect_oom=\.\.\.\): .* is not allowed: allowed are True and False"
+    ):
+        options.resolve(pytestconfig, [_mark(expect_oom=value)])
+    options.resolve(pytestconfig, [_mark(expect_oom=False)])
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("32GiB", 32 * 2**30), ("24GB", 24 * 10**9), ("1.5gib", 3 * 2**29), ("512 MiB", 2**29), ("1000", 1000)],

@@ -122,3 +122,43 @@ def test_a_strategy_without_its_library_is_refused(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ValueError, match="--strategy=mp needs accelerate: pip install accelerate"):
         _planner(tmp_path).request(choose(), "mp", 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model": "lama-7b"}, r"--llmgpu-model=lama-7b: model 'lama-7b' is unknown"),
+        ({"dataset": "nowhere.jsonl"}, r"--llmgpu-dataset=nowhere\.jsonl: dataset 'nowhere\.jsonl' is unknown"),
+        ({"tokenizer": "nowhere"}, r"--llmgpu-tokenizer=nowhere: model 'nowhere' is unknown"),
+        ({"tokenizer": "."}, r"--llmgpu-tokenizer=\.: .* has no tokenizer"),
+        ({"model": "lama-7b", "tokenizer": "."}, r"--llmgpu-model=lama-7b: "),
+    ],
+)
+def test_a_value_that_names_nothing_is_refused_with_its_flag(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, object],
+    complaint: str,
+) -> None:
+    """Which of several flags is wrong is said first."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        _planner(tmp_path).request(choose(**fields), "mp", 4)
+
+
+def test_an_unknown_strategy_is_refused_with_its_flag(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Which flag is wrong is said first."""
+    with pytest.raises(ValueError, match=r"^--strategy: 'pp' is no strategy: allowed are "):
+        _planner(tmp_path).request(choose(), "pp", 4)
+
+
+def test_a_batch_size_above_the_items_blames_who_chose_it(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The flag is the remedy for the options' batch sizes only, not for a number that a test wrote itself."""
+    planner, options = _planner(tmp_path), choose(limit=2)
+    with pytest.raises(
+        ValueError, match=r"^batch size 9 is more .*--llmgpu-limit=2\): pass --llmgpu-batch-sizes with at"
+    ):
+        planner.request(options, "mp", 9)
+    with pytest.raises(ValueError, match=r"^batch size 9 is more than the 8 sequences of \S+ \(--llmgpu-limit=2\)$"):
+        planner.request(options, "mp", 9, planner.dataset(options))

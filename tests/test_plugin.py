@@ -8,6 +8,7 @@ import pty
 import select
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pytest_llmgpu.environment import TorchFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.nvml import Gpu, Inventory
 from pytest_llmgpu.report import Report
+from pytest_llmgpu.runner import Runner
 
 Run = Callable[..., pytest.RunResult]
 
@@ -45,8 +47,8 @@ _MISBEHAVING = """
                 os.kill(os.getpid(), signal.SIGSEGV)
             if what == "hang":
                 threading.Event().wait()
-            if what == "interrupt":
-                os.kill(os.getppid(), signal.SIGINT)
+            if what.startswith("SIG"):
+                os.kill(os.getppid(), getattr(signal, what))
             raise ValueError("the layer is broken")
         def collapse(module, args, output):
             output.logits.mul_(-1)
@@ -200,9 +202,10 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, run: Run) -> None:
     assert case.accuracy_check.ok is False
 
 
-def test_ctrl_c_keeps_what_was_measured(pytester: pytest.Pytester, run: Run) -> None:
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, signal: str) -> None:
     """An interrupted session writes the finished cases and the batches of the one it stopped in."""
-    pytester.makepyfile(test_it=_misbehave("interrupt", rows=4, applied="[1]"))
+    pytester.makepyfile(test_it=_misbehave(signal, rows=4, applied="[1]"))
     result = run(sizes="1,4,8", in_process=False)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
@@ -215,12 +218,15 @@ def test_ctrl_c_keeps_what_was_measured(pytester: pytest.Pytester, run: Run) -> 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--strategy=pp"], "*'pp' is no strategy: allowed are mp*"),
-        (["--llmgpu-model=lama-7b"], "*model 'lama-7b' is unknown (did you mean llama-7b?)*"),
-        (["--llmgpu-dataset=nowhere.jsonl"], "*dataset 'nowhere.jsonl' is unknown*"),
-        (["--llmgpu-dataset=broken.jsonl"], "*broken.jsonl:2: *"),
-        (["--llmgpu-batch-sizes=1,25"], "*25 is more than the 24 sequences*"),
-        (["--llmgpu-limit=2", "--llmgpu-batch-sizes=9"], "*9 is more than the 8 sequences*--llmgpu-limit=2*"),
+        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are mp*"),
+        (["--llmgpu-model=lama-7b"], "--llmgpu-model=lama-7b: model 'lama-7b' is unknown (did you mean llama-7b?)*"),
+        (["--llmgpu-dataset=nowhere.jsonl"], "--llmgpu-dataset=nowhere.jsonl: dataset * is unknown*"),
+        (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
+        (
+            ["--llmgpu-batch-sizes=1,25"],
+            "batch size 25 is more than the 24 sequences*pass --llmgpu-batch-sizes with at most 24",
+        ),
+        (["--llmgpu-limit=2", "--llmgpu-batch-sizes=9"], "batch size 9 is more than the 8 sequences*--llmgpu-limit=2*"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
         (["--llmgpu-devices=2"], "*--llmgpu-devices=2: strategy mp on a CPU allows 1*"),
         (["--llmgpu-gpu-memory=8GiB"], "*no GPU to cap*"),
@@ -273,6 +279,76 @@ def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> N
     result = pytester.runpytest_inprocess("--collect-only", "-q")
     result.stdout.fnmatch_lines(["*test_marked?mp-bs2?", "*test_marked?mp-bs3?"])
     run("--llmgpu-batch-sizes=2,3").assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("marker", "complaint"),
+    [
+        ("batch_sizes=[0]", "*(batch_sizes=...): '0' is not allowed: *"),
+        ("batch_sizes=[]", "*(batch_sizes=...): '' is not allowed: *"),
+        ("batch_sizes=[1], modle='x'", "*@pytest.mark.llmgpu: modle is not allowed: *"),
+        ("limit=0", "*(limit=...): '0' is not allowed: *"),
+    ],
+)
+def test_a_bad_marker_is_refused_in_one_line(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
+    """The test is named with what is allowed, without a traceback of ours, and nothing runs."""
+    pytester.makepyfile(test_it=f"import pytest\n\n@pytest.mark.llmgpu({marker})\n{textwrap.dedent(_BENCHMARK)}")
+    result = pytester.runpytest_inprocess()  # no flags, which would win
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: test_it.py::test_hellaswag: {complaint}"])
+    assert "plugin.py" not in result.stdout.str() + result.stderr.str()
+    assert not (pytester.path / ".llmgpu").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("measure(llm, hellaswag, '4')", "batch_size: '4' is not allowed: *"),
+        ("measure(llm, hellaswag, True)", "batch_size: True is not allowed: *"),
+        ("llm.score(hellaswag, 0)", "batch_size: 0 is not allowed: *"),
+        ("llm.score([], 4)", "items: nothing is not allowed: *"),
+        ("llm.score([{'context': 'a'}], 4)", "items[[]0]: dict is not allowed: *"),
+        ("llm.score(iter(hellaswag.items), 4)", "items: tuple_iterator is not allowed: *"),
+        ("measure(llm, hellaswag, 25)", "batch size 25 is more than the 24 sequences of items.jsonl"),
+    ],
+)
+def test_a_wrong_argument_fails_before_a_model_loads(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, call: str, complaint: str
+) -> None:
+    """One line names the argument; no frame of ours and no second exception is shown."""
+    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("a model was loaded"))
+    pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
+    result = run()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([complaint, "*1 failed*"])
+    assert "fixtures.py" not in result.stdout.str()
+    assert "ValueError" not in result.stdout.str()
+
+
+def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, run: Run) -> None:
+    """An error on a rank is one failure of the test, and out of memory is shown as what it is."""
+    pytester.makepyfile(
+        test_it="""
+        import torch
+
+        def error(loaded):
+            raise ValueError("the layer is broken")
+
+        def oom(loaded):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        def test_error(llm):
+            llm.run(error)
+
+        def test_oom(llm):
+            llm.run(oom)
+        """
+    )
+    result = run("-v")
+    result.stdout.fnmatch_lines(["*test_oom?mp? OOM*", "error: ValueError: the layer is broken*", "*1 failed, 1 oom*"])
+    text = result.stdout.str()
+    assert "RankFailedError" not in text
+    assert "pytest_llmgpu/fixtures.py" not in text
 
 
 def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) -> None:
@@ -359,6 +435,17 @@ def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, 
     session = _report(pytester).session
     assert session.complete
     assert session.deselected == ["test_it.py::test_hellaswag[mp-bs1]", "test_it.py::test_hellaswag[mp-bs8]"]
+
+
+def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, run: Run) -> None:
+    """What pytest never collects has no id to report: the report says what took it out."""
+    pytester.makepyfile(test_it=_misbehave("error", applied="[4]"))
+    assert run("test_it.py::test_hellaswag[mp-bs1]").ret == 0
+    assert _report(pytester).session.deselected == ["tests not named on the command line"]
+    assert run("-p", "cacheprovider", sizes="1,4").ret == 1
+    assert _report(pytester).session.deselected == []
+    run("-p", "cacheprovider", "--lf", sizes="1,4").assert_outcomes(failed=1)
+    assert "--lf: tests that passed last time" in _report(pytester).session.deselected
 
 
 def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> None:

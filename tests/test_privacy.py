@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.privacy import anonymous, is_secret
+from pytest_llmgpu.privacy import anonymous, is_secret, short_paths
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,7 @@ def _somebody(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/home/adam/cuda", "/home/adam/cuda"),
         ("/scratch/ada/nccl.conf", "/scratch/<user>/nccl.conf"),
         ("/scratch/adam", "/scratch/adam"),
+        (".../pytest-of-ada/pytest-0", ".../pytest-of-<user>/pytest-0"),
         ("cuda", "cuda"),
         ("node17:29500", "<host>:29500"),
         ("node170", "node170"),
@@ -49,6 +51,39 @@ def test_a_user_id_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("getpass.getuser", unknown)
     assert anonymous("/home/ada/x") == "~/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('File "/repo/tests/test_it.py", line 3, in f', 'File "tests/test_it.py", line 3, in f'),
+        ("/repo", "."),
+        ("/repository/a/b/c.py", ".../b/c.py"),
+        ('File "/home/a b/v/site-packages/torch/nn/f.py", line 3', 'File ".../torch/nn/f.py", line 3'),
+        ("/repo/.venv/lib/python3.11/site-packages/torch/f.py:3:", ".../torch/f.py:3:"),
+        ("/usr/lib/python3/dist-packages/x.py", ".../x.py"),
+        ("/opt/lib/python3.11/site-packages", ".../python3.11/site-packages"),
+        ("cannot open /data/models/llama/config.json: denied", "cannot open .../llama/config.json: denied"),
+        ("'/data/models/llama/'", "'.../models/llama'"),
+        ("LD=/opt/cuda/lib:/opt/nccl/lib", "LD=.../cuda/lib:.../nccl/lib"),
+        ("file:///data/models/llama/x", "file://.../llama/x"),
+        (
+            "https://huggingface.co/huggyllama/llama-7b/tree/main",
+            "https://huggingface.co/huggyllama/llama-7b/tree/main",
+        ),
+        ("tests/a/b/c.py and ../a/b/c/d and 3/4/5/6", "tests/a/b/c.py and ../a/b/c/d and 3/4/5/6"),
+        ("/dev/shm is full: 1 / 2 /s", "/dev/shm is full: 1 / 2 /s"),
+        ("no path", "no path"),
+    ],
+)
+def test_absolute_paths_become_short(text: str, shown: str) -> None:
+    """What remains leads people who know the code to the file, and nobody to this machine."""
+    assert short_paths(text, Path("/repo")) == shown
+
+
+def test_a_rootdir_that_is_the_whole_machine_hides_nothing() -> None:
+    """In a container that runs at `/`, a relative path would be the absolute one."""
+    assert short_paths("/data/models/llama", Path("/")) == ".../models/llama"
 
 
 @pytest.mark.parametrize("name", ["NCCL_TOKEN", "CUDA_API_KEY", "cuda_secret", "PYTORCH_PASSWORD", "NCCL_AUTH"])

@@ -102,7 +102,12 @@ def test_a_report_fits_its_schema(make: Callable[[], Report]) -> None:
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(("schema_version",), "1"), (("cases", 0, "outcome"), "fine"), (("cases", 0, "launches", 0, "batches"), [])],
+    [
+        (("schema_version",), "1"),
+        (("schema_version",), 2),
+        (("cases", 0, "outcome"), "fine"),
+        (("cases", 0, "launches", 0, "batches"), []),
+    ],
 )
 def test_the_schema_refuses_what_is_wrong(place: tuple[Any, ...], value: object) -> None:
     """The schema says something: a wrong type or a word that does not exist breaks it."""
@@ -112,6 +117,21 @@ def test_the_schema_refuses_what_is_wrong(place: tuple[Any, ...], value: object)
         part = part[step]
     part[place[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("cases",), ("verdicts",), ("cases", 0, "failure"), ("cases", 0, "case", "limit"), ("environment", "why")],
+)
+def test_the_schema_wants_every_field(place: tuple[Any, ...]) -> None:
+    """What could not be had is null, never absent: other people's tools need not ask whether a field is there."""
+    document: Any = _document(_full_report())
+    part = document
+    for step in place[:-1]:
+        part = part[step]
+    del part[place[-1]]
+    with pytest.raises(jsonschema.ValidationError, match=f"'{place[-1]}' is a required property"):
         jsonschema.validate(document, schema())
 
 

@@ -32,6 +32,7 @@ class _FakeRank:
     rank: int
     answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
     ended: list[str]
+    alive: bool = True
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -63,7 +64,8 @@ class _FakeLauncher:
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[_FakeRank]:
         self.environments.append(environments)
         self.on_batch = on_batch
-        return [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
+        self.ranks = [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
+        return self.ranks
 
 
 class _FakeProfiler(Profiler):
@@ -75,7 +77,7 @@ class _FakeProfiler(Profiler):
         pass
 
     def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
-        self.windows.append((start_s, end_s, dict(held_bytes or {})))
+        self.windows.append((start_s, end_s, dict(self.held_bytes if held_bytes is None else held_bytes)))
         used = Metric(mean=5.0, max=7.0, method="nvml", coverage=None)
         return Profile(
             period_s=1.0,
@@ -106,7 +108,9 @@ def _request(case: Case) -> Request:
     return Request(case=case, machine=_MACHINE, source=source, items=(), timeout_s=60.0, load_timeout_s=60.0)
 
 
-def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | None:
+def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | list[DeviceUse] | None:
+    if fn is rank.load:
+        return [DeviceUse(uuid="GPU-c", held_bytes=2), DeviceUse(uuid="GPU-a")]
     if fn is not rank.score:
         return None
     return ScoreReply(
@@ -196,6 +200,7 @@ def test_a_failure_keeps_the_batches_that_were_heard(recorded: list[CaseResult])
             launcher.on_batch(0, FinishedBatch(1.5, 4, 40, 44, 9))
             use = [DeviceUse(uuid="GPU-c", peak_allocated_bytes=9)]
             raise RankFailedError("error", Failure(phase="forward", message="broken"), use)
+        return [] if fn is rank.load else None
 
     launcher = _FakeLauncher(answer)
     runner, _ = _runner(launcher)
@@ -213,6 +218,7 @@ def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> Non
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
         if fn is rank.score:
             raise KeyboardInterrupt
+        return [] if fn is rank.load else None
 
     launcher = _FakeLauncher(answer)
     runner, _ = _runner(launcher)
@@ -221,4 +227,68 @@ def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> Non
     (result,) = recorded
     assert result.outcome == "interrupted"
     assert result.failure is not None
+    assert result.failure.phase == "forward"
     assert launcher.ended == ["killed"]
+
+
+@pytest.mark.parametrize("while_doing", [rank.load, rank.give])
+def test_an_interrupt_before_the_first_batch_was_while_loading(
+    recorded: list[CaseResult], while_doing: Callable[..., Any]
+) -> None:
+    """Nobody looks for a hanging forward that had not begun, also where a case before had finished batches."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    runner.run(_request(_case(4)), recorded.append)
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is while_doing:
+            raise KeyboardInterrupt
+        return _reply(fn, args)
+
+    launcher.answer = answer
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(_request(_case(4, model="another")), recorded.append)
+    failure = recorded[1].failure
+    assert failure is not None
+    assert failure.phase == "load"
+    assert recorded[1].launches[0].batches == Batches()
+
+
+def test_a_rank_that_died_while_idle_costs_no_case(recorded: list[CaseResult]) -> None:
+    """Processes that are gone are started anew; the next case is not charged with their end."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    assert runner.run(_request(_case(1)), recorded.append).outcome == "completed"
+    launcher.ranks[0].alive = False
+    assert runner.run(_request(_case(2)), recorded.append).outcome == "completed"
+    assert len(launcher.environments) == 2
+
+
+def test_held_bytes_are_known_as_soon_as_a_model_is_loaded(recorded: list[CaseResult]) -> None:
+    """A rank that crashes cannot say what it held, and the profile of its case still leaves that out."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is rank.load:
+            return [DeviceUse(uuid="GPU-c", held_bytes=3)]
+        if fn is rank.score:
+            assert profiler.held_bytes == {"GPU-c": 3}
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _reply(fn, args)
+
+    runner, profiler = _runner(_FakeLauncher(answer))
+    assert runner.run(_request(_case(4)), recorded.append).outcome == "crashed"
+    assert profiler.windows[-1][2] == {"GPU-c": 3}
+
+
+def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
+    """A bug or a full disk is an error that is recorded and goes on, not something a person stopped."""
+
+    def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
+        if fn is rank.score:
+            raise OSError("no space left on device")
+        return [] if fn is rank.load else None
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    with pytest.raises(OSError, match="no space left"):
+        runner.run(_request(_case(4)), recorded.append)
+    assert recorded[0].outcome == "error"

@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import oom
+from pytest_llmgpu import child, oom
 from pytest_llmgpu.launchers.protocol import BatchListener, FinishedBatch, RankFailedError
 from pytest_llmgpu.result import Failure
 
@@ -32,6 +31,8 @@ __all__ = ["LocalLauncher", "LocalRank"]
 _LOG_TAIL_LINES = 40
 _CLOSE_S = 10.0
 _STACKS_S = 1.0
+_DRAIN_S = 2.0
+"""How long what is still in a pipe may take to be read."""
 
 
 class LocalLauncher:
@@ -63,7 +64,6 @@ class LocalRank:
         self._lock = threading.Lock()
         self._heard = threading.Condition()
         self._batches_heard = 0
-        self._stream_ended = False
         self._ended: RankFailedError | None = None
         self._kills_before = oom.host_kills()
         command_in, command_out = os.pipe()
@@ -72,8 +72,8 @@ class LocalRank:
         handed_over = (command_in, answer_out, batch_out)
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest_llmgpu.rank", "--serve", *map(str, (os.getpid(), *handed_over))],
-                env=_environment(environment),
+                child.command("pytest_llmgpu.rank", "--serve", *map(str, (os.getpid(), *handed_over))),
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
@@ -88,9 +88,15 @@ class LocalRank:
                 target=self._read_batches, args=(Connection(batch_in, writable=False), on_batch), daemon=True
             ),
             threading.Thread(target=self._read_answers, args=(Connection(answer_in, writable=False),), daemon=True),
+            threading.Thread(target=self._watch, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -106,6 +112,8 @@ class LocalRank:
                 future.set_exception(self._ended)
                 return future
             self._pending.append(future)
+            # What the host has killed before is no evidence of what ends this command.
+            self._kills_before = oom.host_kills()
         # A rank that died meanwhile is told by the reading thread, which knows its exit status.
         with contextlib.suppress(BrokenPipeError):
             self._commands.send_bytes(command)
@@ -123,7 +131,7 @@ class LocalRank:
 
     def kill(self) -> None:
         """End the process at once and wait for it."""
-        self._process.kill()
+        self._end_group()
         self._process.wait()
         with contextlib.suppress(OSError):
             self._commands.close()
@@ -143,14 +151,12 @@ class LocalRank:
         return self.log_tail()
 
     def log_tail(self) -> str:
-        """Return the last lines the process wrote, without the name of the user's home."""
+        """Return the last lines the process wrote, as it wrote them."""
         try:
             text = self._log.read_text(errors="replace")
         except OSError:
             return ""
-        tail = "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
-        home = str(Path.home())
-        return tail.replace(home, "~") if len(home) > 1 else tail
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
 
     def _read_answers(self, answers: Connection) -> None:
         while True:
@@ -173,7 +179,19 @@ class LocalRank:
                 failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=self.log_tail())
                 future.set_exception(RankFailedError(outcome, failure, use))
         answers.close()
+
+    def _watch(self) -> None:
+        """Tell those who wait that the process has ended: its pipes need not, where a child of it holds them open."""
+        self._process.wait()
+        self._end_group()
+        for reader in self._threads[:2]:
+            reader.join(_DRAIN_S)
         self._fail_pending(self._death())
+
+    def _end_group(self) -> None:
+        """End the process and the children it has forked: it leads a session, so they are its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read_batches(self, batches: Connection, on_batch: BatchListener) -> None:
         while True:
@@ -186,19 +204,16 @@ class LocalRank:
                 self._batches_heard += 1
                 self._heard.notify_all()
         batches.close()
-        with self._heard:
-            self._stream_ended = True
-            self._heard.notify_all()
 
     def _hear_out(self, streamed: int) -> None:
         """Wait until every batch that was streamed before an answer has been heard: two pipes keep no order."""
         with self._heard:
-            self._heard.wait_for(lambda: self._batches_heard >= streamed or self._stream_ended)
+            self._heard.wait_for(lambda: self._batches_heard >= streamed, _DRAIN_S)
 
     def _death(self) -> RankFailedError:
         code = self._process.wait()
         evidence = oom.evidence_of_death(code, self.log_tail(), self._kills_before, oom.host_kills())
-        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        ended = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
         failure = Failure(
             phase="forward",
             rank=self.rank,
@@ -211,8 +226,6 @@ class LocalRank:
         return RankFailedError("oom" if evidence else "crashed", failure)
 
     def _fail_pending(self, error: RankFailedError) -> None:
-        # The batches of a rank that died are all read before its failure is told: nothing measured is lost.
-        self._threads[0].join()
         with self._lock:
             self._ended = error
             pending, self._pending = self._pending, deque()
@@ -222,14 +235,11 @@ class LocalRank:
     def _join(self) -> None:
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(2 * _DRAIN_S)
 
 
-def _environment(changes: Mapping[str, str]) -> dict[str, str]:
-    environment = {**os.environ, **changes}
-    # A function of a test module is imported by name in the rank, so it needs the import path of the test run.
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # python -m would put the working directory first, where a folder may shadow a library.
-    environment["PYTHONSAFEPATH"] = "1"
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal: only the first and the last have names
+        return str(number)

@@ -42,6 +42,11 @@ class Rank(Protocol):
 
     rank: int
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        ...
+
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """Run `fn(state, *args)` on the rank, after what was submitted before.
 

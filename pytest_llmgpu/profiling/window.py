@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import IO
 
 import msgspec
 
+from pytest_llmgpu import child
 from pytest_llmgpu.profiling.recording import Header, Recording, TickRecord
 from pytest_llmgpu.result import Profile
 
@@ -73,6 +73,8 @@ class Profiler:
         if not (math.isfinite(period_s) and period_s > 0):
             raise ValueError(f"sampling period is {period_s!r}; allowed are positive numbers of seconds")
         self.period_s = period_s
+        self.held_bytes: Mapping[str, int] = _NOTHING_HELD
+        """UUID to bytes that are taken out of memory_used_bytes, unless a slice is told otherwise."""
         self._uuids = None if uuids is None else list(uuids)
         self._environment = dict(environment) if environment is not None else None
         self._changed = threading.Condition()  # guards everything below
@@ -111,13 +113,13 @@ class Profiler:
                 self._listener.start()
             self._changed.wait_for(lambda: self._recording is not None or self._ended, _HEADER_S)
 
-    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] = _NOTHING_HELD) -> Profile:
+    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
         """Return the profile between two times, waiting a little until the stream has passed the end.
 
         Args:
             start_s: CLOCK_MONOTONIC seconds.
             end_s: CLOCK_MONOTONIC seconds; not in the future.
-            held_bytes: UUID to bytes to take out of memory_used_bytes.
+            held_bytes: UUID to bytes to take out of memory_used_bytes; None for those of the profiler.
 
         Raises:
             ValueError: The end lies before the start.
@@ -133,7 +135,8 @@ class Profiler:
                     why = {"sampler": self._failure}
                 elif not self._ended and recording.behind(end_s):
                     why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
-                return recording.profile(start_s, end_s, held_bytes, why)
+                held = self.held_bytes if held_bytes is None else held_bytes
+                return recording.profile(start_s, end_s, held, why)
         return Profile(
             period_s=self.period_s,
             duration_s=end_s - start_s,
@@ -144,7 +147,7 @@ class Profiler:
         )
 
     @contextmanager
-    def window(self, held_bytes: Mapping[str, int] = _NOTHING_HELD) -> Iterator[Window]:
+    def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
         """Profile a block: `with profiler.window() as window: ...`, then `window.profile`."""
         self.start()
         window = Window(time.monotonic())
@@ -196,7 +199,7 @@ class Profiler:
             self._end(_ending(process.returncode, errors.read()))
 
     def _spawn(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler"]
+        command = child.command("pytest_llmgpu.profiling.sampler")
         command += ["--period", repr(self.period_s), "--parent", str(os.getpid())]
         if self._uuids is not None:
             command += ["--uuids", ",".join(self._uuids)]

@@ -7,6 +7,7 @@ lm-evaluation-harness 0.4.13 (`lm_eval/tasks/hellaswag/utils.py`): accuracies co
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
 import json
 import re
@@ -83,8 +84,11 @@ def load(dataset: str, *, rootdir: Path, limit: int | None = None) -> Dataset:
     else:
         path = next((path for path in (Path(dataset), rootdir / dataset) if path.exists()), None)
         if path is None:
+            close = difflib.get_close_matches(dataset, ("bundled", "hellaswag"), n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
             raise ValueError(
-                f"dataset {dataset!r} is unknown: allowed are bundled, hellaswag, or a JSON Lines file that exists"
+                f"dataset {dataset!r} is unknown{hint}: "
+                "allowed are bundled, hellaswag, or a JSON Lines file that exists"
             )
         items = _read(path, limit)
         inside = path.resolve().is_relative_to(rootdir.resolve())
@@ -183,7 +187,9 @@ def _item(record: Any, place: str, index: int) -> Item:
         context = f"{_text(record, 'ctx_a', place)} {_text(record, 'ctx_b', place).capitalize()}"
     else:
         context = _text(record, "ctx", place)
-    endings = record.get("endings")
+    if "endings" not in record:
+        raise ValueError(f"{place}: endings is missing: a list of strings is needed")
+    endings = record["endings"]
     if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
         raise ValueError(f"{place}: endings must be a list of strings")
     if len(endings) <= 1:
@@ -200,10 +206,12 @@ def _item(record: Any, place: str, index: int) -> Item:
 
 
 def _text(record: dict[str, Any], field: str, place: str) -> str:
-    value = record.get(field)
+    if field not in record:
+        raise ValueError(f"{place}: {field} is missing: text is needed")
+    value = record[field]
     if not isinstance(value, str):
-        found = "missing" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{place}: {field} is {found}: a string is needed")  # noqa: TRY004 - as above
+        found = "null" if value is None else type(value).__name__
+        raise ValueError(f"{place}: {field} must be text, not {found}")  # noqa: TRY004 - as above
     return value
 
 
@@ -216,8 +224,10 @@ def _label(record: dict[str, Any], endings: int, place: str) -> int:
         raise ValueError(
             f"{place}: label is empty: {needed} (HellaSwag's test split has no labels, its validation split has)"
         )
-    if isinstance(label, bool) or not re.fullmatch("[0-9]+", str(label)) or int(label) >= endings:
-        raise ValueError(f"{place}: label {label!r} is out of range: {needed}")
+    if not re.fullmatch("-?[0-9]+", str(label)):
+        raise ValueError(f"{place}: label {label!r} is not a whole number: {needed}")
+    if not 0 <= int(label) < endings:
+        raise ValueError(f"{place}: label {label!r} is out of range 0 to {endings - 1}: the index of the right ending")
     return int(label)
 
 

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tiny_model
+from report_factory import make_case, make_failed, make_report
+
+from pytest_llmgpu import models, rank, report
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.result import Failure
+from pytest_llmgpu.tasks import hellaswag
+
+ByHand = Callable[..., dict[str, Any]]
+"""`by_hand("report.json", "mp-bs2", "--model", "m")`: what the command prints."""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Case]:
+    """A folder with a model and a dataset, and a case that names both as a report of another rootdir does."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    tiny_model.write_model(folder / "tiny")
+    tiny_model.write_dataset(folder / "items.jsonl")
+    dataset = hellaswag.load(str(folder / "items.jsonl"), rootdir=folder)
+    source = models.resolve(str(folder / "tiny"), texts=dataset.texts(), rootdir=folder)
+    case = make_case(
+        batch_size=2,
+        backend="accelerate",
+        model="tiny",
+        revision=source.revision,
+        dtype="float32",
+        device="cpu",
+        devices=1,
+        dataset="items.jsonl",
+        dataset_sha256=dataset.sha256,
+        tokenizer_sha256=source.tokenizer_sha256,
+    )
+    return folder, case
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> ByHand:
+    """The command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> dict[str, Any]:
+        rank.main([str(argument) for argument in arguments])
+        printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return printed
+
+    return run
+
+
+def _write(case: Case, name: str = "report.json") -> None:
+    result = make_failed("error", Failure(phase="forward", message="x"))
+    result.id, result.case = case.id, case
+    report.dump(make_report([result]), Path(name))
+
+
+def _refused(by_hand: ByHand, *arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as caught:
+        by_hand(*arguments)
+    message = caught.value.code
+    assert isinstance(message, str), "a text ends Python with status 1"
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.json.gz"])
+def test_a_case_from_elsewhere_runs_where_its_files_are_named(
+    measured: tuple[Path, Case], by_hand: ByHand, name: str
+) -> None:
+    """A report holds only the last component of a path outside the rootdir; the rest is said by hand."""
+    folder, case = measured
+    _write(case, name)
+    answer = by_hand(name, "mp-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+    assert answer["accuracy"]["items"] == tiny_model.ITEMS
+    assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
+
+
+def test_files_that_are_not_there_are_asked_for(measured: tuple[Path, Case], by_hand: ByHand) -> None:
+    """One line says what is missing and which option says where it is."""
+    folder, case = measured
+    _write(case)
+    message = _refused(by_hand, "report.json", "mp-bs2")
+    assert message.startswith("dataset 'items.jsonl' is unknown")
+    assert message.endswith("(--dataset PATH says where it is)")
+    message = _refused(by_hand, "report.json", "mp-bs2", "--dataset", folder / "items.jsonl")
+    assert message.startswith("model 'tiny' is unknown")
+    assert message.endswith("(--model DIR says where it is)")
+
+
+@pytest.mark.parametrize(
+    ("field", "what"), [("dataset_sha256", "dataset"), ("tokenizer_sha256", "tokenizer"), ("revision", "model")]
+)
+def test_files_that_were_not_measured_are_refused(
+    measured: tuple[Path, Case], by_hand: ByHand, field: str, what: str
+) -> None:
+    """A figure by hand is of the very case, or there is none."""
+    folder, case = measured
+    _write(msgspec.structs.replace(case, **{field: "0" * 64}))
+    files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+    message = _refused(by_hand, "report.json", "mp-bs2", *files)
+    assert message.startswith(f"mp-bs2: the {what} is not the one of report.json: ")
+    assert message.endswith(f" instead of {'0' * 64}")
+
+
+def test_an_unknown_case_gets_the_ids_there_are(measured: tuple[Path, Case], by_hand: ByHand) -> None:
+    """A misspelt id needs no look into the report."""
+    _write(measured[1])
+    assert _refused(by_hand, "report.json", "mp-bs9") == "'mp-bs9' is no case of report.json: it has mp-bs2"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "is broken: Input data was truncated"),
+        (b'{"cases": [', "is broken: Input data was truncated"),
+        (b"\xff", "is broken: "),
+        (b"[]", "is broken: Expected `object`"),
+        (b"{}", "is broken: Object missing required field `cases`"),
+        (b'{"cases": [{"id": "x"}]}', "is broken: Object missing required field `case`"),
+        (gzip.compress(b"{}")[:-4], "is broken: "),
+        (b"\x1f\x8bgarbage", "is broken: Compressed file ended"),
+    ],
+)
+def test_a_report_that_cannot_be_used_is_refused(by_hand: ByHand, data: bytes | None, reason: str) -> None:
+    """One line names the file and what is wrong with it, not a traceback."""
+    if data is not None:
+        Path("report.json").write_bytes(data)
+    assert _refused(by_hand, "report.json", "mp-bs2").startswith(f"report report.json {reason}")
+
+
+def test_a_report_without_a_case_is_bad_usage(by_hand: ByHand, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says what it needs."""
+    with pytest.raises(SystemExit) as caught:
+        by_hand("report.json")
+    assert caught.value.code == 2
+    assert "the id of one of its cases" in capsys.readouterr().err
