@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_llmgpu import options
-from pytest_llmgpu.options import EXPECT_OOM, Options
+from pytest_llmgpu.options import Options
 
 if TYPE_CHECKING:
     from pytest_llmgpu.profiling.window import Profiler
@@ -138,6 +138,7 @@ class LLM:
             outcome, failure = error.outcome, error.failure
         if outcome == "oom":
             self._item.stash[OUTCOME] = outcome
+            self._session.note((self.strategy, self.options), outcome)
             pytest.skip(f"out of memory: {failure.message}")
         pytest.fail(f"{outcome}: {failure.message}\n{failure.log_tail or ''}", pytrace=False)
 
@@ -223,9 +224,9 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         wanted = llm.request(items, batch_size)
         result = session.runner.run(wanted, lambda result: session.record(result, llm.options, item.nodeid))
         item.stash[OUTCOME] = result.outcome
-        hopeless = session.was_last_hope((llm.strategy, llm.options), item.nodeid, result)
-        expected = any(marker.kwargs.get(EXPECT_OOM) for marker in item.iter_markers("llmgpu"))
-        _judge(result, hopeless=hopeless and not expected)
+        group = (llm.strategy, llm.options)
+        session.note(group, result.outcome)
+        _judge(result, hopeless=session.was_last_hope(group, item.nodeid))
         return result
 
     return measure

@@ -138,14 +138,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
     benchmark = _made(session.config)
     if benchmark is not None:
+        green = exitstatus == pytest.ExitCode.OK
+        status = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else exitstatus
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
         deselected = session.config.stash[_DESELECTED]
-        benchmark.finish(int(exitstatus), interrupted=stopped, deselected=deselected)
+        benchmark.finish(int(status), interrupted=stopped, deselected=deselected)
+        # Asked again, since the report may only now have failed to be written.
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else status
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print tables and findings."""
     benchmark = _made(config)
+    for line in benchmark.troubles() if benchmark is not None else ():
+        terminalreporter.write_line(f"FAILED {line}", red=True)
     text = benchmark.summary() if benchmark is not None else ""
     if text:
         terminalreporter.section("LLM inference")
@@ -208,6 +214,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
                 item.nodeid if "measure" in wanted else None,
                 int(size) if isinstance(size, BatchSize) else 1,
                 scores_dataset="hellaswag" in wanted,
+                may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in item.iter_markers("llmgpu")),
             )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
@@ -223,11 +230,11 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
     from pytest_llmgpu.session import BenchmarkSession
 
     capture = config.pluginmanager.getplugin("capturemanager")
-    writer = config.get_terminal_writer()
+    writer = config.get_terminal_writer() if config.pluginmanager.hasplugin("terminalreporter") else None
     live = LiveLine(
         capture.global_and_fixture_disabled if capture is not None else nullcontext,
         # Not writer.fullwidth: it never says less than 40.
-        lambda: shutil.get_terminal_size().columns - writer.width_of_current_line,
+        lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
     )
     chosen = options.resolve(config)
     # A path on the command line counts from where the command was given, one of the ini file from its folder.

@@ -40,6 +40,8 @@ class Recorder:
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
+        self.trouble: str | None = None
+        """Why the file is not what the report is."""
         if path is not None:
             report.check_writable(path)
 
@@ -100,8 +102,14 @@ class Recorder:
         )
 
     def _write(self) -> None:
-        if self.report is not None and self.path is not None:
+        if self.report is None or self.path is None:
+            return
+        try:
             report.dump(self.report, self.path)
+            self.trouble = None
+        except OSError as error:
+            # A full disk must not end the measuring: it is tried again after the next case.
+            self.trouble = f"{self.shown_path} could not be written: {error.strerror or error}"
 
 
 def _publishable(failure: Failure, rootdir: Path) -> Failure:

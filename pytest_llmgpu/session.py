@@ -54,9 +54,14 @@ class BenchmarkSession:
         self._expected: dict[Group, list[str]] = {}
         self._cases: list[tuple[Machine, Case]] = []
         self._completed: set[Group] = set()
+        self._out_of_memory: set[Group] = set()
+        self._groups: set[Group] = set()
+        self._excused: set[Group] = set()
         self._sigterm = _interrupt_on_sigterm()
 
-    def expect(self, group: Group, nodeid: str | None, batch_size: int, *, scores_dataset: bool) -> None:
+    def expect(
+        self, group: Group, nodeid: str | None, batch_size: int, *, scores_dataset: bool, may_fit_nowhere: bool
+    ) -> None:
         """Check a test that will run, in the order of the run.
 
         Args:
@@ -64,12 +69,18 @@ class BenchmarkSession:
             nodeid: Of a test that measures, else None.
             batch_size: Sequences per forward, 1 where the test chooses for itself.
             scores_dataset: Whether it takes the items that the options choose; else it brings its own.
+            may_fit_nowhere: Whether it is marked so; a group is excused only if all of its tests are.
 
         Raises:
             ValueError: It cannot be measured.
         """
         strategy, options = group
         request = self.planner.request(options, strategy, batch_size if scores_dataset else 1)
+        if group not in self._groups:
+            self._groups.add(group)
+            self._excused.add(group)
+        if not may_fit_nowhere:
+            self._excused.discard(group)
         if nodeid is not None:
             self._expected.setdefault(group, []).append(nodeid)
         self._cases.append((request.machine, request.case))
@@ -86,11 +97,28 @@ class BenchmarkSession:
         self._live.clear()
         self.recorder.add(result, options, nodeid, self.planner.machine(options).facts)
 
-    def was_last_hope(self, group: Group, nodeid: str, result: CaseResult) -> bool:
-        """Return whether this was the last test of a group of which nothing completed."""
-        if result.outcome == "completed":
+    def note(self, group: Group, outcome: str) -> None:
+        """Note how something a group asked of its model ended."""
+        if outcome == "completed":
             self._completed.add(group)
-        return self._expected.get(group, [nodeid])[-1] == nodeid and group not in self._completed
+        elif outcome in ("oom", "skipped_after_oom"):
+            self._out_of_memory.add(group)
+
+    def was_last_hope(self, group: Group, nodeid: str) -> bool:
+        """Return whether this is the last test of a group of which nothing completed though something should have."""
+        last = self._expected.get(group, [nodeid])[-1] == nodeid
+        return last and group not in self._completed and group not in self._excused
+
+    def troubles(self) -> list[str]:
+        """Return a line for each reason why a run is not green although no test failed.
+
+        A group that ran out of memory and completed nothing, though something should have; a report that is not there.
+        """
+        unwritten = [self.recorder.trouble] if self.recorder.trouble else []
+        return unwritten + [
+            f"{strategy}, {options.model}: out of memory, and nothing completed"
+            for strategy, options in sorted(self._out_of_memory - self._completed - self._excused, key=repr)
+        ]
 
     def profiler_of(self, machine: Machine) -> Profiler:
         """Return the profiler of these devices; the sampler of other devices is ended first."""
@@ -123,7 +151,7 @@ class BenchmarkSession:
         where = (
             f"report: {self.recorder.shown_path}" if self.recorder.path else "no report was written (--llmgpu-json=)"
         )
-        return f"{terminal.tables(report)}\n\n{where}"
+        return f"{terminal.tables(report)}\n\n{self.recorder.trouble or where}"
 
     def close(self) -> None:
         """End every process, drop their logs and give SIGTERM back."""

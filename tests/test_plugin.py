@@ -530,3 +530,56 @@ def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run
     )
     assert unknown.returncode == 1
     assert unknown.stderr.strip() == "'mp-bs9' is no case of .llmgpu/last.json: it has mp-bs8"
+
+
+@pytest.mark.parametrize("where", ["measure", "llm.run"])
+def test_a_series_whose_last_test_does_not_measure_is_still_judged(
+    pytester: pytest.Pytester, run: Run, where: str
+) -> None:
+    """Out of memory everywhere fails the run, also where the last test skips itself or no test comes to measure."""
+    pytester.makepyfile(
+        test_it=f"""
+        import pytest
+        import torch
+
+        def break_it(loaded):
+            def hook(module, args, kwargs):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
+            if {where!r} == "llm.run":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            if batch_size == 4:
+                pytest.skip("not today")
+            llm.run(break_it)
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    result = run(sizes="1,4")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*1 skipped, 1 oom*"])
+    result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
+
+
+def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up while measuring ends neither the run nor the summary."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "dump", full)
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run(sizes="8")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["FAILED .llmgpu/last.json could not be written: No space left on device"])
+    result.stdout.fnmatch_lines(["*batch size*mp*", "*1 passed*"])
+
+
+def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, run: Run) -> None:
+    """`-p no:terminal` leaves the report as the only output."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    assert run("-p", "no:terminal", sizes="8").ret == 0
+    assert _outcomes(pytester) == {"mp-bs8": "completed"}
