@@ -107,7 +107,10 @@ class BenchmarkSession:
     def was_last_hope(self, group: Group, nodeid: str) -> bool:
         """Return whether this is the last test of a group of which nothing completed though something should have."""
         last = self._expected.get(group, [nodeid])[-1] == nodeid
-        return last and group not in self._completed and group not in self._excused
+        hopeless = last and group not in self._completed and group not in self._excused
+        if hopeless:
+            self._out_of_memory.discard(group)  # the test itself fails, which is enough said
+        return hopeless
 
     def troubles(self) -> list[str]:
         """Return a line for each reason why a run is not green although no test failed.
