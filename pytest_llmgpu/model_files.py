@@ -24,6 +24,7 @@ __all__ = [
     "vocabulary_size",
 ]
 
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 
 _BLOCK_BYTES = 4096
@@ -54,8 +55,11 @@ def locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) ->
     for path in (Path(model), rootdir / model):
         if path.is_dir():
             here, root = path.resolve(), rootdir.resolve()
-            return (here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name), here, None
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
+            shown = here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name
+            # A folder that is called like the bundled model, a preset or a hub id must not get their baseline.
+            taken = shown in ("bundled", *bundled.PRESETS) or re.fullmatch(_HUB_ID, shown)
+            return (f"./{shown}" if taken else shown), here, None
+    if re.fullmatch(_HUB_ID, model):
         directory = _from_hub(model, revision, weights=weights)
         return model, directory, directory.name
     names = ["bundled", *bundled.PRESETS]

@@ -55,7 +55,7 @@ class Session(msgspec.Struct, kw_only=True):
     collected: int = 0
     """Tests left after deselection."""
     deselected: list[str] = []
-    """Node ids that `-k`, `-m` or `--lf` took out."""
+    """Node ids that `-k` or `-m` took out, and what else narrowed the run: `--lf`, tests named on the command line."""
 
 
 class Environment(msgspec.Struct, kw_only=True):

@@ -397,3 +397,13 @@ def test_the_vocabulary_is_found_in_a_nested_configuration() -> None:
     """Models of more than text keep it under text_config."""
     assert model_files.vocabulary_size({"text_config": {"vocab_size": 9}}) == 9
     assert model_files.vocabulary_size({}) is None
+
+
+@pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])
+def test_a_folder_called_like_something_known_is_told_from_it(name: str, written: Path, tmp_path: Path) -> None:
+    """The baseline of the bundled model or of a hub model is not that of a folder with its name."""
+    copied = tmp_path / name
+    copied.mkdir(parents=True)
+    for file in written.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    assert _resolve(copied, tmp_path).name == f"./{name}"
