@@ -91,6 +91,11 @@ class Plan(msgspec.Struct):
         """Rows of all forwards."""
         return sum(batch.rows for batch in self.batches)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest row, padding included."""
+        return max(batch.width for batch in self.batches)
+
     def pin(self) -> None:
         """Move the batches into page-locked memory, from which a copy to a CUDA device need not be staged."""
         import torch

@@ -19,7 +19,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement: a model under a strategy, scoring a dataset at one batch size."""
 
     strategy: str
-    """Registered name of the strategy: `mp`."""
+    """Name of the strategy: `mp`, `tp`, `iok`, or another's own."""
     backend: str | None = None
     """Library that carries the strategy out: `accelerate` for mp."""
     strategy_options: dict[str, str | int | float | bool | None] = {}
@@ -44,8 +44,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """How many devices the strategy spreads the model over."""
     launcher: str = "local"
     """How the ranks were started."""
+    cuda_graphs: str = "auto"
+    """Whether CUDA graphs were asked for: `auto`, `on` or `off`."""
     execution: str = "eager"
-    """`eager`, `cuda_graphs` or `compile`."""
+    """How the forwards ran: `eager`, `cuda_graphs` or `compile`. Where `cuda_graphs` is `auto` this is an answer, known
+    once the case has warmed up, and therefore no part of the keys: another choice is still the same measurement."""
     gpu_memory_bytes: int | None = None
     """Cap per device, None for the whole device."""
     dataset: str
@@ -64,12 +67,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Sha256 over every field: equal keys are the same measurement."""
-        return _digest(msgspec.to_builtins(self))
+        """Sha256 over every field but `execution`: equal keys are the same measurement."""
+        return _digest(self._without())
 
     @property
     def series(self) -> str:
-        """Sha256 over every field but the batch size: the cases of one series form one curve over batch sizes."""
+        """Sha256 over the key's fields but the batch size: the cases of one series form one curve over batch sizes."""
         return _digest(self._without("batch_size"))
 
     @property
@@ -79,7 +82,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def _without(self, *names: str) -> dict[str, Any]:
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in fields.items() if name not in names}
+        return {name: value for name, value in fields.items() if name not in (*names, "execution")}
 
 
 def _digest(fields: dict[str, Any]) -> str:

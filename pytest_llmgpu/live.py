@@ -37,6 +37,14 @@ class LiveLine:
                 _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + text[:room])
                 self._drawn = True
 
+    def note(self, text: str) -> None:
+        """Show what takes time before a case runs; a line of its own where standard output is no terminal."""
+        with self._uncaptured():
+            if sys.stdout.isatty():
+                self.show(text)
+            else:
+                _write(f"\n{text}\n")
+
     def clear(self) -> None:
         """Take away what is drawn, so that pytest goes on where it stopped."""
         if self._drawn:

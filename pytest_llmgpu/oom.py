@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["DeviceMapSpillError", "Evidence", "evidence_of", "evidence_of_death", "host_kills"]
+__all__ = ["DeviceMapSpillError", "Evidence", "WorkspaceError", "evidence_of", "evidence_of_death", "host_kills"]
 
 _MESSAGES = {
     "torch's allocator": r"(CUDA|HIP|XPU) out of memory",
@@ -37,6 +37,23 @@ class DeviceMapSpillError(RuntimeError):
     """The layers do not fit on the devices: accelerate would put some on the CPU or on disk."""
 
 
+class WorkspaceError(RuntimeError):
+    """A strategy's workspace cannot hold the longest sequence."""
+
+    def __init__(self, tokens_requested: int, tokens_granted: int) -> None:
+        """Remember both.
+
+        Args:
+            tokens_requested: Tokens of the longest sequence.
+            tokens_granted: Tokens there is memory for, 0 for none.
+        """
+        super().__init__(
+            f"the workspace has room for {tokens_granted} tokens, and the longest sequence has {tokens_requested}"
+        )
+        self.tokens_requested = tokens_requested
+        self.tokens_granted = tokens_granted
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Why something is called out of memory."""
 
@@ -48,6 +65,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes free on the device, where the message says so."""
     allocated_bytes: int | None = None
     """Bytes torch had allocated on it, where the message says so."""
+    tokens_requested: int | None = None
+    """Tokens of the longest sequence, where a workspace for them was refused."""
+    tokens_granted: int | None = None
+    """Tokens there was memory for."""
 
 
 def evidence_of(exception: BaseException) -> Evidence | None:
@@ -64,6 +85,8 @@ def evidence_of(exception: BaseException) -> Evidence | None:
                 requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}|you tried to allocate {_SIZE}", str(link)),
                 free_bytes=_amount(rf"of which {_SIZE} is free", str(link)),
                 allocated_bytes=_amount(rf"{_SIZE} is allocated by PyTorch", str(link)),
+                tokens_requested=getattr(link, "tokens_requested", None),
+                tokens_granted=getattr(link, "tokens_granted", None),
             )
     return None
 
@@ -119,6 +142,7 @@ def _rule_of_text(exception: RuntimeError) -> str | None:
     text = str(exception)
     rules = (
         (isinstance(exception, DeviceMapSpillError), "the layers do not fit on the devices"),
+        (isinstance(exception, WorkspaceError), "the workspace does not hold the longest sequence"),
         (type(exception).__name__ == "OutOfMemoryError", "torch's allocator"),
         *((re.search(pattern, text), name) for name, pattern in _MESSAGES.items()),
         ("CUBLAS_STATUS_NOT_INITIALIZED" in text and _is_full(), "cuBLAS could not start on a full device"),

@@ -63,7 +63,8 @@ class Planner:
             items: What to score; None for what the options choose.
         """
         try:
-            strategy = strategies.find(strategy_name)
+            place = strategies.find(strategy_name)
+            strategy = strategies.make(place)
         except ValueError as error:
             raise ValueError(f"--strategy: {error}") from None
         if importlib.util.find_spec(strategy.backend) is None:
@@ -105,6 +106,7 @@ class Planner:
             case=case,
             machine=machine,
             source=source,
+            strategy=place,
             items=chosen.items,
             timeout_s=options.timeout,
             load_timeout_s=options.load_timeout,

@@ -31,13 +31,14 @@ from pytest_llmgpu.launchers.protocol import FinishedBatch
 from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.result import Accuracy, Batches, Failure, Outcome, Phase
+from pytest_llmgpu.strategies.protocol import Workspace
 from pytest_llmgpu.tasks import hellaswag
 from pytest_llmgpu.tasks.hellaswag import Item
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_llmgpu.strategies.protocol import Loaded
+    from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
 __all__ = ["RankState", "ScoreReply", "call", "give", "load", "main", "reset", "score"]
 
@@ -56,6 +57,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     batches: Batches
     accuracy: Accuracy
     memory: list[DeviceUse]
+    workspace: Workspace | None
 
 
 class _Row(msgspec.Struct):
@@ -79,6 +81,7 @@ class RankState:
         self.phase: Phase = "load"
         self.case: Case | None = None
         self.source: ModelSource | None = None
+        self.strategy: Strategy | None = None
         self.loaded: Loaded | None = None
         self.devices: Sequence[torch.device] = ()
         self.weights_bytes: Sequence[int | None] = ()
@@ -91,12 +94,12 @@ class RankState:
         return memory.usage(self.devices, self.weights_bytes, self.held_bytes) if self.devices else []
 
 
-def load(state: RankState, case: Case, source: ModelSource) -> list[DeviceUse]:
-    """Enforce the cap, load the model of a case, and return what the devices hold then."""
+def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceUse]:
+    """Enforce the cap, load the model of a case by the strategy at `place`, and return what the devices hold then."""
     import torch
 
     state.phase, state.case, state.source = "load", case, source
-    strategy = strategies.find(case.strategy)
+    state.strategy = strategy = strategies.make(place)
     if case.device == "cuda":
         here = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
         devices = [torch.device("cuda", index) for index in here]
@@ -123,6 +126,7 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
     """Score a dataset at one batch size."""
     assert state.case is not None
     assert state.source is not None
+    assert state.strategy is not None
     assert state.loaded is not None
     state.phase = "forward"
     loaded, items = state.loaded, state.items[sha256]
@@ -131,7 +135,7 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         state.requests[sha256] = scoring.encode(items, models.load_tokenizer(state.source), longest)
     plan = scoring.plan(state.requests[sha256], batch_size)
     reset(state)
-    strategies.find(state.case.strategy).prepare(loaded, batch_size)
+    workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
     began = time.monotonic()
 
     def alive(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
@@ -152,6 +156,7 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         batches=scores.batches,
         accuracy=scoring.accuracy(items, scores.loglikelihoods),
         memory=state.use(),
+        workspace=workspace,
     )
 
 
@@ -173,6 +178,8 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
         requested_bytes=evidence.requested_bytes if evidence else None,
         free_bytes=evidence.free_bytes if evidence else None,
         allocated_bytes=evidence.allocated_bytes if evidence else None,
+        tokens_requested=evidence.tokens_requested if evidence else None,
+        tokens_granted=evidence.tokens_granted if evidence else None,
     )
     return ("oom" if evidence else "error"), failure
 
@@ -243,7 +250,7 @@ def run_by_hand(report_path: str, case_id: str, dataset: str | None = None, mode
         if found != measured:
             sys.exit(f"{case_id}: the {what} is not the one of {report_path}: {found} instead of {measured}")
     state = RankState(on_batch=lambda batch: print(*batch, file=sys.stderr))
-    load(state, case, source)
+    load(state, case, source, strategies.find(case.strategy))
     give(state, scored.sha256, scored.items)
     return score(state, scored.sha256, case.batch_size)
 

@@ -17,6 +17,7 @@ __all__ = [
     "AccuracyCheck",
     "Batches",
     "CaseResult",
+    "Comparison",
     "DeviceMemory",
     "DeviceProfile",
     "Failure",
@@ -94,6 +95,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Base64 of float32 little-endian, items in order, their endings in order."""
     stderr: float | None
     """Standard error of `acc_norm` over items; None with one item."""
+    labels: list[int] | None = None
+    """[items] index of the right ending; None in reports from before it was kept."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +189,31 @@ class Launch(msgspec.Struct, kw_only=True):
     accuracy: Accuracy | None = None
     memory: list[DeviceMemory] = []
     profile: Profile | None = None
+    tokens_requested: int | None = None
+    """Tokens of the longest sequence, where the strategy keeps a workspace that is counted in tokens."""
+    tokens_granted: int | None = None
+    """Tokens that workspace holds. Fewer than requested means that rows of it overlap: the answers are garbage."""
+    execution_choice: str | None = None
+    """Why the forwards ran as `case.execution` says, in a sentence with its figures."""
     why: dict[str, str] = {}
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The same items under another strategy, which computes the same numbers in another order."""
+
+    reference: str
+    """Id of the case compared with: `mp-bs8`."""
+    items: int
+    flipped: list[int]
+    """Numbers of the items whose prediction (by the checked metric) differs."""
+    lost: int | None
+    """Items that are right there and wrong here; None where a side has no labels."""
+    won: int | None
+    """Items that are wrong there and right here."""
+    mcnemar_p: float | None
+    """Two-sided exact probability of such a difference between `lost` and `won` by chance; None without labels."""
+    largest_difference: float | None
+    """Largest difference of a log-likelihood, as a fraction of the reference's; None where one is not finite."""
 
 
 class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +261,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     acc: float | None = None
     acc_norm: float | None = None
     accuracy_check: AccuracyCheck | None = None
+    comparison: Comparison | None = None
+    """Against mp in the same session; None for mp itself and where mp was not measured, with the reason in `why`."""
     traffic: None = None
     """Exact bytes by collective; None until the accounting forward exists, with its reason in `why`."""
     findings: list[Finding] = []

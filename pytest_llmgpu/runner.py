@@ -6,6 +6,7 @@ are ended, so that the next one finds clean devices.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.profiling.window import Profiler
 from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile
+from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 from pytest_llmgpu.tasks.hellaswag import Item
 
 __all__ = ["Progress", "Request", "Runner"]
@@ -37,6 +39,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     machine: Machine
     source: ModelSource
+    strategy: str
+    """Where the case's strategy is: `module:attribute`."""
     items: Sequence[Item]
     timeout_s: float
     """Seconds without a finished batch."""
@@ -46,16 +50,32 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Runner:
     """Runs cases one after another; one loaded model at a time."""
 
-    def __init__(self, launcher: Launcher, profiler_of: Callable[[Machine], Profiler], progress: Progress) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        profiler_of: Callable[[Machine], Profiler],
+        progress: Progress,
+        say: Callable[[str], None],
+    ) -> None:
+        """Prepare to run.
+
+        Args:
+            launcher: Starts processes.
+            profiler_of: Returns the profiler of a choice of devices.
+            progress: Called while a case runs.
+            say: Shows a line while something is built.
+        """
         self._launcher = launcher
         self._profiler_of = profiler_of
         self._progress = progress
+        self._say = say
         self._group: RankGroup | None = None
         self._loading: str | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
         self._began_s = 0.0
         self._out_of_memory: dict[str, int] = {}
+        self._unbuilt: dict[str, str] = {}
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         """Measure a case and hand the result to `record`, whatever happens, an interrupt included."""
@@ -125,10 +145,15 @@ class Runner:
         launch.plan_sha256 = replies[0].plan_sha256
         launch.batches = slowest([reply.batches for reply in replies])
         launch.accuracy = replies[0].accuracy
+        if (workspace := replies[0].workspace) is not None:
+            launch.tokens_requested = workspace.tokens_requested
+            launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
         launch.profile = self._profiler_of(request.machine).slice(started, ended)
         launch.memory = [
-            _device_memory(use, request.machine, launch.profile) for reply in replies for use in reply.memory
+            _device_memory(use, request.machine, launch.profile, reply.workspace)
+            for reply in replies
+            for use in reply.memory
         ]
 
     def _load(self, request: Request) -> RankGroup:
@@ -136,15 +161,27 @@ class Runner:
         if self._group is not None and self._loading == case.loading and self._group.alive:
             return self._group
         self.close()
+        strategy = strategies.make(request.strategy)
+        self._build(strategy, request)
         began = time.monotonic()
-        self._group = RankGroup(self._launcher, _environments(request))
+        self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
         replies: list[list[DeviceUse]] = self._group.ask(
-            rank.load, case, request.source, phase="load", timeout_s=request.load_timeout_s
+            rank.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
         )
         held = {use.uuid: use.held_bytes for reply in replies for use in reply if use.uuid is not None}
         self._profiler_of(request.machine).held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
+
+    def _build(self, strategy: Strategy, request: Request) -> None:
+        if request.strategy not in self._unbuilt:
+            try:
+                strategy.build(request.case, self._say)
+            except RuntimeError as error:
+                self._unbuilt[request.strategy] = str(error)
+        # What could not be compiled for one case is not tried again for the next, which takes as long.
+        if message := self._unbuilt.get(request.strategy):
+            raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
     def _give(self, group: RankGroup, request: Request) -> None:
         sha256 = request.case.dataset_sha256
@@ -173,10 +210,9 @@ class Runner:
         self._group = self._loading = None
 
 
-def _environments(request: Request) -> list[Mapping[str, str]]:
+def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
     case = request.case
     visible = ",".join(gpu.uuid for gpu in request.machine.gpus) if case.device == "cuda" else ""
-    world_size = strategies.find(case.strategy).ranks(case.devices)
     if world_size == 1:
         return [{"CUDA_VISIBLE_DEVICES": visible}]
     return [
@@ -186,16 +222,26 @@ def _environments(request: Request) -> list[Mapping[str, str]]:
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size)),
         }
         for number in range(world_size)
     ]
 
 
-def _device_memory(use: DeviceUse, machine: Machine, profile: Profile) -> DeviceMemory:
+def _cores() -> int:
+    """Return how many cores this process may use, of which each rank on a CPU gets its share."""
+    return len(os.sched_getaffinity(0))
+
+
+def _device_memory(
+    use: DeviceUse, machine: Machine, profile: Profile, workspace: Workspace | None = None
+) -> DeviceMemory:
     index = next((gpu.index for gpu in machine.gpus if gpu.uuid == use.uuid), 0)
     seen = next((device for device in profile.devices if device.uuid == use.uuid), None)
     used = seen.metrics.get("memory_used_bytes") if seen else None
-    why = {"workspace_bytes": "the strategy has no workspace outside torch's allocator", **use.why}
+    why = dict(use.why)
+    if workspace is None:
+        why["workspace_bytes"] = "the strategy has no workspace outside torch's allocator"
     if used is None or used.max is None:
         reason = (seen.why.get("memory_used_bytes") if seen else None) or profile.why.get("profile", "no sample")
         why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), reason)
@@ -204,6 +250,7 @@ def _device_memory(use: DeviceUse, machine: Machine, profile: Profile) -> Device
         weights_bytes=use.weights_bytes,
         peak_allocated_bytes=use.peak_allocated_bytes,
         peak_reserved_bytes=use.peak_reserved_bytes,
+        workspace_bytes=None if workspace is None else workspace.workspace_bytes,
         held_bytes=use.held_bytes,
         nvml_used_max_bytes=None if used is None or used.max is None else round(used.max),
         nvml_used_mean_bytes=None if used is None or used.mean is None else round(used.mean),

@@ -50,7 +50,7 @@ class BenchmarkSession:
         self._live = live
         self._logs = Path(tempfile.mkdtemp(prefix="llmgpu-"))
         self._profiler: tuple[tuple[str, ...], Profiler] | None = None
-        self.runner = Runner(LocalLauncher(self._logs), self.profiler_of, self._show)
+        self.runner = Runner(LocalLauncher(self._logs), self.profiler_of, self._show, live.note)
         self._expected: dict[Group, list[str]] = {}
         self._cases: list[tuple[Machine, Case]] = []
         self._completed: set[Group] = set()

@@ -105,7 +105,15 @@ def _request(case: Case) -> Request:
         tokenizer_directory="t",
         tokenizer_sha256="0",
     )
-    return Request(case=case, machine=_MACHINE, source=source, items=(), timeout_s=60.0, load_timeout_s=60.0)
+    return Request(
+        case=case,
+        machine=_MACHINE,
+        source=source,
+        strategy="pytest_llmgpu.strategies.mp:LayerParallel",
+        items=(),
+        timeout_s=60.0,
+        load_timeout_s=60.0,
+    )
 
 
 def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | list[DeviceUse] | None:
@@ -121,6 +129,7 @@ def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | list[
         batches=Batches(latency_s=[1.0, 2.0], sequences=[4, 4], tokens=[40, 30], padded_tokens=[40, 40]),
         accuracy=report_factory.make_accuracy(),
         memory=[DeviceUse(uuid="GPU-c", weights_bytes=4, held_bytes=2), DeviceUse(uuid="GPU-a", weights_bytes=5)],
+        workspace=None,
     )
 
 
@@ -132,7 +141,7 @@ def recorded() -> list[CaseResult]:
 
 def _runner(launcher: _FakeLauncher) -> tuple[Runner, _FakeProfiler]:
     profiler = _FakeProfiler()
-    return Runner(launcher, lambda _machine: profiler, lambda *_: None), profiler
+    return Runner(launcher, lambda _machine: profiler, lambda *_: None, lambda _: None), profiler
 
 
 def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResult]) -> None:

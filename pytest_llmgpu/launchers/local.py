@@ -47,9 +47,11 @@ class LocalLauncher:
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[LocalRank]:
         """Start one process per environment."""
         ranks: list[LocalRank] = []
+        # A file is where the ranks find each other: no port that another program may take first.
+        meeting = {"LLMGPU_RENDEZVOUS": str(self._log_directory / f"launch{self._started}-rendezvous")}
         for number, environment in enumerate(environments):
             log = self._log_directory / f"launch{self._started}-rank{number}.log"
-            ranks.append(LocalRank(number, environment, log, on_batch))
+            ranks.append(LocalRank(number, {**meeting, **environment}, log, on_batch))
         self._started += 1
         return ranks
 

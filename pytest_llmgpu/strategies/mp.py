@@ -5,7 +5,7 @@ On a CPU it is the plain model, the yardstick for the numbers of every other str
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu import models, oom
@@ -50,7 +50,10 @@ class LayerParallel:
         head = model.get_output_embeddings().weight.device
         return Loaded(model=model, config=skeleton.config, input_device=head, devices=devices)
 
-    def prepare(self, loaded: Loaded, batch_size: int) -> None:
+    def build(self, case: Case, say: Callable[[str], None]) -> None:
+        """Do nothing: there is nothing to compile."""
+
+    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
         """Do nothing: no buffer of mp depends on the batch size."""
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.models import ModelSource
@@ -12,7 +15,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-__all__ = ["Loaded", "Strategy"]
+__all__ = ["Loaded", "Strategy", "Workspace"]
+
+
+class Workspace(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that a strategy keeps for one batch size, outside torch's allocator."""
+
+    tokens_requested: int
+    """Tokens of the longest sequence."""
+    tokens_granted: int
+    """Tokens per sequence that there is room for."""
+    workspace_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +47,16 @@ class Loaded:
 
 
 class Strategy(Protocol):
-    """A way to spread a model over devices. The class must import without torch: `check` runs in pytest's process."""
+    """A way to spread a model over devices.
+
+    The class must import without torch, since `check` and `build` run in pytest's process. One object lives there, and
+    one in each rank for as long as its model is loaded.
+    """
 
     name: str
     """As in `--strategy` and in reports."""
     backend: str
-    """The library that carries it out; it must import."""
+    """The library that carries it out unless an option names another; it must import."""
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse, before anything is started, what cannot work.
@@ -50,13 +67,34 @@ class Strategy(Protocol):
         ...
 
     def ranks(self, devices: int) -> int:
-        """Return how many processes it needs for that many devices."""
+        """Return how many processes it needs for that many devices: 1 or one each."""
+        ...
+
+    def build(self, case: Case, say: Callable[[str], None]) -> None:
+        """Do once, before the ranks start, what each of them would else do again: compile an extension.
+
+        Args:
+            case: The first case that needs it.
+            say: Shows a line while it takes time.
+
+        Raises:
+            RuntimeError: It failed, with the reason in one line.
+        """
         ...
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load the model in a rank, in the dtype and on the devices of the case; `oom` classifies what it raises."""
         ...
 
-    def prepare(self, loaded: Loaded, batch_size: int) -> None:
-        """Rebuild what depends on the batch size, so that a case costs the same alone and in a sweep."""
+    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace | None:
+        """Rebuild what depends on the batch size, so that a case costs the same alone and in a sweep.
+
+        Args:
+            loaded: What `load` returned.
+            batch_size: Sequences of the largest batch.
+            tokens: Tokens of the longest sequence, padding included.
+
+        Returns:
+            What was set aside; None where the strategy keeps nothing.
+        """
         ...

@@ -123,6 +123,7 @@ def accuracy(items: Sequence[Item], loglikelihoods: Sequence[Sequence[float]]) -
         predictions_norm=predictions_norm,
         loglikelihoods=base64.b64encode(flat.tobytes()).decode(),
         stderr=proportion_stderr(acc_norm, len(items)),
+        labels=[item.label for item in items],
     )
 
 
