@@ -7,12 +7,14 @@ The map of the package, from what people touch down to what is measured; imports
     planner, recorder, live         options to cases, everything refused that can be; results kept; the live line
     terminal, case_tables, order    tables and findings for people; small batches before large ones
     runner, options                 run(case) -> result; the one table of options
+    hookspecs                       what other plugins may add: strategies
     group                           the processes of a strategy as one thing
-    findings, accuracy              what a person should do; whether answers are still right
+    findings, accuracy_findings     what a person should do; what is wrong with the answers, and why
+    accuracy, comparison            whether answers are still right; the same items under mp
     report, environment, commit     the JSON; machine and libraries; the source that was measured
     privacy, child                  no name of a host or a user, no secret; how a process of ours is started
     launchers, rank                 how processes are started; what one of them does
-    strategies                      how a model is spread: mp
+    strategies                      how a model is spread: mp, tp, iok, or another's own
     scoring, batching, tasks        log-likelihoods, batches, items
     models, model_files             weights and tokenizers; which checkpoint a directory holds
     memory, profiling, oom          caps and peaks; NVML; what counts as out of memory

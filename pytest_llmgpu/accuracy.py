@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import sys
-from array import array
 from collections.abc import Sequence
 
+import msgspec
+
+from pytest_llmgpu import comparison
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.metrics import upper_bound
-from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult
+from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode, measured, upper_bound, value_of
+from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult, Comparison
 
 __all__ = [
     "baseline",
     "check",
     "check_accuracy",
-    "check_batch_size",
+    "check_against",
     "check_dummy",
-    "decode",
-    "measured",
-    "reference",
-    "value_of",
+    "check_numbers",
+    "is_rounding",
+    "smallest_batch_size",
 ]
 
 _PUBLISHED = {"7b": ("7B", 0.761), "13b": ("13B", 0.792), "30b": ("33B", 0.828), "65b": ("65B", 0.842)}
@@ -39,8 +38,8 @@ _HUB_IDS = {
 _SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items() for size in sizes}
 
 _DUMMY_METRIC = "loglikelihood_relative_difference"
-_DUMMY_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
-"""Largest rounding, as a fraction of |log-likelihood|, that padding and kernels of another batch shape may cause."""
+_FOREIGN = 1e-3
+"""Least typical difference of log-likelihoods that is not put down to rounding, whatever the dtype."""
 
 _CHANCE_BAR = 0.01
 """Largest probability that is not put down to chance."""
@@ -103,48 +102,46 @@ def check_accuracy(
     )
 
 
-def check_dummy(loglikelihoods: str, smallest: CaseResult | None, dtype: str) -> AccuracyCheck:
-    """Compare log-likelihoods of random weights with those of the series' smallest completed batch size.
+def check_dummy(loglikelihoods: str, other: CaseResult | None, dtype: str) -> AccuracyCheck:
+    """Compare log-likelihoods of random weights with another case's: mp's, or those of the smallest batch size.
 
-    Random weights answer by chance, but the same inputs must get the same numbers at every batch size.
+    Random weights answer by chance, but the same inputs must get the same numbers from every strategy and at every
+    batch size.
 
     Args:
         loglikelihoods: base64 of float32, as in `Accuracy`.
-        smallest: that other result, None where this one is the smallest.
+        other: that other result, None where this one is what others are compared with.
         dtype: dtype of the weights, which decides the tolerance.
 
     Raises:
         ValueError: unknown dtype.
     """
-    if dtype not in _DUMMY_TOLERANCES:
-        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(_DUMMY_TOLERANCES)}")
-    tolerance = _DUMMY_TOLERANCES[dtype]
+    if dtype not in LOGLIKELIHOOD_TOLERANCES:
+        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(LOGLIKELIHOOD_TOLERANCES)}")
+    tolerance = LOGLIKELIHOOD_TOLERANCES[dtype]
     values = decode(loglikelihoods)
-    expected = _measured_loglikelihoods(smallest) if smallest else values
-    assert len(values) == len(expected), "cases of one series score the same endings"
-
     largest: float | None = None
     ok: bool | None = None
     if not_finite := sum(not math.isfinite(value) for value in values):
         ok, text = False, f"{not_finite:,} of {len(values):,} log-likelihoods of dummy weights are not finite"
-    elif smallest is None:
+    elif other is None:
         text = "dummy weights: the log-likelihoods of larger batch sizes are compared with this one's"
-    elif not all(map(math.isfinite, expected)):
-        ok, text = False, f"log-likelihoods of dummy weights cannot be compared: not all of {smallest.id} are finite"
     else:
-        # `or 1.0`: two zeros agree
-        differences = (abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in zip(values, expected, strict=True))
-        largest = max(differences, default=0.0)
-        ok = largest <= tolerance
+        before = measured(other)
+        assert before is not None, "only a scored result is compared with"
+        largest = comparison.largest_difference(loglikelihoods, before.loglikelihoods)
+        ok = largest is not None and largest <= tolerance
         text = (
-            f"log-likelihoods of dummy weights differ by up to {largest:.1e} from {smallest.id}'s; "
+            f"log-likelihoods of dummy weights cannot be compared: not all of {other.id} are finite"
+            if largest is None
+            else f"log-likelihoods of dummy weights differ by up to {largest:.1e} from {other.id}'s; "
             f"{dtype} allows {tolerance:g}"
         )
     return AccuracyCheck(
         metric=_DUMMY_METRIC,
         value=largest,
         baseline=None if largest is None else 0.0,
-        source=smallest.id if smallest else None,
+        source=other.id if other else None,
         tolerance=tolerance,
         ok=ok,
         text=text,
@@ -158,7 +155,7 @@ def check(
 
     Args:
         result: the case to check. Of several launches the worst one counts.
-        earlier: results of the same session, for what dummy weights are compared with.
+        earlier: results of the same session, for what dummy weights and a model without a baseline are compared with.
         given: `--llmgpu-accuracy-baseline`, a fraction.
         metric: `acc` or `acc_norm`.
         tolerance: how far below the baseline still passes, a fraction.
@@ -170,10 +167,14 @@ def check(
     if result.outcome != "completed" or not accuracies:
         return None
     case = result.case
+    mp, smallest = comparison.reference(result, earlier), smallest_batch_size(result, earlier)
     if case.load_format == "dummy":
-        smallest = reference(result, earlier)
-        checks = [check_dummy(accuracy.loglikelihoods, smallest, case.dtype) for accuracy in accuracies]
-        return max(checks, key=lambda one: (one.ok is False, one.value or 0.0))
+        checks = [check_dummy(accuracy.loglikelihoods, mp or smallest, case.dtype) for accuracy in accuracies]
+        found = max(checks, key=lambda one: (one.ok is False, one.value or 0.0))
+        if found.ok and mp is None and case.strategy != comparison.YARDSTICK:
+            # What is wrong at every batch size agrees with itself.
+            return msgspec.structs.replace(found, ok=None, text=f"{found.text}, but both may be wrong")
+        return found
     known = baseline(
         given=given,
         metric=metric,
@@ -183,46 +184,75 @@ def check(
         load_format=case.load_format,
     )
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
-    smallest = reference(result, earlier)
-    if known is None and smallest is not None:
-        return check_batch_size(worst, smallest, metric=metric, tolerance=tolerance)
-    return check_accuracy(worst, known, metric=metric, tolerance=tolerance, case=case)
+    others = [other for other in (mp, smallest) if other is not None]
+    if known is None and others:
+        checks = [check_against(worst, case, other, metric=metric, tolerance=tolerance) for other in others]
+        found = next((one for one in checks if one.ok is False), checks[0])
+    else:
+        found = check_accuracy(worst, known, metric=metric, tolerance=tolerance, case=case)
+    if found.ok is not False and mp is not None:
+        return check_numbers(found, result, mp)
+    return found
 
 
-def check_batch_size(accuracy: Accuracy, smallest: CaseResult, *, metric: str, tolerance: float) -> AccuracyCheck:
-    """Compare with the smallest batch size where no baseline is known: a larger one must not cost answers.
+def check_numbers(found: AccuracyCheck, result: CaseResult, mp: CaseResult) -> AccuracyCheck:
+    """Fail what passes by its answers where its log-likelihoods are not those of mp.
 
-    It fails where more than `tolerance` is lost and chance does not explain it: the exact sign test on the items whose
-    prediction differs, one-sided, at 1 %. A difference that is wrong both times counts for chance. Where nothing is
-    lost the accuracy itself is still unchecked.
+    A model that is sure of its answers keeps them under a wrong kernel: the bundled one does with DeepSpeed's residual
+    added twice, at 10 % of its log-likelihoods. Rounding stays a thousandth of that.
     """
-    before = measured(smallest)
-    assert before is not None, "`reference` gives scored results only"
+    compared = comparison.compare(result, mp, found.metric)
+    if is_rounding(compared, result.case.dtype):
+        return found
+    typical, allowed = compared.typical_difference, _explained(result.case.dtype)
+    says = "are not finite" if typical is None else f"typically differ by {_pct(typical)} from {mp.id}'s"
+    text = f"log-likelihoods {says}, and {result.case.dtype} explains {_pct(allowed)}; {found.text}"
+    return msgspec.structs.replace(found, ok=False, text=text)
+
+
+def is_rounding(compared: Comparison, dtype: str) -> bool:
+    """Return whether the typical difference from mp's log-likelihoods can be rounding."""
+    typical = compared.typical_difference
+    return typical is not None and typical <= _explained(dtype)
+
+
+def _explained(dtype: str) -> float:
+    return max(LOGLIKELIHOOD_TOLERANCES[dtype], _FOREIGN)
+
+
+def check_against(accuracy: Accuracy, case: Case, other: CaseResult, *, metric: str, tolerance: float) -> AccuracyCheck:
+    """Compare with another case where no baseline is known: with mp, and with the smallest batch size.
+
+    It fails where more than `tolerance` is lost and chance does not explain it: the exact sign test on the items that
+    were lost or won, one-sided, at 1 %. Without labels every item whose prediction differs counts, those that are
+    wrong both times for chance. Where nothing is lost the accuracy itself is still unchecked.
+    """
+    before = measured(other)
+    assert before is not None, "only a scored result is compared with"
     value, expected = value_of(accuracy, metric), value_of(before, metric)
-    lost = round((expected - value) * accuracy.items)
-    column = "predictions" if metric == "acc" else "predictions_norm"
-    pairs = zip(getattr(accuracy, column), getattr(before, column), strict=True)
-    differing = max(lost, sum(one != other for one, other in pairs))
-    bad = expected - value > tolerance + _ROUNDING and _by_chance(lost, differing) < _CHANCE_BAR
-    text = f"accuracy ({metric}) is {_pct(value)}, and {_pct(expected)} at batch size {smallest.case.batch_size}"
+    exact = comparison.lost_and_won(accuracy, before, metric)
+    if exact is None:
+        net = round((expected - value) * accuracy.items)
+        differing = max(abs(net), len(comparison.flipped(accuracy, before, metric)))
+        exact = (differing + net + 1) // 2, (differing - net) // 2
+    bad = expected - value > tolerance + _ROUNDING and comparison.by_chance(*exact) < _CHANCE_BAR
+    elsewhere = (
+        f"{_pct(expected)} at batch size {other.case.batch_size}"
+        if other.case.strategy == case.strategy
+        else f"{other.id}'s is {_pct(expected)}"
+    )
     return AccuracyCheck(
         metric=metric,
         value=value,
         baseline=expected,
-        source=smallest.id,
+        source=other.id,
         tolerance=tolerance,
         ok=False if bad else None,
-        text=text,
+        text=f"accuracy ({metric}) is {_pct(value)}, and {elsewhere}",
     )
 
 
-def _by_chance(lost: int, differing: int) -> float:
-    """Return how likely it is that of so many differing items at least so many more were lost than won by chance."""
-    at_least = (differing + lost + 1) // 2
-    return sum(math.comb(differing, count) for count in range(at_least, differing + 1)) / (1 << differing)
-
-
-def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
+def smallest_batch_size(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
     """Return the scored result of the smallest batch size, up to this one's, of the same series; None without one."""
     candidates = [
         other
@@ -234,33 +264,6 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
         and other.case.series == result.case.series
     ]
     return min(candidates, key=lambda other: other.case.batch_size, default=None)
-
-
-def measured(result: CaseResult) -> Accuracy | None:
-    """Return the accuracy record of the first launch that has one."""
-    return next((launch.accuracy for launch in result.launches if launch.accuracy is not None), None)
-
-
-def decode(loglikelihoods: str) -> array[float]:
-    """Return the numbers behind `Accuracy.loglikelihoods`."""
-    values = array("f")
-    values.frombytes(base64.b64decode(loglikelihoods))
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-def value_of(accuracy: Accuracy, metric: str) -> float:
-    """Return `acc` or `acc_norm` by name; ValueError for another name."""
-    if metric not in ("acc", "acc_norm"):
-        raise ValueError(f"accuracy metric {metric!r}: allowed are acc, acc_norm")
-    return accuracy.acc if metric == "acc" else accuracy.acc_norm
-
-
-def _measured_loglikelihoods(result: CaseResult) -> array[float]:
-    accuracy = measured(result)
-    assert accuracy is not None, "`reference` gives scored results only"
-    return decode(accuracy.loglikelihoods)
 
 
 def _pct(fraction: float) -> str:

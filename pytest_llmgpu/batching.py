@@ -174,8 +174,13 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return prefix
 
 
-def plan(requests: Requests, batch_size: int) -> Plan:
+def plan(requests: Requests, batch_size: int, *, multiple: int = 1) -> Plan:
     """Lay the requests out in batches: longest first, requests with the same input on one row.
+
+    Args:
+        requests: What to run.
+        batch_size: Rows of a batch, fewer in the last.
+        multiple: Rows are padded to a multiple of so many tokens; 1 for no longer than the longest.
 
     Raises:
         ValueError: A batch size below 1 or above the number of requests.
@@ -194,18 +199,21 @@ def plan(requests: Requests, batch_size: int) -> Plan:
         return -len(tokens), tokens
 
     rows = sorted(shared.values(), key=order)
-    batches = [_batch(requests, rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
+    starts = range(0, len(rows), batch_size)
+    batches = [_batch(requests, rows[start : start + batch_size], multiple) for start in starts]
     layout = [[batch.rows, batch.width, batch.predicted, batch.requests] for batch in batches]
     sha256 = hashlib.sha256(json.dumps([requests.item_ids, layout]).encode()).hexdigest()
     return Plan(requests=requests, batches=batches, sha256=sha256)
 
 
-def _batch(requests: Requests, rows: list[list[int]]) -> Batch:
+def _batch(requests: Requests, rows: list[list[int]], multiple: int) -> Batch:
     import torch
 
     inputs = [requests.requests[row[0]].tokens[-(requests.max_length + 1) :][:-1] for row in rows]
     numbers = tuple(number for row in rows for number in row)
-    width = max(map(len, inputs))
+    longest_row = max(map(len, inputs))
+    # Not beyond what the model can take, unless the row itself goes there.
+    width = max(longest_row, min(-(-longest_row // multiple) * multiple, requests.max_length))
     longest = max(requests.requests[number].ending for number in numbers)
     ids, hidden, targets, slots = array("q"), array("q"), array("q"), array("q")
     answered = 0

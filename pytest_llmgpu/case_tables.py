@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from tabulate import tabulate
 
-from pytest_llmgpu.accuracy import measured
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.metrics import measured
 from pytest_llmgpu.report import Environment
 from pytest_llmgpu.result import CaseResult
 
-__all__ = ["WIDTH", "Painter", "device_table", "painter", "time_table"]
+__all__ = ["WIDTH", "Painter", "Rows", "device_table", "layout", "painter", "time_table"]
 
 WIDTH = 100
 """Columns of a terminal that everything fits in, with three strategies."""
@@ -34,7 +35,7 @@ _LEGEND = {
     "-": "-: not run, a smaller batch size was out of memory",
 }
 
-_Rows = dict[tuple[int, int], dict[str, CaseResult]]
+Rows = dict[tuple[int, int], dict[str, CaseResult]]
 """Batch size and number of the measurement to the result of each column."""
 
 
@@ -59,7 +60,7 @@ _FIGURES = (
 
 def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
     """Return batch sizes down and strategies across: time and accuracy, or how a case ended without them."""
-    columns, rows = _layout(cases)
+    columns, rows = layout(cases)
     show_s = _seconds_format([result.inference_s for result in cases if result.inference_s is not None])
     metric = next((check.metric for result in cases if (check := result.accuracy_check) is not None), "acc_norm")
     dummy = cases[0].case.load_format == "dummy"
@@ -99,7 +100,7 @@ def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
 
 def device_table(cases: Sequence[CaseResult], environment: Environment) -> str:
     """Return utilisation, communication and memory of the completed cases, or a line that says why there are none."""
-    columns, rows = _layout(cases)
+    columns, rows = layout(cases)
     order = [(title, row, rows[row][title]) for title in columns for row in rows if title in rows[row]]
     order = [(title, row, result) for title, row, result in order if result.outcome == "completed"]
     if not order:
@@ -135,22 +136,29 @@ def painter(color: bool) -> Painter:
     return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
 
 
-def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], _Rows]:
-    """Return the columns' titles, and the results by row: a strategy, with its options where it alone is ambiguous."""
+def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
+    """Return the columns' titles, and the results by row."""
     by_series = {result.case.series: result.case for result in cases}
-    strategies = [case.strategy for case in by_series.values()]
-    titles = {}
-    for series, case in by_series.items():
-        options = [case.backend or "", *(f"{name}={value}" for name, value in case.strategy_options.items())]
-        parts = [case.strategy, *options] if strategies.count(case.strategy) > 1 else [case.strategy]
-        titles[series] = " ".join(filter(None, parts))
-    rows: _Rows = {}
+    titles = {series: _title(case, list(by_series.values())) for series, case in by_series.items()}
+    rows: Rows = {}
     for result in cases:
         title, number = titles[result.case.series], 1
         while title in rows.get((result.case.batch_size, number), {}):
             number += 1
         rows.setdefault((result.case.batch_size, number), {})[title] = result
     return list(titles.values()), dict(sorted(rows.items()))
+
+
+def _title(case: Case, columns: Sequence[Case]) -> str:
+    """Return the strategy, with what tells it from the other columns of the same strategy."""
+    alike = [other for other in columns if other.strategy == case.strategy]
+    backend = case.backend if any(other.backend != case.backend for other in alike) else None
+    options = [
+        f"{name}={value}"
+        for name, value in case.strategy_options.items()
+        if any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
+    ]
+    return " ".join(filter(None, [case.strategy, backend, *options]))
 
 
 def _values(result: CaseResult, figure: _Figure) -> list[float]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.accuracy import decode, measured, reference, value_of
-from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult, Failure, Finding, Profile
+from pytest_llmgpu.accuracy_findings import capital, of_accuracy, said, sentence
+from pytest_llmgpu.result import CaseResult, Failure, Finding, Profile
 
 __all__ = ["findings"]
 
 _GIB = 2**30
-_ENOUGH_ITEMS = 50  # fewer cannot be told from guessing
 _LAST_WORDS_LENGTH = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
 _SLOWER = 0.98  # a batch size within 2 % of the best is as fast as it, by the noise between launches
@@ -24,13 +22,13 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]
     """Return what to say of a result.
 
     Args:
-        result: with its derived figures and its accuracy check.
+        result: with its derived figures, its accuracy check and its comparison.
         earlier: results of the same session before it, with their findings: what is true of a whole series or of the
             machine is said once.
     """
     series = [other for other in earlier if other is not result and other.case.series == result.case.series]
     if result.outcome == "completed":
-        return [*_of_accuracy(result, series), *_of_speed(result, series), *_of_profile(result, earlier)]
+        return [*of_accuracy(result, earlier), *_of_speed(result, series), *_of_profile(result, earlier)]
     if result.outcome == "oom":
         return [_out_of_memory(result, series)]
     if result.outcome == "skipped_after_oom":
@@ -46,7 +44,9 @@ def _out_of_memory(result: CaseResult, series: Sequence[CaseResult]) -> Finding:
     text = "Out of memory while loading the model" if loading else f"Out of memory at batch size {case.batch_size}"
     if not loading:
         text += f"; {largest} is the largest that completed" if largest else "; no smaller batch size completed"
-    if failure is not None and failure.requested_bytes is not None and failure.free_bytes is not None:
+    if failure is not None and failure.tokens_requested is not None and failure.tokens_granted is not None:
+        text += f". The workspace has room for {failure.tokens_granted:,} of {failure.tokens_requested:,} tokens"
+    elif failure is not None and failure.requested_bytes is not None and failure.free_bytes is not None:
         text += f". It asked for {failure.requested_bytes / _GIB:.2f} GiB with {failure.free_bytes / _GIB:.2f} GiB free"
     elif failure is not None and failure.evidence:
         text += f" ({failure.evidence})"
@@ -61,7 +61,7 @@ def _out_of_memory(result: CaseResult, series: Sequence[CaseResult]) -> Finding:
         advice = (
             f"The limit lies between {largest} and {case.batch_size}: narrow it with --llmgpu-batch-sizes, {advice}"
         )
-    return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{_capital(advice)}.")
+    return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{capital(advice)}.")
 
 
 def _failed(result: CaseResult) -> Finding:
@@ -105,97 +105,6 @@ def _last_words(log: str) -> str:
     return last if len(last) <= _LAST_WORDS_LENGTH else f"{last[: _LAST_WORDS_LENGTH - 1]}…"
 
 
-def _of_accuracy(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
-    accuracy, check = measured(result), result.accuracy_check
-    if accuracy is None or check is None:
-        return
-    if result.case.load_format == "dummy":
-        if check.ok is False:
-            advice = (
-                "Random weights answer by chance, but the same sequence must score the same in any batch: look for a "
-                "mask, padding or position that depends on the batch, or a kernel that overflows."
-            )
-            yield Finding(
-                code="loglikelihood-mismatch", severity="failure", text=_sentence(check.text), next_step=advice
-            )
-        return
-
-    smallest = reference(result, series)
-    if _collapsed(accuracy, check, smallest):
-        yield _collapse(result, accuracy, check, smallest)
-    elif check.ok is False:
-        advice = (
-            "See which items flipped (`predictions` in the report), and whether dtype, tokenizer, revision or library "
-            "versions changed; --llmgpu-accuracy-baseline sets another bar."
-        )
-        yield Finding(code="accuracy-below-baseline", severity="failure", text=_sentence(check.text), next_step=advice)
-    elif check.ok is None and smallest is None:
-        advice = "Pass --llmgpu-accuracy-baseline=FRACTION, so that a wrong answer fails instead of going unseen."
-        yield Finding(code="accuracy-unchecked", severity="warning", text=_sentence(check.text), next_step=advice)
-
-    if smallest is not None and (flips := _flips(accuracy, smallest, check.metric)):
-        dtype = result.case.dtype
-        rounding = "float32 rounding flips next to none" if dtype == "float32" else f"{dtype} rounding flips a few"
-        yield Finding(
-            code="predictions-differ",
-            severity="info",
-            text=f"{flips:,} of {accuracy.items:,} answers differ from those of {smallest.id}.",
-            next_step=f"{_capital(rounding)}; where it is more, compare `predictions` of both cases in the report.",
-        )
-
-
-def _collapsed(accuracy: Accuracy, check: AccuracyCheck, smallest: CaseResult | None) -> bool:
-    """Return whether the answers are guesses although something says that the model knows better, or nothing does."""
-    chance = _chance(accuracy)
-    bar = chance + max(0.05, 2 * math.sqrt(chance * (1 - chance) / accuracy.items))
-    if check.value is None or check.value > bar:
-        return False
-    before = measured(smallest) if smallest else None
-    if before is not None:
-        return check.ok is False or value_of(before, check.metric) > bar + 0.05
-    return check.ok is False or (check.ok is None and accuracy.items >= _ENOUGH_ITEMS)
-
-
-def _collapse(result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, smallest: CaseResult | None) -> Finding:
-    values = decode(accuracy.loglikelihoods)
-    not_finite = sum(not math.isfinite(value) for value in values)
-    before = measured(smallest) if smallest else None
-    better = None if before is None else value_of(before, check.metric)
-    lost = better is not None and better > value_of(accuracy, check.metric) + 0.1
-    if not_finite:
-        cause = (
-            f"{not_finite:,} of {len(values):,} log-likelihoods are not finite: numbers overflow in {result.case.dtype}"
-        )
-        advice = "Try --llmgpu-dtype=bfloat16 or float32."
-    elif smallest is not None and better is not None and lost:
-        cause = f"{smallest.id} had {100 * better:.1f} %, so it is the batch size that loses the answers"
-        advice = (
-            "Look for a context that is cut at this batch size (a fused kernel's workspace too small for its tokens) "
-            "or for padding that is not masked; do not use this batch size."
-        )
-    else:
-        cause = "weights, tokenizer and prompts do not belong together, or the model is untrained"
-        advice = "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer."
-    return Finding(
-        code="accuracy-collapsed",
-        severity="failure" if lost or not_finite or check.ok is False else "warning",
-        text=_sentence(f"{check.text}. Guessing gives {100 * _chance(accuracy):.0f} %: {cause}"),
-        next_step=advice,
-    )
-
-
-def _flips(accuracy: Accuracy, smallest: CaseResult, metric: str) -> int:
-    before = measured(smallest)
-    assert before is not None, "`reference` gives scored results only"
-    name = "predictions" if metric == "acc" else "predictions_norm"
-    return sum(a != b for a, b in zip(getattr(accuracy, name), getattr(before, name), strict=True))
-
-
-def _chance(accuracy: Accuracy) -> float:
-    """Return the accuracy of guessing: one over the endings of an item."""
-    return accuracy.items / max(1, len(decode(accuracy.loglikelihoods)))
-
-
 def _of_speed(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
     smaller = [
         other
@@ -203,7 +112,7 @@ def _of_speed(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Find
         if other.sequences_per_s is not None and other.case.batch_size < result.case.batch_size
     ]
     wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
-    if not smaller or wrong or result.sequences_per_s is None or _said("batching-stopped-paying", series):
+    if not smaller or wrong or result.sequences_per_s is None or said("batching-stopped-paying", series):
         return
     if result.case.device == "cpu":
         return  # other programs share a CPU: its seconds are no ground for advice
@@ -226,11 +135,11 @@ def _of_profile(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[F
         profile = launch.profile
         reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
         if profile is None or reason:
-            if not _said("no-profile", earlier):
+            if not said("no-profile", earlier):
                 yield Finding(
                     code="no-profile",
                     severity="info",
-                    text=_sentence(f"No GPU profile: {reason or 'no reason was recorded'}"),
+                    text=sentence(f"No GPU profile: {reason or 'no reason was recorded'}"),
                     next_step="For utilisation, communication and memory of the devices, make NVML usable "
                     "(in a container: the `utility` driver capability).",
                 )
@@ -243,12 +152,12 @@ def _of_window(profile: Profile, earlier: Sequence[CaseResult]) -> Iterator[Find
         yield Finding(
             code="profile-invalid",
             severity="warning",
-            text=_sentence(f"The measurement was disturbed: {'; '.join(profile.invalid)}"),
+            text=sentence(f"The measurement was disturbed: {'; '.join(profile.invalid)}"),
             next_step="Measure again with the GPUs to yourself before you trust these figures.",
         )
     ticks = profile.samples + profile.missed
     if not profile.samples and profile.duration_s < 2 * profile.period_s:
-        if not _said("profile-too-short", earlier):
+        if not said("profile-too-short", earlier):
             yield Finding(
                 code="profile-too-short",
                 severity="info",
@@ -264,17 +173,5 @@ def _of_window(profile: Profile, earlier: Sequence[CaseResult]) -> Iterator[Find
         )
 
 
-def _said(code: str, results: Sequence[CaseResult]) -> bool:
-    return any(finding.code == code for other in results for finding in other.findings)
-
-
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"  # noqa: PLR2004 - three significant digits
-
-
-def _sentence(text: str) -> str:
-    return _capital(text.rstrip(".")) + "."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -12,9 +12,10 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceUse", "allocated", "hold", "reset", "usage"]
+__all__ = ["DeviceUse", "allocated", "hold", "peaks", "reset", "usage"]
 
 _CUDA_SUCCESS = 0
+_NOT_LOADED = "the model was not loaded"
 _ON_CPU = "torch does not count memory on a CPU"
 
 
@@ -25,6 +26,8 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     """As NVML writes it; None on a CPU."""
     weights_bytes: int | None = None
     """Allocated after loading."""
+    loading_peak_bytes: int | None = None
+    """Largest sum of live tensors while the model was loaded."""
     peak_allocated_bytes: int | None = None
     """Since the last `reset`."""
     peak_reserved_bytes: int | None = None
@@ -79,6 +82,13 @@ def allocated(devices: Sequence[torch.device]) -> list[int | None]:
     return [torch.cuda.memory_allocated(device) if device.type == "cuda" else None for device in devices]
 
 
+def peaks(devices: Sequence[torch.device]) -> list[int | None]:
+    """Return the largest sum of live tensors per device since the last `reset`; None on a CPU."""
+    import torch
+
+    return [torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None for device in devices]
+
+
 def reset(devices: Sequence[torch.device]) -> None:
     """Empty caches and forget peaks, so that a case's memory is the same alone and in a sweep."""
     import torch
@@ -94,22 +104,27 @@ def reset(devices: Sequence[torch.device]) -> None:
 
 
 def usage(
-    devices: Sequence[torch.device], weights_bytes: Sequence[int | None], held_bytes: Sequence[int]
+    devices: Sequence[torch.device],
+    weights_bytes: Sequence[int | None],
+    loading_peak_bytes: Sequence[int | None],
+    held_bytes: Sequence[int],
 ) -> list[DeviceUse]:
     """Return what each device held since the last `reset`."""
     import torch
 
     if devices[0].type != "cuda":
-        why = dict.fromkeys(("weights_bytes", "peak_allocated_bytes", "peak_reserved_bytes"), _ON_CPU)
+        counted = ("weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+        why = dict.fromkeys(counted, _ON_CPU)
         return [DeviceUse(uuid=None, why=why)]
     return [
         DeviceUse(
             uuid=f"GPU-{torch.cuda.get_device_properties(device).uuid}",
             weights_bytes=weights,
-            why={} if weights is not None else {"weights_bytes": "the model was not loaded"},
+            loading_peak_bytes=loading,
+            why={} if weights is not None else dict.fromkeys(("weights_bytes", "loading_peak_bytes"), _NOT_LOADED),
             peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
             peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
             held_bytes=held,
         )
-        for device, weights, held in zip(devices, weights_bytes, held_bytes, strict=True)
+        for device, weights, loading, held in zip(devices, weights_bytes, loading_peak_bytes, held_bytes, strict=True)
     ]

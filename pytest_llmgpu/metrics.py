@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import statistics
+import sys
+from array import array
 
-from pytest_llmgpu.result import CaseResult, Launch
+from pytest_llmgpu.result import Accuracy, CaseResult, Launch
 
-__all__ = ["derive", "inference_s", "proportion_stderr", "upper_bound"]
+__all__ = [
+    "LOGLIKELIHOOD_TOLERANCES",
+    "decode",
+    "derive",
+    "inference_s",
+    "measured",
+    "predictions_of",
+    "proportion_stderr",
+    "upper_bound",
+    "value_of",
+]
+
+LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+"""Largest rounding, as a fraction of |log-likelihood|, that padding and kernels of another shape or order may cause."""
+
+_COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
 
 def inference_s(launch: Launch) -> float:
@@ -50,3 +68,35 @@ def upper_bound(fraction: float, items: int, z: float = 1.645) -> float:
     centre = fraction + z * z / (2 * items)
     spread = z * math.sqrt(fraction * (1 - fraction) / items + z * z / (4 * items * items))
     return min(1.0, (centre + spread) / (1 + z * z / items))
+
+
+def measured(result: CaseResult) -> Accuracy | None:
+    """Return the accuracy record of the first launch that has one."""
+    return next((launch.accuracy for launch in result.launches if launch.accuracy is not None), None)
+
+
+def decode(loglikelihoods: str) -> array[float]:
+    """Return the numbers behind `Accuracy.loglikelihoods`."""
+    values = array("f")
+    values.frombytes(base64.b64decode(loglikelihoods))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def value_of(accuracy: Accuracy, metric: str) -> float:
+    """Return `acc` or `acc_norm` by name; ValueError for another name."""
+    _column_of(metric)
+    return accuracy.acc if metric == "acc" else accuracy.acc_norm
+
+
+def predictions_of(accuracy: Accuracy, metric: str) -> list[int]:
+    """Return the predictions that `acc` or `acc_norm` counts; ValueError for another name."""
+    predictions: list[int] = getattr(accuracy, _column_of(metric))
+    return predictions
+
+
+def _column_of(metric: str) -> str:
+    if metric not in _COLUMNS:
+        raise ValueError(f"accuracy metric {metric!r}: allowed are {', '.join(_COLUMNS)}")
+    return _COLUMNS[metric]

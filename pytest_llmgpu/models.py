@@ -17,11 +17,13 @@ from pytest_llmgpu import bundled, model_files
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.distributed.configuration_utils import DistributedConfig
 
 __all__ = [
     "ModelSource",
     "checkpoint",
     "dummy_tensor",
+    "initializer_range",
     "is_preset",
     "load_tokenizer",
     "materialise",
@@ -173,8 +175,20 @@ def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def checkpoint(source: ModelSource, dtype: torch.dtype, device_map: Mapping[str, int | str]) -> PreTrainedModel:
+def checkpoint(
+    source: ModelSource,
+    dtype: torch.dtype,
+    *,
+    device_map: Mapping[str, int | str] | None = None,
+    distributed_config: DistributedConfig | None = None,
+) -> PreTrainedModel:
     """Load the weights from safetensors, each straight to its device.
+
+    Args:
+        source: Where they are.
+        dtype: What they are converted to.
+        device_map: Module to device, or
+        distributed_config: how transformers is to shard them over the process group.
 
     Raises:
         ValueError: The files lack a weight. transformers would fill it with random numbers.
@@ -187,7 +201,8 @@ def checkpoint(source: ModelSource, dtype: torch.dtype, device_map: Mapping[str,
     model, loading = from_pretrained(
         source.directory,
         dtype=dtype,
-        device_map=dict(device_map),
+        device_map=None if device_map is None else dict(device_map),
+        distributed_config=distributed_config,
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
@@ -215,8 +230,9 @@ def materialise(
         dtype: Of the weights.
     """
     import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    std = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+    std = initializer_range(model)
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, empty in list(module.named_parameters(recurse=False)):
@@ -224,10 +240,18 @@ def materialise(
             if empty not in made:
                 full = f"{prefix}.{name}"
                 values = dummy_tensor(full, empty.shape, std=std, seed=seed, dtype=dtype, device=device_of(full))
+                if isinstance(empty, DTensor):
+                    # Without a source rank each keeps its own part of what all of them have made alike.
+                    values = distribute_tensor(values, empty.device_mesh, empty.placements, src_data_rank=None)
                 made[empty] = torch.nn.Parameter(values, requires_grad=False)
             module.register_parameter(name, made[empty])
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device_of(f"{prefix}.{name}"))  # noqa: SLF001 - keeps it persistent or not
+
+
+def initializer_range(model: PreTrainedModel) -> float:
+    """Return the standard deviation of random weights."""
+    return float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
 
 
 def dummy_tensor(

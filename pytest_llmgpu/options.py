@@ -43,6 +43,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("allowed are true and false")
+    return text.lower() == "true"
+
+
 def _batch_sizes(text: str) -> tuple[int, ...]:
     try:
         sizes = {_whole(part.strip()) for part in text.split(",")}
@@ -89,12 +95,13 @@ def _text(text: str) -> str:
 def _option(
     parse: Callable[[str], Any],
     default: str | None,
-    metavar: str,
+    metavar: str | None,
     help: str,  # noqa: A002 - argparse's word
     *,
     flag: str | None = None,
     marker: bool = True,
 ) -> Any:
+    """Declare an option; without a metavar the flag takes no value, and ini file and marker say true or false."""
     metadata = {"parse": parse, "metavar": metavar, "help": help, "flag": flag, "marker": marker, "text": default}
     return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
 
@@ -107,14 +114,16 @@ class Options:
         _names,
         "mp",
         "NAME[,NAME]",
-        "parallel strategies to measure: mp (layers spread over the GPUs)",
+        "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
+        "kernels), a registered one, or module:attribute",
         flag="--strategy",
     )
     model: str = _option(
         _text,
         "bundled",
         "MODEL",
-        "bundled, a directory, a hub id, or a preset (llama-7b, llama-30b) with dummy weights",
+        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
+        "dummy weights",
     )
     revision: str | None = _option(_text, None, "REV", "branch, tag or commit of a hub model")
     tokenizer: str | None = _option(_text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)")
@@ -140,6 +149,25 @@ class Options:
         _batch_sizes, "1,2,4,8,16,32,64", "N[,N]", "batch sizes, in sequences per forward (an item is 4 sequences)"
     )
     gpu_memory: int | None = _option(_memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
+    cuda_graphs: str = _option(
+        _one_of("auto", "on", "off"),
+        "auto",
+        "{auto,on,off}",
+        "replay each forward from a CUDA graph; auto: where the strategy and the model allow it",
+    )
+    tp_backend: str = _option(
+        _one_of("transformers", "deepspeed"), "transformers", "{transformers,deepspeed}", "library that carries tp out"
+    )
+    iok_stock: bool = _option(
+        _switch, "false", None, "iok with DeepSpeed's own binding of the kernels, wrong residual sum included"
+    )
+    iok_min_tokens: int | None = _option(
+        _whole,
+        None,
+        "N",
+        "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own, which "
+        "computes nonsense where memory grants fewer than there are)",
+    )
     sample_period: float = _option(_seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False)
     timeout: float = _option(_seconds, "600", "SECONDS", "time limit without a finished batch")
     load_timeout: float = _option(
@@ -176,13 +204,15 @@ def declare(parser: pytest.Parser) -> None:
         text = field.metadata["help"].replace("%", "%%")
         default = field.metadata["text"]
         shown = f"{text} (default: {default})" if default is not None else text
+        metavar = field.metadata["metavar"]
+        action = "append" if field.name == "strategy" else "store" if metavar else "store_true"
         group.addoption(
             _flag(field),
             dest=_destination(field),
             default=None,
-            action="append" if field.name == "strategy" else "store",
-            metavar=field.metadata["metavar"],
+            action=action,
             help=shown,
+            **({"metavar": metavar} if metavar else {}),
         )
         parser.addini(_destination(field), f"default of {_flag(field)}", type="string", default=None)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pytest_llmgpu import models, strategies
@@ -14,10 +15,14 @@ from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.options import Options
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.runner import Request
+from pytest_llmgpu.strategies.protocol import Strategy
 from pytest_llmgpu.tasks import hellaswag
 from pytest_llmgpu.tasks.hellaswag import Dataset, Item
 
 __all__ = ["Planner"]
+
+_EXTRAS = ("deepspeed",)
+"""Libraries that an extra of this package brings, in a version that is known to work."""
 
 
 class Planner:
@@ -26,7 +31,14 @@ class Planner:
     Every method raises ValueError in one line that names the value and what is allowed.
     """
 
-    def __init__(self, rootdir: Path, find_machine: Callable[[str, int | None], Machine]) -> None:
+    def __init__(
+        self, rootdir: Path, find_machine: Callable[[str, int | None], Machine], known: Mapping[str, str]
+    ) -> None:
+        """Make one that knows these strategies by name: name to `module:attribute` (see `strategies.merge`)."""
+        self._known = known
+        # A name in a report stands for one place, chosen by it or not: equal cases are compared.
+        self._places = dict(known)
+        self._strategies: dict[str, tuple[str, Strategy]] = {}
         self._rootdir = rootdir
         self._find_machine = find_machine
         self._machines: dict[tuple[str, int | None], Machine] = {}
@@ -58,17 +70,15 @@ class Planner:
 
         Args:
             options: Those in force for the test.
-            strategy_name: One of `options.strategy`.
+            strategy_name: One of `options.strategy`; the case has the strategy's own name.
             batch_size: Sequences per forward.
             items: What to score; None for what the options choose.
         """
-        try:
-            place = strategies.find(strategy_name)
-            strategy = strategies.make(place)
-        except ValueError as error:
-            raise ValueError(f"--strategy: {error}") from None
-        if importlib.util.find_spec(strategy.backend) is None:
-            raise ValueError(f"--strategy={strategy.name} needs {strategy.backend}: pip install {strategy.backend}")
+        place, strategy = self._strategy(strategy_name)
+        backend, strategy_options = _backend_and_options(strategy, options)
+        if importlib.util.find_spec(backend) is None:
+            package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
+            raise ValueError(f"--strategy={strategy_name} needs {backend}: pip install {package}")
         selected = self.dataset(options)
         if items is None or items is selected:
             chosen, limit = selected, options.limit
@@ -87,14 +97,18 @@ class Planner:
         source = self._source(options, chosen)
         case = Case(
             strategy=strategy.name,
-            backend=strategy.backend,
+            backend=backend,
+            strategy_options=strategy_options,
             batch_size=batch_size,
             model=source.name,
             revision=source.revision,
             load_format=options.load_format,
             dtype=_dtype(options.dtype, machine.device),
             device=machine.device,
-            devices=machine.devices,
+            # On a CPU devices are processes, and a strategy of one process leaves the others alone.
+            devices=machine.devices if machine.device == "cuda" else strategy.ranks(machine.devices),
+            cuda_graphs=options.cuda_graphs,
+            execution="cuda_graphs" if options.cuda_graphs == "on" else "eager",
             gpu_memory_bytes=options.gpu_memory,
             dataset=chosen.name,
             dataset_sha256=chosen.sha256,
@@ -111,6 +125,25 @@ class Planner:
             timeout_s=options.timeout,
             load_timeout_s=options.load_timeout,
         )
+
+    def _strategy(self, written: str) -> tuple[str, Strategy]:
+        """Return the place and the object of a strategy, as `--strategy` has it."""
+        if written in self._strategies:
+            return self._strategies[written]
+        try:
+            place = strategies.find(written, self._known)
+            strategy = strategies.make(place)
+        except ValueError as error:
+            raise ValueError(f"--strategy: {error}") from None
+        if written in self._known and strategy.name != written:
+            raise ValueError(f"--strategy: {place} is registered as {written!r} and names itself {strategy.name!r}")
+        other = self._places.setdefault(strategy.name, place)
+        if other != place:
+            raise ValueError(
+                f"--strategy: {place} and {other} are both named {strategy.name!r}; each needs a name of its own"
+            )
+        self._strategies[written] = place, strategy
+        return place, strategy
 
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
         wanted = (options.model, options.revision, options.tokenizer, options.load_format, dataset.sha256)
@@ -135,12 +168,27 @@ class Planner:
                 f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch can use none here; "
                 "--llmgpu-device=cpu runs it on the CPU all the same"
             )
+        if options.cuda_graphs == "on" and machine.device == "cpu":
+            raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
         cap = options.gpu_memory
         uuids = tuple(gpu.uuid for gpu in machine.gpus)
         # Asked once, before anything runs: later on, what is in use is our own.
         if cap is not None and (cap, uuids) not in self._caps:
             _check_cap(cap, machine)
             self._caps.add((cap, uuids))
+
+
+def _backend_and_options(
+    strategy: Strategy, options: Options
+) -> tuple[str, dict[str, str | int | float | bool | None]]:
+    """Return the library of a strategy and the options that are its alone: those whose names begin with its own.
+
+    Only strategies of this package have any: another that is called `load` must not take `load_format` for its own.
+    """
+    prefix = f"{strategy.name}_"
+    fields = dataclasses.asdict(options) if strategy.name in strategies.BUILT_IN else {}
+    own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    return own.pop("backend", strategy.backend), own
 
 
 def _flag_of(complaint: str, options: Options) -> str:

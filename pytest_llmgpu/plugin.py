@@ -7,13 +7,13 @@ imported once a collected test asks for the model.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_llmgpu import fixtures, options
+from pytest_llmgpu import fixtures, hookspecs, options
 from pytest_llmgpu.fixtures import OUTCOME, SESSION, BatchSize, SessionMaker, StrategyName
 
 if TYPE_CHECKING:
@@ -30,6 +30,18 @@ _REFUSED = pytest.StashKey[list[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options."""
     options.declare(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the hooks that other plugins may implement."""
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+def pytest_llmgpu_strategies() -> Mapping[str, str]:
+    """Register the strategies that come with the package."""
+    from pytest_llmgpu import strategies
+
+    return strategies.BUILT_IN
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,9 +104,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if refused:
         raise pytest.UsageError(refused[0])
+    from pytest_llmgpu.comparison import YARDSTICK
     from pytest_llmgpu.order import ascending
 
-    turns = iter(ascending(ours, _group_of, _batch_size_of))
+    def is_yardstick(item: pytest.Item) -> bool:
+        return _group_of(item)[0] == YARDSTICK
+
+    turns = iter(ascending(ours, _group_of, _batch_size_of, is_yardstick))
     session.items[:] = [next(turns) if _is_ours(item) else item for item in session.items]
     if not _runs_nothing(session.config):
         _plan([item for item in session.items if _is_ours(item)])
@@ -226,6 +242,7 @@ def _made(config: pytest.Config) -> BenchmarkSession | None:
 
 
 def _new_session(config: pytest.Config) -> BenchmarkSession:
+    from pytest_llmgpu import strategies
     from pytest_llmgpu.live import LiveLine
     from pytest_llmgpu.session import BenchmarkSession
 
@@ -245,6 +262,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             rootdir=config.rootpath,
             report_path=folder / chosen.json if chosen.json else None,
             options=chosen,
+            known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
             arguments=[str(argument) for argument in config.invocation_params.args],
             live=live,
         )

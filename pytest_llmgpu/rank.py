@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu import memory, models, oom, scoring, strategies
+from pytest_llmgpu import execution, memory, models, oom, scoring, strategies
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.launchers.protocol import FinishedBatch
 from pytest_llmgpu.memory import DeviceUse
@@ -54,6 +54,10 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """CLOCK_MONOTONIC when the last batch was done."""
     warmup_s: float
     plan_sha256: str
+    execution: str
+    """`eager` or `cuda_graphs`."""
+    execution_choice: str
+    """Why, in a sentence."""
     batches: Batches
     accuracy: Accuracy
     memory: list[DeviceUse]
@@ -85,13 +89,16 @@ class RankState:
         self.loaded: Loaded | None = None
         self.devices: Sequence[torch.device] = ()
         self.weights_bytes: Sequence[int | None] = ()
+        self.loading_peak_bytes: Sequence[int | None] = ()
         self.held_bytes: Sequence[int] = ()
         self.items: dict[str, Sequence[Item]] = {}
         self.requests: dict[str, scoring.Requests] = {}
 
     def use(self) -> list[DeviceUse]:
         """Return what the devices held at most since the case began; nothing before they are known."""
-        return memory.usage(self.devices, self.weights_bytes, self.held_bytes) if self.devices else []
+        if not self.devices:
+            return []
+        return memory.usage(self.devices, self.weights_bytes, self.loading_peak_bytes, self.held_bytes)
 
 
 def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceUse]:
@@ -106,9 +113,9 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
     else:
         devices = [torch.device("cpu")]
     state.held_bytes = memory.hold(devices, case.gpu_memory_bytes)
-    state.devices, state.weights_bytes = devices, [None for _ in devices]
+    state.devices, state.weights_bytes, state.loading_peak_bytes = devices, [None] * len(devices), [None] * len(devices)
     state.loaded = strategy.load(case, source)
-    state.weights_bytes = memory.allocated(devices)
+    state.weights_bytes, state.loading_peak_bytes = memory.allocated(devices), memory.peaks(devices)
     return state.use()
 
 
@@ -133,10 +140,11 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
     if sha256 not in state.requests:
         longest = models.max_length(loaded.config)
         state.requests[sha256] = scoring.encode(items, models.load_tokenizer(state.source), longest)
-    plan = scoring.plan(state.requests[sha256], batch_size)
+    requests, case = state.requests[sha256], state.case
+    plan = execution.longest_plan(loaded, requests, batch_size, case.cuda_graphs)
     reset(state)
-    workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
     began = time.monotonic()
+    workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
 
     def alive(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=0))
@@ -145,14 +153,19 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=len(plan.batches)))
 
     model, home, devices = loaded.model, loaded.input_device, loaded.devices
-    scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices)
-    started = time.monotonic()
-    scores = scoring.score(model, plan, on_batch=finished, input_device=home, devices=devices)
+    with execution.chosen(loaded, requests, batch_size, asked=case.cuda_graphs, dtype=case.dtype) as choice:
+        plan = choice.plan
+        scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices)
+        started = time.monotonic()
+        scores = scoring.score(model, plan, on_batch=finished, input_device=home, devices=devices)
+        ended = time.monotonic()
     return ScoreReply(
         started_s=started,
-        ended_s=time.monotonic(),
+        ended_s=ended,
         warmup_s=started - began,
         plan_sha256=plan.sha256,
+        execution=choice.execution,
+        execution_choice=choice.why,
         batches=scores.batches,
         accuracy=scoring.accuracy(items, scores.loglikelihoods),
         memory=state.use(),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu import accuracy, environment, findings, metrics, report
+from pytest_llmgpu import accuracy, comparison, environment, findings, metrics, report
 from pytest_llmgpu.commit import commit
 from pytest_llmgpu.environment import TorchFacts
 from pytest_llmgpu.options import Options
@@ -61,6 +61,11 @@ class Recorder:
             # Before anything quotes it.
             result.failure = _publishable(result.failure, self._rootdir)
         metrics.derive(result)
+        mp = comparison.reference(result, earlier)
+        if mp is None:
+            result.why["comparison"] = comparison.why_not(result, earlier)
+        else:
+            result.comparison = comparison.compare(result, mp, options.accuracy_metric)
         result.accuracy_check = accuracy.check(
             result,
             earlier,

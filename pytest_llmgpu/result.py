@@ -106,6 +106,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """NVML index of the device; the torch index where NVML is absent; 0 for the CPU."""
     weights_bytes: int | None = None
     """Allocated after loading, before the first forward."""
+    loading_peak_bytes: int | None = None
+    """Largest sum of live tensors while the model was loaded: how much more than its weights that took."""
     peak_allocated_bytes: int | None = None
     """Largest sum of live tensors during the case, warm-up included."""
     peak_reserved_bytes: int | None = None
@@ -214,6 +216,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two-sided exact probability of such a difference between `lost` and `won` by chance; None without labels."""
     largest_difference: float | None
     """Largest difference of a log-likelihood, as a fraction of the reference's; None where one is not finite."""
+    typical_difference: float | None
+    """Sum of all differences as a fraction of the sum of the reference's: one near 0 does not make it large."""
 
 
 class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,7 +75,8 @@ class Runner:
         self._phase: Phase = "load"
         self._began_s = 0.0
         self._out_of_memory: dict[str, int] = {}
-        self._unbuilt: dict[str, str] = {}
+        self._built: dict[str, str | None] = {}
+        """Place of each strategy that was built to the reason why it could not be, None where it could."""
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         """Measure a case and hand the result to `record`, whatever happens, an interrupt included."""
@@ -89,7 +90,8 @@ class Runner:
         result.launches.append(launch)
         self._phase, self._began_s = "load", time.monotonic()
         try:
-            self._measure(request, launch)
+            execution = self._measure(request, launch)
+            result.case = msgspec.structs.replace(case, execution=execution)
         except RankFailedError as error:
             result.outcome, result.failure = error.outcome, error.failure
             if error.outcome == "oom":
@@ -122,7 +124,8 @@ class Runner:
             self._group.close()
         self._group = self._loading = None
 
-    def _measure(self, request: Request, launch: Launch) -> None:
+    def _measure(self, request: Request, launch: Launch) -> str:
+        """Fill a launch, and return how its forwards were run."""
         case = request.case
         self._profiler_of(request.machine).start()
         group = self._load(request)
@@ -145,6 +148,7 @@ class Runner:
         launch.plan_sha256 = replies[0].plan_sha256
         launch.batches = slowest([reply.batches for reply in replies])
         launch.accuracy = replies[0].accuracy
+        launch.execution_choice = replies[0].execution_choice
         if (workspace := replies[0].workspace) is not None:
             launch.tokens_requested = workspace.tokens_requested
             launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
@@ -155,6 +159,7 @@ class Runner:
             for reply in replies
             for use in reply.memory
         ]
+        return replies[0].execution
 
     def _load(self, request: Request) -> RankGroup:
         case = request.case
@@ -174,13 +179,14 @@ class Runner:
         return self._group
 
     def _build(self, strategy: Strategy, request: Request) -> None:
-        if request.strategy not in self._unbuilt:
+        if request.strategy not in self._built:
             try:
                 strategy.build(request.case, self._say)
+                self._built[request.strategy] = None
             except RuntimeError as error:
-                self._unbuilt[request.strategy] = str(error)
+                self._built[request.strategy] = str(error)
         # What could not be compiled for one case is not tried again for the next, which takes as long.
-        if message := self._unbuilt.get(request.strategy):
+        if message := self._built[request.strategy]:
             raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
     def _give(self, group: RankGroup, request: Request) -> None:
@@ -248,6 +254,7 @@ def _device_memory(
     return DeviceMemory(
         index=index,
         weights_bytes=use.weights_bytes,
+        loading_peak_bytes=use.loading_peak_bytes,
         peak_allocated_bytes=use.peak_allocated_bytes,
         peak_reserved_bytes=use.peak_reserved_bytes,
         workspace_bytes=None if workspace is None else workspace.workspace_bytes,

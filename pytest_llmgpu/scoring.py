@@ -25,7 +25,7 @@ from pytest_llmgpu.tasks.hellaswag import accuracy
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "EndingHead", "Plan", "Requests", "Scores", "accuracy", "encode", "plan", "score", "warm_up"]
+__all__ = ["Batch", "EndingHead", "Plan", "Requests", "Scores", "accuracy", "encode", "plan", "run", "score", "warm_up"]
 
 _CHUNK_BYTES = 64 * 2**20
 """Bound of the float32 log-probabilities that exist at once, beside logits of another dtype."""
@@ -89,7 +89,7 @@ def warm_up(
     of_each_shape = {(batch.rows, batch.width): batch for batch in plan.batches}
     _pin(plan, input_device)
     batches = [plan.batches[0], *of_each_shape.values()]
-    _run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices)
+    run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices)
 
 
 def score(
@@ -114,7 +114,7 @@ def score(
         ValueError: A log-likelihood is not finite: the model's numbers are broken, and no choice can be made by them.
     """
     _pin(plan, input_device)
-    batches, answers = _run(model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices)
+    batches, answers = run(model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices)
     in_order = [answers[number] for number in range(len(plan.requests.requests))]
     ends = accumulate(plan.requests.endings)
     return Scores(
@@ -123,11 +123,11 @@ def score(
     )
 
 
-def _run(
+def run(
     model: torch.nn.Module,
     batches: Sequence[Batch],
     *,
-    on_batch: Callable[[float, int, int, int], None] | None,
+    on_batch: Callable[[float, int, int, int], None] | None = None,
     input_device: torch.device,
     devices: Sequence[torch.device],
 ) -> tuple[Batches, dict[int, float]]:

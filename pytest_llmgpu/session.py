@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -37,14 +37,21 @@ class BenchmarkSession:
     """Owns what must be closed, and knows which test is the last of its group."""
 
     def __init__(
-        self, *, rootdir: Path, report_path: Path | None, options: Options, arguments: Sequence[str], live: LiveLine
+        self,
+        *,
+        rootdir: Path,
+        report_path: Path | None,
+        options: Options,
+        known: Mapping[str, str],
+        arguments: Sequence[str],
+        live: LiveLine,
     ) -> None:
         """Make the session of a pytest run; nothing expensive starts.
 
         Raises:
             ValueError: The report cannot be written there.
         """
-        self.planner = Planner(rootdir, environment.machine)
+        self.planner = Planner(rootdir, environment.machine, known)
         self.recorder = Recorder(report_path, rootdir, options, arguments)
         self._sample_period_s = options.sample_period
         self._live = live

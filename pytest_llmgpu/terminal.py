@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.case_tables import WIDTH, Painter, device_table, painter, time_table
+from pytest_llmgpu.case_tables import WIDTH, Painter, device_table, layout, painter, time_table
+from pytest_llmgpu.comparison import YARDSTICK, written
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import CaseResult, Finding
+from pytest_llmgpu.result import CaseResult, Comparison, Finding
 
 __all__ = ["headline", "progress", "tables"]
 
@@ -22,7 +23,8 @@ _SAME_KIND = 3  # findings of one kind that are shown before the rest is counted
 _RED, _YELLOW, _BOLD = "31", "33", "1"
 _SEVERITIES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}  # worst first
 
-_COLUMN_FIELDS = ("strategy", "backend", "strategy_options")
+_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
+"""Fields of a case that may differ within a table; how the forwards ran is an answer that each batch size may get."""
 
 
 def headline(machine: Machine, cases: Sequence[Case]) -> str:
@@ -58,7 +60,7 @@ def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: 
 
 
 def tables(report: Report, color: bool = False) -> str:
-    """Return the report as tables: time and accuracy, then communication and memory, then the findings, worst first.
+    """Return the report as tables: time, accuracy and agreement, then the devices, then the findings, worst first.
 
     Cases that differ in more than strategy and batch size get a block of their own, under a caption.
     """
@@ -66,8 +68,50 @@ def tables(report: Report, color: bool = False) -> str:
     blocks = _blocks(report.cases)
     parts: list[str] = []
     for caption, cases in zip(_captions(blocks, report), blocks, strict=True):
-        parts += [paint(caption, _BOLD), time_table(cases, paint), device_table(cases, report.environment)]
+        timed = "\n".join([time_table(cases, paint), *_comparisons(cases)])
+        parts += [paint(caption, _BOLD), timed, device_table(cases, report.environment)]
     return "\n\n".join(filter(None, [*parts, *_findings(report.cases, paint)]))
+
+
+def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
+    """Yield how each strategy differs from mp, at the batch size where it does most."""
+    columns, rows = layout(cases)
+    for title in columns:
+        results = [row[title] for row in rows.values() if title in row]
+        compared = [(result, result.comparison) for result in results if result.comparison is not None]
+        if not compared:
+            continue
+        result, worst = max(compared, key=lambda pair: _severity(*pair))
+        where = f" at batch size {result.case.batch_size}"
+        if len(compared) > 1:
+            where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
+        first, *rest = _differences(result, worst)
+        line = f"{title} against {YARDSTICK}{where}: {first}"
+        text = ", ".join([line, *rest])
+        yield text if len(text) <= WIDTH else ",\n  ".join([line, *rest])
+
+
+def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
+    """Return by what a strategy's worst case is found: numbers of random weights, answers of others."""
+    difference = comparison.largest_difference
+    if result.case.load_format == "dummy":
+        return (difference is None, 0, 0, difference or 0.0)
+    return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
+
+
+def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
+    parts = []
+    if result.case.load_format != "dummy":
+        text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
+        if comparison.mcnemar_p is not None:
+            text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {written(comparison.mcnemar_p)})"
+        parts.append(text)
+    difference = comparison.largest_difference
+    if difference is None:
+        parts.append("not all log-likelihoods are finite")
+    else:
+        parts.append(f"log-likelihoods within {difference:.1e}" if difference else "log-likelihoods equal")
+    return parts
 
 
 def _blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.metrics import derive, proportion_stderr
 from pytest_llmgpu.profiling.nvml import Gpu
@@ -72,6 +74,14 @@ def make_accuracy(
         loglikelihoods=encode(loglikelihoods if loglikelihoods is not None else [-1.0] * 4 * items),
         stderr=proportion_stderr(value, items),
     )
+
+
+def make_answers(right: Sequence[bool], loglikelihoods: Sequence[float] | None = None) -> Accuracy:
+    """Return an accuracy record with labels, from whether each item was answered right, or else by the next ending."""
+    labels = [number % 4 for number in range(len(right))]
+    chosen = [label if hit else (label + 1) % 4 for label, hit in zip(labels, right, strict=True)]
+    plain = make_accuracy(sum(right) / len(right), len(right), chosen, loglikelihoods)
+    return msgspec.structs.replace(plain, labels=labels)
 
 
 def make_profile(

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
-from report_factory import encode, make_accuracy, make_case, make_failed, make_result
+from report_factory import encode, make_accuracy, make_answers, make_case, make_failed, make_result
 
-from pytest_llmgpu.accuracy import baseline, check, check_accuracy, check_dummy, decode, reference
-from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.accuracy import baseline, check, check_accuracy, check_dummy, smallest_batch_size
+from pytest_llmgpu.result import AccuracyCheck, CaseResult
 
 
 def _baseline(**fields: Any) -> tuple[float, str] | None:
@@ -168,7 +170,7 @@ def test_an_unknown_dtype_is_refused() -> None:
         check_dummy(encode([]), None, "int8")
 
 
-def test_the_reference_is_the_smallest_completed_batch_size_of_the_series() -> None:
+def test_the_smallest_batch_size_is_the_smallest_completed_one_of_the_series() -> None:
     """Not a case that failed, scored nothing, is larger, or belongs to another series."""
     smallest = make_result(1.0, make_accuracy(items=5), batch_size=4)
     earlier = [
@@ -180,8 +182,8 @@ def test_the_reference_is_the_smallest_completed_batch_size_of_the_series() -> N
         smallest,
     ]
     result = make_result(1.0, make_accuracy(items=5), batch_size=16)
-    assert reference(result, earlier) is smallest
-    assert reference(smallest, [*earlier[:4], smallest]) is None
+    assert smallest_batch_size(result, earlier) is smallest
+    assert smallest_batch_size(smallest, [*earlier[:4], smallest]) is None
 
 
 def test_a_case_is_checked_by_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +226,6 @@ def test_the_worst_launch_counts() -> None:
     assert found.ok is False
 
 
-def test_loglikelihoods_are_little_endian_float32() -> None:
-    """As the report's format says, on every machine."""
-    assert list(decode("AACAvwAAAMA=")) == [-1.0, -2.0]
-
-
 @pytest.mark.parametrize(
     ("right_before", "right_now", "flipped", "ok"),
     [
@@ -252,3 +249,110 @@ def test_without_a_baseline_a_larger_batch_must_not_cost_answers(
     assert found.ok is ok
     assert found.source == before.id
     assert "at batch size 1" in found.text
+
+
+def _check(result: CaseResult, earlier: Sequence[CaseResult], given: float | None = None) -> AccuracyCheck:
+    found = check(result, earlier, given=given, metric="acc_norm", tolerance=0.01)
+    assert found is not None
+    return found
+
+
+def _wrong_alike(size: int) -> CaseResult:
+    """Return a result of kernels that are wrong at every batch size in the same way."""
+    return _dummy([-1.3, -2.0, -1.7, -3.0], size, strategy="iok")
+
+
+def test_equal_wrongness_at_every_batch_size_fails_against_mp() -> None:
+    """Random weights: the same wrong numbers everywhere agree with themselves, and not with mp."""
+    session = [_dummy([-1.0, -2.0, -1.5, -3.0])]
+    for size in (1, 8, 64):
+        found = _check(_wrong_alike(size), session)
+        assert (found.ok, found.source) == (False, "mp-bs1")
+        assert (
+            found.text == "log-likelihoods of dummy weights differ by up to 3.0e-01 from mp-bs1's; float16 allows 0.005"
+        )
+        session.append(_wrong_alike(size))
+
+
+def test_agreeing_with_itself_proves_nothing() -> None:
+    """Without mp a strategy's random weights are never called right, but still wrong where its batches differ."""
+    smallest = _wrong_alike(1)
+    assert _check(smallest, []).ok is None
+    same = _check(_wrong_alike(8), [smallest])
+    assert (same.ok, same.source) == (None, "iok-bs1")
+    assert same.text.endswith("float16 allows 0.005, but both may be wrong")
+    assert _check(_dummy([-1.0] * 4, 8, strategy="iok"), [smallest]).ok is False
+
+
+def test_agreeing_with_mp_is_right() -> None:
+    """Within the rounding of the dtype; mp itself is measured by its smallest batch size."""
+    mp = [_dummy([-1.0, -2.0, -1.5, -3.0]), _dummy([-1.001, -2.0, -1.5, -3.0], 8)]
+    assert _check(mp[1], mp[:1]).ok is True
+    found = _check(_dummy([-1.005, -2.0, -1.5, -3.0], 8, strategy="tp"), mp)
+    assert (found.ok, found.source) == (True, "mp-bs8")  # 4e-3; against mp-bs1 it would be 5e-3
+
+
+_MINE: dict[str, Any] = {"model": "mine", "dataset": "mine.jsonl"}
+
+
+def test_equal_wrongness_of_a_model_without_a_baseline_fails_against_mp() -> None:
+    """Real weights: guesses at every batch size fail as soon as mp was measured, the smallest batch size included."""
+    mp = make_result(1.0, make_answers([True] * 160 + [False] * 40), **_MINE)
+    session = [mp]
+    for size in (1, 8):
+        guesses = make_answers([True, False, False, False] * 50)
+        result = make_result(1.0, guesses, strategy="iok", batch_size=size, **_MINE)
+        found = _check(result, session)
+        assert (found.ok, found.source, found.baseline) == (False, "mp-bs1", 0.8)
+        assert found.text == "accuracy (acc_norm) is 25.0 %, and mp-bs1's is 80.0 %"
+        assert _check(result, session, given=0.2).ok is True  # a known baseline decides
+        session.append(result)
+    assert _check(session[2], session[1:2]).ok is None
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "ok"),
+    [
+        (8, 1, None),  # 10/512 = 2 %
+        (9, 1, None),  # 11/1024 = 1.07 %
+        (10, 1, False),  # 12/2048 = 0.6 %
+        (18, 8, None),  # as many lost on balance as with 10 and 0, but 8.4 % by chance
+        (10, 0, False),
+        (2, 0, None),  # 1 point: within the tolerance
+        (0, 10, None),  # better is not worse
+    ],
+)
+@pytest.mark.parametrize("strategy", ["mp", "tp"])
+def test_labels_tell_lost_items_from_those_that_are_wrong_both_times(
+    strategy: str, lost: int, won: int, ok: bool | None
+) -> None:
+    """What fails is lost beyond chance, exactly; items wrong both times do not dilute it."""
+    before = make_answers([True] * 100 + [False] * 100)
+    right = [False] * lost + [True] * (100 - lost) + [True] * won + [False] * (100 - won)
+    now = make_answers(right)
+    assert now.labels is not None
+    still_wrong = [
+        (label + 2) % 4 if not hit and number >= 100 else chosen
+        for number, (label, hit, chosen) in enumerate(zip(now.labels, right, now.predictions_norm, strict=True))
+    ]
+    now = msgspec.structs.replace(now, predictions=still_wrong, predictions_norm=still_wrong)
+    result = make_result(1.0, now, strategy=strategy, batch_size=8, **_MINE)
+    assert _check(result, [make_result(1.0, before, **_MINE)]).ok is ok
+
+
+def test_what_is_lost_within_the_tolerance_passes_whatever_its_probability() -> None:
+    """8 of 1,000 items and none won is no chance (0.4 %), but less than the point that may be lost."""
+    before, now = (make_answers([False] * lost + [True] * (1000 - lost)) for lost in (0, 8))
+    result = make_result(1.0, now, strategy="tp", **_MINE)
+    assert _check(result, [make_result(1.0, before, **_MINE)]).ok is None
+
+
+def test_a_batch_size_that_loses_answers_fails_although_mp_lost_them_too() -> None:
+    """Agreement with mp's own broken batch size is no excuse."""
+    good, bad = make_answers([True] * 160 + [False] * 40), make_answers([True, False, False, False] * 50)
+    session = [
+        make_result(1.0, accuracy, strategy=strategy, batch_size=size, **_MINE)
+        for strategy, accuracy, size in (("mp", good, 1), ("mp", bad, 8), ("tp", good, 1))
+    ]
+    found = _check(make_result(1.0, bad, strategy="tp", batch_size=8, **_MINE), session)
+    assert (found.ok, found.source) == (False, "tp-bs1")

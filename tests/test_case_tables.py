@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -125,6 +126,23 @@ def test_one_strategy_with_two_options_has_two_columns() -> None:
     text = time_table([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)], _PLAIN)
     assert "mp max_tokens=512" in text
     assert "mp max_tokens=1024" in text
+
+
+def test_a_title_says_only_what_tells_columns_apart() -> None:
+    """Options that are equal, or that another strategy has, are no part of it; nor is a backend that is the same."""
+    options: list[dict[str, Any]] = [{"stock": stock, "min_tokens": None} for stock in (False, True)]
+    results = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
+    results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "huggingface")]
+    results.append(make_result(1.0, backend="accelerate", strategy_options={"stock": 3}))
+    header = time_table(results, _PLAIN).splitlines()[1]
+    assert re.split(" {2,}", header.strip()) == [
+        "batch size",
+        "iok stock=False",
+        "iok stock=True",
+        "tp deepspeed",
+        "tp huggingface",
+        "mp",
+    ]
 
 
 def test_colours_only_where_asked_for() -> None:

@@ -9,6 +9,7 @@ import pytest
 from report_factory import (
     GIB,
     make_accuracy,
+    make_answers,
     make_failed,
     make_profile,
     make_result,
@@ -16,6 +17,7 @@ from report_factory import (
 )
 
 from pytest_llmgpu.accuracy import check
+from pytest_llmgpu.comparison import compare, reference
 from pytest_llmgpu.findings import findings
 from pytest_llmgpu.result import CaseResult, Failure, Finding, Outcome
 
@@ -26,6 +28,8 @@ def _judge(results: Sequence[CaseResult], given: float | None = None) -> list[Ca
     """Check results and find what is to be said of them, one after another as a session does."""
     done: list[CaseResult] = []
     for result in results:
+        mp = reference(result, done)
+        result.comparison = compare(result, mp, "acc_norm") if mp else None
         result.accuracy_check = check(result, done, given=given, metric="acc_norm", tolerance=0.01)
         result.findings = findings(result, done)
         done.append(result)
@@ -152,6 +156,146 @@ def test_random_weights_that_score_differently_fail() -> None:
     )
     assert [_codes(result) for result in results] == [[], [], ["loglikelihood-mismatch"]]
     assert results[2].findings[0].severity == "failure"
+
+
+_STOCK = [-1.3, -2.0, -1.7, -3.0]
+
+
+def _dummy(strategy: str, size: int, numbers: Sequence[float], tokens: tuple[int, int] | None = None) -> CaseResult:
+    accuracy = make_accuracy(0.25, 1, [0], numbers)
+    fields: dict[str, Any] = {"strategy": strategy, "batch_size": size, "load_format": "dummy", **_CPU}
+    return _clamped(make_result(8.0 / size, accuracy, **fields), tokens)
+
+
+def _clamped(result: CaseResult, tokens: tuple[int, int] | None = (106, 23)) -> CaseResult:
+    """Return a result whose workspace was asked for so many tokens and granted so many."""
+    if tokens is not None:
+        result.launches[0].tokens_requested, result.launches[0].tokens_granted = tokens
+    return result
+
+
+def test_random_weights_that_differ_from_mp_fail_at_every_batch_size() -> None:
+    """Kernels that are wrong in the same way everywhere do not pass, and the strategy is what to look at."""
+    results = _judge([_dummy("mp", 1, [-1.0] * 4), *(_dummy("iok", size, _STOCK) for size in (1, 8))])
+    assert [_codes(result) for result in results] == [[], ["loglikelihood-mismatch"], ["loglikelihood-mismatch"]]
+    finding = results[2].findings[0]
+    assert finding.severity == "failure"
+    assert "from mp-bs1's" in finding.text
+    assert "what iok computes otherwise" in finding.next_step
+
+
+def test_random_weights_without_mp_are_unverified_once() -> None:
+    """A strategy that agrees with itself is not known to be right; the step that tells is named."""
+    results = _judge([_dummy("iok", size, _STOCK) for size in (1, 8)])
+    assert [_codes(result) for result in results] == [["unverified"], []]
+    finding = results[0].findings[0]
+    assert finding.severity == "warning"
+    assert "nothing independent to compare" in finding.text
+    assert "(mp was not measured in this run)" in finding.text
+    assert finding.next_step == "Add mp: --strategy=mp,iok."
+
+
+def test_the_yardstick_is_never_unverified() -> None:
+    """Mp has nothing to be compared with but its own batch sizes, and a strategy that agrees with it is verified."""
+    results = _judge([_dummy("mp", 1, _STOCK), _dummy("mp", 8, _STOCK), _dummy("tp", 1, _STOCK)])
+    assert [_codes(result) for result in results] == [[], [], []]
+
+
+def test_a_clamped_workspace_is_the_cause_of_a_collapse() -> None:
+    """The studied collapse: 82.8 % at batch size 16, 26 % at 32, where the workspace held 23 tokens of 106."""
+    results = [result for result in paper_results() if result.id in ("mp-bs32", "iok-bs16", "iok-bs32")]
+    _clamped(results[1], (106, 106))
+    finding = _only(_judge([results[0], results[1], _clamped(results[2])]), "accuracy-collapsed")
+    assert finding.severity == "failure"
+    assert finding.text.startswith(
+        "DeepSpeed's workspace held 23 of 106 tokens, so keys and values of neighbouring heads overlap: "
+        "accuracy (acc_norm) is 26.0 %, 56.8 points below the baseline of 82.8 %"
+    )
+    assert finding.text.endswith("Guessing gives 25 %.")
+    assert finding.next_step == (
+        "Drop --llmgpu-iok-min-tokens (DeepSpeed then raises, and it is out of memory), or give it more memory or a "
+        "smaller batch size."
+    )
+    assert [_codes(result) for result in results] == [[], [], ["accuracy-collapsed"]]
+
+
+def test_a_clamp_alone_is_enough_to_fail_guesses() -> None:
+    """Neither a baseline nor another case knows better, nor are the items many: the workspace tells."""
+    result = make_result(1.0, make_accuracy(0.25, items=20), model="m", strategy="iok", **_CPU)
+    finding = _only(_judge([_clamped(result)]), "accuracy-collapsed")
+    assert finding.severity == "failure"
+    assert finding.text.startswith("DeepSpeed's workspace held 23 of 106 tokens")
+
+
+def test_a_clamp_is_the_cause_of_random_weights_that_differ() -> None:
+    """The numbers differ from mp's because rows overlap; one finding says both."""
+    results = _judge([_dummy("mp", 8, [-1.0] * 4), _dummy("iok", 8, _STOCK, (1106, 23))])
+    assert _codes(results[1]) == ["loglikelihood-mismatch"]
+    finding = results[1].findings[0]
+    assert finding.text.startswith("DeepSpeed's workspace held 23 of 1,106 tokens")
+    assert "differ by up to 1.0e+00" not in finding.text
+    assert "from mp-bs8's" in finding.text
+    assert "--llmgpu-iok-min-tokens" in finding.next_step
+
+
+def test_a_clamp_that_cost_nothing_yet_warns() -> None:
+    """Right answers of a workspace too small are luck: short prompts."""
+    results = _judge([_dummy("mp", 8, _STOCK), _dummy("iok", 8, _STOCK, (106, 23))])
+    finding = _only(results, "workspace-clamped")
+    assert finding.severity == "warning"
+    assert finding.text == (
+        "DeepSpeed's workspace held 23 of 106 tokens, so keys and values of neighbouring heads overlap, whatever the "
+        "accuracy says."
+    )
+    other = _judge([_clamped(make_result(1.0, make_accuracy(), strategy="mine", **_CPU))])
+    assert _only(other, "workspace-clamped").text.startswith("Mine's workspace held 23 of 106")
+    assert _only(other, "workspace-clamped").next_step == "Give it more memory or a smaller batch size."
+
+
+def test_a_workspace_with_room_says_nothing() -> None:
+    """As many tokens as were asked for, or more."""
+    results = _judge([_dummy("mp", 1, _STOCK), *(_dummy("iok", 1, _STOCK, (106, n)) for n in (106, 128))])
+    assert [_codes(result) for result in results] == [[], [], []]
+
+
+def test_a_strategy_that_guesses_is_what_loses_the_answers() -> None:
+    """Without a baseline, mp is the witness; that nothing is known of mp's own accuracy is said once, of mp."""
+    good, guesses = make_answers([True] * 160 + [False] * 40), make_answers([True, False, False, False] * 50)
+    cases = (("mp", 1, good), ("iok", 1, guesses), ("iok", 8, guesses), ("tp", 1, good))
+    results = _judge(
+        [make_result(8.0, a, model="m", strategy=name, batch_size=size, **_CPU) for name, size, a in cases]
+    )
+    assert [_codes(result) for result in results] == [
+        ["accuracy-unchecked"],
+        ["accuracy-collapsed"],
+        ["accuracy-collapsed"],
+        [],
+    ]
+    for result in results[1:3]:
+        assert result.findings[0].severity == "failure"
+        assert "mp-bs1 had 80.0 %, so it is iok that loses the answers" in result.findings[0].text
+        assert "; against mp-bs1 120 items are lost and 10 won (p < 1e-06)" in result.findings[0].text
+
+
+@pytest.mark.parametrize(("lost", "won", "named"), [(9, 0, True), (12, 8, False)])
+def test_a_failure_names_lost_items_where_chance_does_not_explain_them(lost: int, won: int, named: bool) -> None:
+    """What was lost against mp is told where McNemar's probability is below 1 %."""
+    mp = make_answers([True] * 60 + [False] * 40)
+    tp = make_answers([False] * lost + [True] * (60 - lost + won) + [False] * (40 - won))
+    results = [make_result(1.0, mp, **_CPU), make_result(1.0, tp, strategy="tp", **_CPU)]
+    finding = _judge(results, given=0.7)[1].findings[0]
+    assert finding.code == "accuracy-below-baseline"
+    assert finding.text.endswith("against mp-bs1 9 items are lost and 0 won (p = 0.0039).") is named
+    assert ("against" in finding.text) is named
+
+
+def test_out_of_memory_of_a_workspace_says_how_many_tokens_it_holds() -> None:
+    """None at all included."""
+    failure = Failure(phase="forward", message="x", evidence="rule", tokens_requested=1106, tokens_granted=0)
+    finding = _only(_judge([make_failed("oom", failure, strategy="iok", batch_size=32)]), "out-of-memory")
+    assert finding.text == (
+        "Out of memory at batch size 32; no smaller batch size completed. The workspace has room for 0 of 1,106 tokens."
+    )
 
 
 def test_out_of_memory_says_what_fitted_and_what_was_asked() -> None:

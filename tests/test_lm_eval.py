@@ -187,5 +187,5 @@ def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
 
 def _bundled(dataset: hellaswag.Dataset) -> SideBySide:
     source = models.resolve("bundled", texts=dataset.texts(), rootdir=Path.cwd())
-    model = models.checkpoint(source, torch.float32, {"": "cpu"})
+    model = models.checkpoint(source, torch.float32, device_map={"": "cpu"})
     return SideBySide(model, models.load_tokenizer(source), models.max_length(model.config))

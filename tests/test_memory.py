@@ -12,6 +12,6 @@ def test_a_cpu_has_no_cap_and_no_figures() -> None:
     assert memory.hold(_CPU, 2**30) == [0]
     assert memory.allocated(_CPU) == [None]
     memory.reset(_CPU)
-    (use,) = memory.usage(_CPU, [None], [0])
+    (use,) = memory.usage(_CPU, [None], [None], [0])
     assert (use.uuid, use.peak_allocated_bytes, use.weights_bytes) == (None, None, None)
     assert set(use.why) == {"weights_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from report_factory import make_accuracy, make_failed, make_result
 
-from pytest_llmgpu.metrics import derive, inference_s, proportion_stderr, upper_bound
+from pytest_llmgpu.metrics import decode, derive, inference_s, predictions_of, proportion_stderr, upper_bound
 from pytest_llmgpu.result import Batches, Launch
 
 
@@ -65,3 +66,17 @@ def test_the_upper_bound_lies_above_the_fraction_and_closes_in(fraction: float) 
     few, many = upper_bound(fraction, 10), upper_bound(fraction, 10_000)
     assert fraction <= many <= few <= 1.0
     assert many - fraction < 0.02
+
+
+def test_loglikelihoods_are_little_endian_float32() -> None:
+    """As the report's format says, on every machine."""
+    assert list(decode("AACAvwAAAMA=")) == [-1.0, -2.0]
+
+
+def test_each_metric_counts_its_own_predictions() -> None:
+    """Answers by length in characters are not those by log-likelihood."""
+    accuracy = msgspec.structs.replace(make_accuracy(items=2), predictions=[1, 2], predictions_norm=[3, 0])
+    assert predictions_of(accuracy, "acc") == [1, 2]
+    assert predictions_of(accuracy, "acc_norm") == [3, 0]
+    with pytest.raises(ValueError, match="accuracy metric 'f1': allowed are acc, acc_norm"):
+        predictions_of(accuracy, "f1")

@@ -264,6 +264,26 @@ def test_two_runs_train_a_tokenizer_at_once(small_preset: str, tmp_path: Path, c
     assert {path.name for path in kept[0].iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
 
 
+@pytest.mark.parametrize(
+    ("preset", "billions", "tokens"),
+    [("llama-13b", 13.016, 2048), ("llama-65b", 65.286, 2048), ("llama-3-8b", 8.030, 8192)],
+)
+def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int, tmp_path: Path) -> None:
+    """It resolves, whatever its vocabulary, with the published number of parameters and longest input."""
+    source = _resolve(preset, tmp_path, load_format="dummy")
+    model = models.skeleton(source, torch.float16)
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert models.max_length(model.config) == tokens
+
+
+def test_llama_3_shares_keys_and_turns_them_slower(tmp_path: Path) -> None:
+    """Its rotary frequencies are those of base 500,000, and four query heads share a key and value head."""
+    model = models.skeleton(_resolve("llama-3-8b", tmp_path, load_format="dummy"), torch.float16)
+    layer = model.model.layers[0].self_attn
+    assert layer.q_proj.out_features == 4 * layer.k_proj.out_features == 4096
+    assert float(model.model.rotary_emb.inv_freq[1]) == pytest.approx(500_000 ** (-2 / 128))
+
+
 def test_training_that_is_cut_off_leaves_no_tokenizer(
     small_preset: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +386,7 @@ def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
     """Its weights are those of the files."""
     from safetensors.torch import load_file
 
-    model = models.checkpoint(_resolve(written, written), torch.float16, {"": "cpu"})
+    model = models.checkpoint(_resolve(written, written), torch.float16, device_map={"": "cpu"})
     stored = load_file(written / "model.safetensors")["model.norm.weight"]
     assert torch.equal(model.model.norm.weight, stored.half())
     assert not model.training
@@ -380,7 +400,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
     tensors = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks model.norm.weight, one of 1"):
-        models.checkpoint(_resolve(directory, directory), torch.float32, {"": "cpu"})
+        models.checkpoint(_resolve(directory, directory), torch.float32, device_map={"": "cpu"})
 
 
 def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pytest_llmgpu import options
@@ -79,6 +81,10 @@ def test_a_marker_takes_python_values(pytestconfig: pytest.Config) -> None:
         ({"accuracy_baseline": 82}, "a fraction from 0 to 1"),
         ({"accuracy_tolerance": "nan"}, "a fraction from 0 to 1"),
         ({"accuracy_metric": "f1"}, "allowed are acc, acc_norm"),
+        ({"cuda_graphs": "yes"}, "allowed are auto, on, off"),
+        ({"tp_backend": "vllm"}, "allowed are transformers, deepspeed"),
+        ({"iok_stock": 1}, "allowed are true and false"),
+        ({"iok_min_tokens": 0}, "'0' is not allowed: a whole number of at least 1"),
         ({"strategy": ","}, "a comma list of strategies"),
         ({"model": " "}, "a value is needed"),
     ],
@@ -124,9 +130,28 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
     """Each field of Options is a flag and an ini key of `pytest --help`."""
     text = pytester.runpytest_inprocess("--help").stdout.str()
     for flag in Options().in_force():
-        assert f"  {flag}=" in text
+        assert re.search(rf"^  {flag}(=|\s)", text, re.MULTILINE)
     for name in Options.__dataclass_fields__:
         assert f"  llmgpu_{name} (string):" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "marker", "ini", "expected"),
+    [
+        (["--llmgpu-iok-stock"], "iok_stock=False", "llmgpu_iok_stock=false", "stock True"),
+        ([], "iok_stock=True", "llmgpu_iok_stock=false", "stock True"),
+        ([], "iok_stock=False", "llmgpu_iok_stock=true", "stock False"),
+        ([], "", "llmgpu_iok_stock=True", "stock True"),
+        ([], "", "", "stock False"),
+    ],
+)
+def test_a_flag_without_a_value_is_true_or_false_elsewhere(
+    pytester: pytest.Pytester, flags: list[str], marker: str, ini: str, expected: str
+) -> None:
+    """Where it is given it is true; a marker and an ini file say which."""
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    pytester.makepyfile(_TEST.format(marker=marker).replace('"limit", chosen.limit', '"stock", chosen.iok_stock'))
+    pytester.runpytest_inprocess("-s", *flags).stdout.fnmatch_lines([f"*{expected}*"])
 
 
 def test_a_bad_flag_stops_the_run_before_the_collection(pytester: pytest.Pytester) -> None:

@@ -14,3 +14,10 @@ def test_equal_batch_sizes_keep_their_order() -> None:
     """Tests of one batch size run as they were written."""
     tests = [("b", 1), ("a", 1), ("c", 1)]
     assert order.ascending(tests, lambda _: "mp", lambda test: test[1]) == tests
+
+
+def test_what_others_are_compared_with_runs_first() -> None:
+    """The order of strategies on the command line decides nothing but their own order."""
+    tests = [("tp", 8), ("iok", 1), ("mp", 64), ("tp", 1), ("mp", 1)]
+    ordered = order.ascending(tests, lambda test: test[0], lambda test: test[1], lambda test: test[0] == "mp")
+    assert ordered == [("mp", 1), ("mp", 64), ("tp", 1), ("tp", 8), ("iok", 1)]

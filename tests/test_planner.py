@@ -6,14 +6,53 @@ from pathlib import Path
 import pytest
 import tiny_model
 
+from pytest_llmgpu import strategies
 from pytest_llmgpu.environment import Machine, TorchFacts
 from pytest_llmgpu.options import Options
 from pytest_llmgpu.planner import Planner
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.strategies.mp import LayerParallel
 
 _GIB = 2**30
 _GPUS = [Gpu(index=number, uuid=f"GPU-{number}", name="H", memory_bytes=32 * _GIB) for number in (0, 1)]
+
+
+class Mine(LayerParallel):
+    """A strategy of somebody's own, called as an option's first word."""
+
+    name = "load"
+
+
+class AlsoMine(Mine):
+    """Another one, which forgot to have another name."""
+
+
+class Unnamed(LayerParallel):
+    """One that forgot to have a name of its own."""
+
+
+class Tensor(LayerParallel):
+    """What has the options of tp."""
+
+    name = "tp"
+    backend = "nowhere"
+
+
+class Injection(LayerParallel):
+    """What has the options of iok."""
+
+    name = "iok"
+    backend = "accelerate"
+
+
+_KNOWN = {
+    **strategies.BUILT_IN,
+    "load": "test_planner:Mine",
+    "wrong": "test_planner:AlsoMine",
+    "tp": "test_planner:Tensor",
+    "iok": "test_planner:Injection",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +78,7 @@ def choose(model: Path, tmp_path: Path) -> Callable[..., Options]:
 def _planner(rootdir: Path, device: str = "cuda") -> Planner:
     gpus = _GPUS if device == "cuda" else []
     machine = Machine(device=device, devices=len(gpus) or 1, gpus=gpus, facts=TorchFacts(version="2"))
-    return Planner(rootdir, lambda *_: machine)
+    return Planner(rootdir, lambda *_: machine, _KNOWN)
 
 
 def test_a_case_holds_what_the_options_mean_on_this_machine(tmp_path: Path, choose: Callable[..., Options]) -> None:
@@ -108,7 +147,7 @@ def test_machine_and_dataset_are_looked_up_once(tmp_path: Path, choose: Callable
         asked.append((device, devices))
         return machine
 
-    planner = Planner(tmp_path, find)
+    planner = Planner(tmp_path, find, _KNOWN)
     first = planner.request(choose(), "mp", 1)
     second = planner.request(choose(), "mp", 2)
     assert asked == [("auto", None)]
@@ -120,8 +159,86 @@ def test_a_strategy_without_its_library_is_refused(
 ) -> None:
     """What to install is said before anything is started."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="--strategy=mp needs accelerate: pip install accelerate"):
+    with pytest.raises(ValueError, match=r"--strategy=mp needs accelerate: pip install accelerate$"):
         _planner(tmp_path).request(choose(), "mp", 4)
+    # The library of the backend that was chosen, in the version that the extra asks for.
+    with pytest.raises(ValueError, match=r"--strategy=tp needs deepspeed: pip install 'pytest-llmgpu\[deepspeed\]'$"):
+        _planner(tmp_path).request(choose(tp_backend="deepspeed"), "tp", 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "backend", "own"),
+    [
+        ("mp", {}, "accelerate", {}),
+        ("tp", {"iok_stock": True}, "transformers", {}),
+        ("tp", {"tp_backend": "torch"}, "torch", {}),
+        ("iok", {}, "accelerate", {"stock": False, "min_tokens": None}),
+        ("iok", {"iok_stock": True, "iok_min_tokens": 1}, "accelerate", {"stock": True, "min_tokens": 1}),
+        ("load", {}, "accelerate", {}),
+    ],
+)
+def test_a_case_holds_the_options_of_its_strategy_alone(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    strategy: str,
+    fields: dict[str, object],
+    backend: str,
+    own: dict[str, object],
+) -> None:
+    """They are part of what is measured, those of other strategies are not; a chosen library is the backend."""
+    case = _planner(tmp_path).request(choose(**fields), strategy, 4).case
+    assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)
+
+
+def test_cuda_graphs_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The choice is kept as it was made; only where it is `on` is it known beforehand how the forwards run."""
+    cases = {
+        choice: _planner(tmp_path).request(choose(cuda_graphs=choice), "mp", 4).case for choice in ("auto", "on", "off")
+    }
+    assert {choice: (case.cuda_graphs, case.execution) for choice, case in cases.items()} == {
+        "auto": ("auto", "eager"),
+        "on": ("on", "cuda_graphs"),
+        "off": ("off", "eager"),
+    }
+    assert len({case.key for case in cases.values()}) == 3
+    with pytest.raises(ValueError, match="--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU"):
+        _planner(tmp_path, "cpu").request(choose(cuda_graphs="on"), "mp", 4)
+
+
+def test_a_case_has_the_name_that_its_strategy_has(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Chosen by name or by place it is the same measurement."""
+    planner = _planner(tmp_path)
+    by_name = planner.request(choose(), "load", 4)
+    by_place = planner.request(choose(), "test_planner:Mine", 4)
+    assert by_name.case.id == "load-bs4"
+    assert by_name.case == by_place.case
+    assert by_name.strategy == by_place.strategy == "test_planner:Mine"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "complaint"),
+    [
+        ("wrong", "test_planner:AlsoMine is registered as 'wrong' and names itself 'load'$"),
+        ("test_planner:AlsoMine", "test_planner:AlsoMine and test_planner:Mine are both named 'load'; each needs a"),
+        ("test_planner:Unnamed", "test_planner:Unnamed and pytest_llmgpu.strategies.mp:LayerParallel are both named"),
+        ("test_planner:Missing", "strategy test_planner:Missing cannot be had: AttributeError: "),
+    ],
+)
+def test_a_name_stands_for_one_strategy(
+    tmp_path: Path, choose: Callable[..., Options], wanted: str, complaint: str
+) -> None:
+    """What took the place of another under its name would be compared with the other's measurements."""
+    with pytest.raises(ValueError, match=f"^--strategy: {complaint}"):
+        _planner(tmp_path).request(choose(), wanted, 4)
+
+
+def test_two_unregistered_strategies_of_one_name_are_refused(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The second one that a run chooses is named with the first."""
+    machine = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
+    planner = Planner(tmp_path, lambda *_: machine, {})
+    planner.request(choose(), "test_planner:Mine", 4)
+    with pytest.raises(ValueError, match=r"^--strategy: test_planner:AlsoMine and test_planner:Mine are both named"):
+        planner.request(choose(), "test_planner:AlsoMine", 4)
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
         (["--llmgpu-devices=2"], "*--llmgpu-devices=2: strategy mp on a CPU allows 1*"),
         (["--llmgpu-gpu-memory=8GiB"], "*no GPU to cap*"),
+        (["--llmgpu-cuda-graphs=on"], "--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, *"),
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),
         (["--llmgpu-model=llama-7b", "--llmgpu-load-format=dummy"], "*preset needs a GPU*--llmgpu-device=cpu*"),
         (["--llmgpu-model=llama-7b"], "*load format dummy*"),

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report_factory import make_failed, make_result
+from report_factory import make_answers, make_failed, make_result
 
 from pytest_llmgpu import environment, recorder, report
 from pytest_llmgpu.environment import TorchFacts
@@ -102,3 +103,25 @@ def test_arguments_lose_their_folders(recorded: Recorder) -> None:
     _add(recorded, make_result(device="cpu", devices=1))
     assert recorded.report is not None
     assert recorded.report.argv == ["--llmgpu-dataset=d.jsonl", "tests"]
+
+
+def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> None:
+    """By the metric that is checked, before it is judged; a case that is not compared says why."""
+    cpu: dict[str, Any] = {"device": "cpu", "devices": 1}
+    alone = _add(recorded, make_result(1.0, make_answers([True] * 5), strategy="tp", **cpu))
+    mp = _add(recorded, make_result(1.0, make_answers([True] * 5), **cpu))
+    tp = _add(recorded, make_result(1.0, make_answers([False] * 2 + [True] * 3), strategy="tp", **cpu))
+    failed = _add(recorded, make_failed("oom", strategy="tp", batch_size=2, **cpu))
+    assert recorded.path is not None
+    written = report.load(recorded.path).cases
+    for result, reason in (
+        (alone, "mp was not measured in this run"),
+        (mp, "it is mp itself"),
+        (failed, "the case did not complete"),
+    ):
+        assert result.comparison is None
+        assert result.why["comparison"] == reason
+    assert "comparison" not in tp.why
+    found = written[2].comparison
+    assert found is not None
+    assert (found.reference, found.flipped, found.lost, found.won, found.mcnemar_p) == ("mp-bs1", [0, 1], 2, 0, 0.5)

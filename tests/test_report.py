@@ -23,7 +23,7 @@ from report_factory import (
 )
 
 from pytest_llmgpu.report import Commit, Report, Session, check_writable, dump, load, next_id, schema
-from pytest_llmgpu.result import Failure, Metric
+from pytest_llmgpu.result import Comparison, Failure, Metric
 
 
 def _full_report() -> Report:
@@ -34,6 +34,16 @@ def _full_report() -> Report:
             make_failed("oom", Failure(phase="load", message="too large"), batch_size=2),
             make_failed("skipped_after_oom", batch_size=4),
         ]
+    )
+    report.cases[0].comparison = Comparison(
+        reference="mp-bs1#2",
+        items=5,
+        flipped=[1, 3],
+        lost=2,
+        won=0,
+        mcnemar_p=0.5,
+        largest_difference=1e-3,
+        typical_difference=1e-4,
     )
     report.options = {"--llmgpu-batch-sizes": [1, 2, 4], "--llmgpu-limit": None, "--llmgpu-timeout": 600.0}
     report.session = Session(complete=True, exit_status=0, collected=3, deselected=["a.py::test[mp-bs8]"])

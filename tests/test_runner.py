@@ -126,6 +126,8 @@ def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | list[
         ended_s=103.0,
         warmup_s=0.5,
         plan_sha256="plan",
+        execution="eager",
+        execution_choice="they were switched off",
         batches=Batches(latency_s=[1.0, 2.0], sequences=[4, 4], tokens=[40, 30], padded_tokens=[40, 40]),
         accuracy=report_factory.make_accuracy(),
         memory=[DeviceUse(uuid="GPU-c", weights_bytes=4, held_bytes=2), DeviceUse(uuid="GPU-a", weights_bytes=5)],

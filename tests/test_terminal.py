@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from report_factory import make_accuracy, make_case, make_failed, make_profile, make_report, make_result, paper_results
+from report_factory import (
+    make_accuracy,
+    make_answers,
+    make_case,
+    make_failed,
+    make_profile,
+    make_report,
+    make_result,
+    paper_results,
+)
 
 from pytest_llmgpu.accuracy import check
+from pytest_llmgpu.comparison import compare, reference
 from pytest_llmgpu.environment import Machine, TorchFacts
 from pytest_llmgpu.findings import findings
 from pytest_llmgpu.report import Report, next_id
-from pytest_llmgpu.result import CaseResult, Failure
+from pytest_llmgpu.result import Accuracy, CaseResult, Failure
 from pytest_llmgpu.terminal import headline, progress, tables
 
 
@@ -19,6 +30,8 @@ def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
     report = make_report(gpus=gpus)
     for result in results:
         result.id = next_id(report, result.case)
+        mp = reference(result, report.cases)
+        result.comparison = compare(result, mp, "acc_norm") if mp else None
         result.accuracy_check = check(result, report.cases, given=0.828, metric="acc_norm", tolerance=0.01)
         result.findings = findings(result, report.cases)
         report.cases.append(result)
@@ -111,7 +124,7 @@ def test_colour_changes_no_text() -> None:
         ({"devices": 1}, ("4 x NVIDIA", "1 x NVIDIA")),
         ({"gpu_memory_bytes": 18 * 2**30}, ("hellaswag dataset", "hellaswag dataset, 18.0 GiB allowed of each")),
         ({"limit": 100}, ("hellaswag dataset", "hellaswag dataset (first 100 items)")),
-        ({"execution": "compile"}, ("dataset, execution eager", "dataset, execution compile")),
+        ({"cuda_graphs": "off"}, ("dataset, cuda_graphs auto", "dataset, cuda_graphs off")),
         ({"revision": "0123456789abcdef"}, ("dataset, revision None", "dataset, revision 0123456789ab")),
     ],
 )
@@ -170,3 +183,59 @@ def test_mixed_gpus_are_not_named_after_one_of_them() -> None:
     report = _report([make_result(2.0, None, make_profile())])
     report.environment.gpus[0] = type(report.environment.gpus[0])(index=0, uuid="GPU-0", name="NVIDIA L4")
     assert "4 x GPU" in tables(report).splitlines()[0]
+
+
+def _answers(flipped: Sequence[int], difference: float = 0.0, items: int = 200) -> Accuracy:
+    """Return answers of which mp has nine in ten right, from the last item on; these items flip, and all numbers do."""
+    right = [number % 10 != 0 for number in range(items)]
+    numbers = [-1.0 - difference] * (4 * items)
+    return make_answers([hit != (number in flipped) for number, hit in enumerate(right)], numbers)
+
+
+def test_each_strategys_worst_batch_size_is_compared_with_mp() -> None:
+    """Under the table: how many answers flipped, were lost and won, by chance or not, and how far numbers lie apart."""
+    cases = {
+        ("mp", 1): _answers([]),
+        ("mp", 8): _answers([]),
+        ("tp", 1): _answers([0], 1e-4),
+        ("tp", 8): _answers([0, 1, 10], 2e-3),
+        ("iok", 1): _answers([]),
+    }
+    results = [make_result(1.0, given, strategy=name, batch_size=size) for (name, size), given in cases.items()]
+    lines = tables(_report(results)).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("tp against mp"))
+    assert lines[first - 1].startswith("* fastest of its strategy")
+    assert lines[first : first + 3] == [
+        "tp against mp, worst at batch size 8: 3 of 200 items flipped (1 lost, 2 won, p = 1),",
+        "  log-likelihoods within 2.0e-03",
+        "iok against mp at batch size 1: 0 of 200 items flipped (0 lost, 0 won, p = 1), log-likelihoods equal",
+    ]
+
+
+def test_random_weights_are_compared_by_their_numbers_alone() -> None:
+    """Their answers are chance; numbers that are not finite are the worst."""
+    dummy: dict[str, Any] = {"load_format": "dummy"}
+    numbers = {1: [-1.0] * 4, 2: [-1.002] * 4, 4: [-1.001] * 4}
+    results = [make_result(1.0, make_accuracy(0.25, 1, [0], [-1.0] * 4), **dummy)]
+    results += [
+        make_result(1.0, make_accuracy(0.25, 1, [1], values), strategy="tp", batch_size=size, **dummy)
+        for size, values in numbers.items()
+    ]
+    text = tables(_report(results))
+    assert "tp against mp, worst at batch size 2: log-likelihoods within 2.0e-03\n" in text
+    results[2].launches = make_result(1.0, make_accuracy(0.25, 1, [1], [math.nan] * 4)).launches
+    text = tables(_report(results))
+    assert "tp against mp, worst at batch size 2: not all log-likelihoods are finite\n" in text
+
+
+def test_flips_without_labels_have_no_probability() -> None:
+    """The study's table, from before labels were kept, against mp: as wide as the terminal, and nothing made up."""
+    lines = tables(_report(paper_results())).splitlines()
+    assert "tp against mp at every batch size: 0 of 10,042 items flipped, log-likelihoods equal" in lines
+    assert max(map(len, lines)) <= 100
+
+
+def test_how_a_forward_ran_does_not_split_a_table() -> None:
+    """It is an answer of each case where CUDA graphs are chosen by the run: batch sizes stay one column."""
+    results = [make_result(2.0, execution="cuda_graphs"), make_result(1.0, batch_size=2)]
+    assert tables(_report(results)).count("batch size  ") == 1

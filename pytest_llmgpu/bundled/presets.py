@@ -20,6 +20,14 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
     },
+    "llama-13b": {
+        **_LLAMA,
+        "hidden_size": 5120,
+        "intermediate_size": 13_824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
     # 32.5 billion parameters, published as 33B and named 30b in its first release.
     "llama-30b": {
         **_LLAMA,
@@ -29,8 +37,31 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_attention_heads": 52,
         "num_key_value_heads": 52,
     },
+    "llama-65b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "rms_norm_eps": 1e-5,
+    },
+    # Four query heads share a key and value head.
+    "llama-3-8b": {
+        **_LLAMA,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 8192,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
 }
 """Preset's name to fields of `transformers.LlamaConfig`.
 
-Source: table 2 of "LLaMA: Open and Efficient Foundation Language Models", and the configurations published with it.
+Source: table 2 of "LLaMA: Open and Efficient Foundation Language Models"; for llama-3-8b, table 3 of "The Llama 3 Herd
+of Models"; and the configurations published with them.
 """

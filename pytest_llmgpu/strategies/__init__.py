@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pytest_llmgpu.strategies.protocol import Strategy
 
-__all__ = ["BUILT_IN", "find", "make"]
+__all__ = ["BUILT_IN", "find", "make", "merge"]
 
 BUILT_IN = {
     "mp": "pytest_llmgpu.strategies.mp:LayerParallel",
@@ -15,6 +15,29 @@ BUILT_IN = {
     "iok": "pytest_llmgpu.strategies.iok:KernelInjection",
 }
 """Name to `module:attribute`, so that a strategy costs nothing until it is chosen."""
+
+
+def merge(registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return one mapping of name to place from those that the implementations of `pytest_llmgpu_strategies` return.
+
+    Raises:
+        ValueError: One is no mapping, a place is no `module:attribute`, or a name has two places.
+    """
+    merged: dict[str, str] = {}
+    for registration in registrations:
+        if not isinstance(registration, Mapping):
+            raise ValueError(f"pytest_llmgpu_strategies: {registration!r} is not allowed: a mapping is needed")  # noqa: TRY004 - one kind of error for all input
+        for name, place in registration.items():
+            if not _is_place(place):
+                raise ValueError(
+                    f"pytest_llmgpu_strategies: {place!r}, the place of strategy {name!r}, is not allowed: "
+                    "package.module:attribute is needed"
+                )
+            if merged.setdefault(name, place) != place:
+                raise ValueError(
+                    f"pytest_llmgpu_strategies: strategy {name!r} is at two places, {merged[name]} and {place}"
+                )
+    return merged
 
 
 def find(name: str, known: Mapping[str, str] = BUILT_IN) -> str:
@@ -29,8 +52,7 @@ def find(name: str, known: Mapping[str, str] = BUILT_IN) -> str:
     """
     if name in known:
         return known[name]
-    module, colon, attribute = name.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
+    if not _is_place(name):
         raise ValueError(
             f"{name!r} is no strategy: allowed are {', '.join(sorted(known))}, or package.module:attribute"
         )
@@ -49,12 +71,19 @@ def make(place: str) -> Strategy:
         for name in attribute.split("."):
             found = getattr(found, name)
         strategy = found() if callable(found) else found
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"strategy {place} cannot be had: {error}") from error
+    # It is somebody's module, and anything may go wrong in it: a library it lacks, its syntax, its constructor.
+    except Exception as error:
+        reason = f"{error}".partition("\n")[0]
+        raise ValueError(f"strategy {place} cannot be had: {type(error).__name__}: {reason}") from error
     lacking = [name for name in _MEMBERS if not hasattr(strategy, name)]
     if lacking:
         raise ValueError(f"strategy {place} lacks {', '.join(lacking)} (see pytest_llmgpu.strategies.protocol)")
     return strategy  # type: ignore[return-value]  # its members were checked
+
+
+def _is_place(text: object) -> bool:
+    module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
 
 _MEMBERS = ("name", "backend", "check", "ranks", "build", "load", "prepare")

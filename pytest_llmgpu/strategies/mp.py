@@ -27,9 +27,12 @@ class LayerParallel:
     backend = "accelerate"
 
     def check(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - every model that loads can be spread by layers
-        """Refuse more than one device on a CPU: there is only one."""
-        if case.device == "cpu" and case.devices != 1:
-            raise ValueError(f"--llmgpu-devices={case.devices}: strategy mp on a CPU allows 1")
+        """Refuse CUDA graphs over several GPUs: what accelerate does between two of them cannot be recorded."""
+        if case.cuda_graphs == "on" and case.devices > 1:
+            raise ValueError(
+                f"--llmgpu-cuda-graphs=on: strategy mp records them on 1 GPU only, and this run has {case.devices}: "
+                "auto and off are allowed"
+            )
 
     def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives them all
         """Return 1: one process drives every device."""
@@ -63,7 +66,7 @@ def _fill(
     from accelerate import dispatch_model
 
     if source.load_format != "dummy":
-        return models.checkpoint(source, skeleton.dtype, device_map)
+        return models.checkpoint(source, skeleton.dtype, device_map=device_map)
     models.materialise(skeleton, lambda name: _device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
     if len(device_map) == 1:
         return skeleton

@@ -98,5 +98,5 @@ def test_uuids_join_nvml_and_torch() -> None:
     """The name by which a device's memory and profile are joined is the same on both sides."""
     known = {gpu.uuid for gpu in nvml.inventory().gpus}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    used = memory.usage(devices, [0] * len(devices), [0] * len(devices))
+    used = memory.usage(devices, [0] * len(devices), [0] * len(devices), [0] * len(devices))
     assert {use.uuid for use in used} <= known

@@ -1,0 +1,168 @@
+"""How the forwards of a case are run, eagerly or as CUDA graphs: decided once, before anything is measured.
+
+With `auto` graphs are taken where they give the same answers, save more time over the case than recording them costs,
+and the GPU waits for the CPU at all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu import graphs, memory, scoring
+from pytest_llmgpu.batching import Batch, Plan, Requests, plan
+from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES
+from pytest_llmgpu.strategies.protocol import Loaded
+
+__all__ = ["Choice", "chosen", "longest_plan"]
+
+_TRIALS = 3
+_WAITING = 0.5
+"""Launching takes less than so much of a forward only where the GPU, not the CPU, is what it waits for."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What was chosen for a case."""
+
+    execution: str
+    """`eager` or `cuda_graphs`."""
+    why: str
+    """In a sentence, with the figures that decided."""
+    plan: Plan
+    """The batches, padded as it needs them."""
+
+
+def longest_plan(loaded: Loaded, requests: Requests, batch_size: int, asked: str) -> Plan:
+    """Return the plan with the longest rows of those that may be chosen, for which workspaces are to be made.
+
+    Raises:
+        ValueError: Graphs were asked for and cannot be had.
+    """
+    against = graphs.reason_against(loaded.model, loaded.devices)
+    if asked == "on" and against:
+        raise ValueError(f"--llmgpu-cuda-graphs=on: {against}")
+    return plan(requests, batch_size, multiple=1 if asked == "off" or against else graphs.MULTIPLE)
+
+
+@contextmanager
+def chosen(loaded: Loaded, requests: Requests, batch_size: int, *, asked: str, dtype: str) -> Iterator[Choice]:
+    """While entered, forwards run as is best.
+
+    Args:
+        loaded: The model, ready for the rows and tokens of `longest_plan`.
+        requests: What will be scored.
+        batch_size: Sequences per forward.
+        asked: `auto`, `on` or `off`.
+        dtype: Of the model, which decides how equal answers must be.
+    """
+    eager = plan(requests, batch_size)
+    against = "they were switched off" if asked == "off" else graphs.reason_against(loaded.model, loaded.devices)
+    if against:
+        yield Choice("eager", f"no CUDA graphs: {against}", eager)
+        return
+    graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
+    if asked == "on":
+        with graphs.GraphedDecoder(loaded.model, loaded.devices[0]):
+            yield Choice("cuda_graphs", "CUDA graphs were asked for", graphed)
+        return
+    against = _gpu_is_busy(loaded, eager)
+    if against is None:
+        with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
+            against, in_favour = _compare(loaded, eager, graphed, decoder, dtype)
+            if against is None:
+                yield Choice("cuda_graphs", in_favour, graphed)
+                return
+    # What the trial has taken is not the case's.
+    memory.reset(loaded.devices)
+    yield Choice("eager", against, eager)
+
+
+def _gpu_is_busy(loaded: Loaded, eager: Plan) -> str | None:
+    """Return why graphs cannot help: the GPU, not the CPU, is what a forward waits for; None where they may."""
+    import torch
+
+    batch = eager.batches[len(eager.batches) // 2]
+    ids_BS = batch.packed[: batch.rows * batch.width].view(batch.rows, batch.width).to(loaded.input_device)
+    decoder: Any = loaded.model.get_decoder()  # type: ignore[operator]  # `graphs.reason_against` has seen it
+    launching_s, done_s = [], []
+    with torch.inference_mode():
+        for _ in range(1 + _TRIALS):
+            torch.cuda.synchronize()
+            began_s = time.perf_counter()
+            decoder(input_ids=ids_BS, use_cache=False)
+            launching_s.append(time.perf_counter() - began_s)
+            torch.cuda.synchronize()
+            done_s.append(time.perf_counter() - began_s)
+    # Of the slowest rank: the others wait for its part of every layer.
+    launching, done = _largest(loaded, statistics.median(launching_s[1:])), statistics.median(done_s[1:])
+    if _agree(loaded, launching < _WAITING * done):
+        return f"eager: the GPU is the bottleneck, kernels are launched in {_ms(launching)} of {_ms(done)}"
+    return None
+
+
+def _compare(
+    loaded: Loaded, eager: Plan, graphed: Plan, decoder: graphs.GraphedDecoder, dtype: str
+) -> tuple[str | None, str]:
+    """Return why graphs are not worth it, None where they are, and what speaks for them."""
+    number = len(eager.batches) // 2
+    with decoder.suspended():
+        eager_s, expected = _time(loaded, eager.batches[number], eager)
+    graph_s, found = _time(loaded, graphed.batches[number], graphed)
+    capture_s = statistics.median(decoder.capture_s)
+    shapes = len({(batch.rows, batch.width) for batch in graphed.batches})
+    difference = max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(found, expected, strict=True))
+    saved_s = (eager_s - graph_s) * len(eager.batches)
+    figures = (
+        f"a batch takes {_ms(graph_s)} as a graph and {_ms(eager_s)} eagerly, {shapes} recordings {_ms(capture_s)} each"
+    )
+    if not _agree(loaded, difference <= LOGLIKELIHOOD_TOLERANCES[dtype]):
+        return f"eager: as a CUDA graph, log-likelihoods differ by {difference:.1e}", ""
+    if not _agree(loaded, saved_s > shapes * capture_s):
+        return f"eager: CUDA graphs would not pay for themselves over {len(eager.batches)} batches: {figures}", ""
+    return None, f"CUDA graphs: {figures}; log-likelihoods within {difference:.1e}"
+
+
+def _time(loaded: Loaded, batch: Batch, of: Plan) -> tuple[float, list[float]]:
+    """Return the median latency of a batch once it has run, and its log-likelihoods."""
+    alone = Plan(requests=of.requests, batches=[batch], sha256=of.sha256)
+    latencies_s: list[float] = []
+    answers: dict[int, float] = {}
+    for _ in range(1 + _TRIALS):
+        columns, answers = scoring.run(
+            loaded.model, alone.batches, input_device=loaded.input_device, devices=loaded.devices
+        )
+        latencies_s += columns.latency_s
+    return statistics.median(latencies_s[1:]), [answers[number] for number in sorted(answers)]
+
+
+def _agree(loaded: Loaded, yes: bool) -> bool:
+    """Return what the first rank says: ranks that decide for themselves would wait for each other in a collective."""
+    if loaded.world_size == 1:
+        return yes
+    import torch
+    from torch import distributed
+
+    said = torch.tensor([int(yes)], device=loaded.devices[0])
+    distributed.broadcast(said, src=0)
+    return bool(said.item())
+
+
+def _largest(loaded: Loaded, value: float) -> float:
+    """Return the largest value of any rank."""
+    if loaded.world_size == 1:
+        return value
+    import torch
+    from torch import distributed
+
+    told = torch.tensor([value], dtype=torch.float64, device=loaded.devices[0])
+    distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
+    return float(told.item())
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

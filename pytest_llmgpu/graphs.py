@@ -1,0 +1,117 @@
+"""A decoder's forwards as CUDA graphs: recorded once per shape, then replayed by one launch instead of hundreds.
+
+Below batch sizes of about 16 a GPU waits for the CPU that launches its kernels, more so under tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MULTIPLE", "GraphedDecoder", "reason_against"]
+
+MULTIPLE = 16
+"""Rows are padded to a multiple of so many tokens: fewer shapes to record, for a few tokens more to compute."""
+
+
+def reason_against(model: torch.nn.Module, devices: tuple[torch.device, ...]) -> str | None:
+    """Return why the forwards of a model cannot be recorded; None where they can."""
+    if devices[0].type != "cuda":
+        return "CUDA graphs need a GPU"
+    if len(devices) > 1:
+        return "one process drives several GPUs, and what accelerate does between them cannot be recorded"
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    if decoder is None or decoder is model:
+        return f"{type(model).__name__} has no decoder apart from its output head"
+    return None
+
+
+class GraphedDecoder:
+    """While entered, the decoder of a model (all but the output head) records each new shape and replays known ones.
+
+    The answer of a replay lies in memory that the next one overwrites.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        import torch
+
+        self._decoder = model.get_decoder()
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._hidden: torch.Tensor | None = None
+        self.capture_s: list[float] = []
+        """Seconds that each recording took, its forward before it included."""
+
+    def __enter__(self) -> GraphedDecoder:  # noqa: PYI034 - typing.Self needs Python 3.11
+        self._eager = self._decoder.forward
+        self._decoder.forward = self._forward
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._decoder.forward = self._eager
+        self._graphs.clear()
+        self._hidden = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While entered, forwards run eagerly."""
+        self._decoder.forward = self._eager
+        try:
+            yield
+        finally:
+            self._decoder.forward = self._forward
+
+    def _forward(self, input_ids: torch.Tensor | None = None, **others: Any) -> Any:
+        import torch
+
+        set_otherwise = [name for name, value in others.items() if value is not None and name != "use_cache"]
+        if input_ids is None or set_otherwise or others.get("use_cache") or torch.cuda.is_current_stream_capturing():
+            return self._eager(input_ids=input_ids, **others)
+        shape = (input_ids.shape[0], input_ids.shape[1])
+        if shape not in self._graphs:
+            self._record(input_ids, others)
+        graph, ids_BS, hidden_BSH = self._graphs[shape]
+        ids_BS.copy_(input_ids)
+        graph.replay()
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=hidden_BSH)
+
+    def _record(self, input_ids: torch.Tensor, others: dict[str, Any]) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        began_s = time.perf_counter()
+        rows, width = input_ids.shape
+        if self._ids.numel() < input_ids.numel():
+            self._ids = torch.empty(input_ids.numel(), dtype=torch.int64, device=self._device)
+        ids_BS = self._ids[: input_ids.numel()].view(rows, width)
+        ids_BS.copy_(input_ids)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            # What libraries do at a first time, such as to plan, must not happen while a graph is recorded.
+            hidden_BSH = self._eager(input_ids=ids_BS, **others).last_hidden_state
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        if self._hidden is None or self._hidden.numel() < hidden_BSH.numel():
+            # One for all shapes. Those recorded before keep the one they had.
+            self._hidden = torch.empty_like(hidden_BSH).flatten()
+        answer_BSH = self._hidden[: hidden_BSH.numel()].view(hidden_BSH.shape)
+        del hidden_BSH
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, go on using CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
+        self._graphs[rows, width] = graph, ids_BS, answer_BSH
+        torch.cuda.synchronize(self._device)
+        self.capture_s.append(time.perf_counter() - began_s)

@@ -1,0 +1,285 @@
+"""iok: DeepSpeed's fused CUDA kernels in the place of every decoder layer, on top of tensor parallelism.
+
+DeepSpeed's own injection of LLaMA computes wrong numbers and, short of memory, answers garbage without a word. Both are
+put right here, each by its narrowest means; `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` bring them back.
+
+Source: DeepSpeed 0.19.8, `csrc/transformer/inference`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from pytest_llmgpu import oom
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.strategies import kernels, sharing
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KernelInjection"]
+
+_LEAST_HEAD_DIM = 32
+_MOST_TOKENS = 8192  # the softmax kernel's limit
+_DEFAULT_MAX_OUT_TOKENS = 1024  # DeepSpeed's own
+_INJECTED = "DeepSpeedGPTInference"
+_PROBE_TOKENS = 2  # one alone would count as the continuation of a text
+_MASKED = -10_000.0  # what DeepSpeed's softmax takes for minus infinity
+
+
+class KernelInjection:
+    """DeepSpeed kernel injection with tensor parallelism over all devices."""
+
+    name = "iok"
+    backend = "deepspeed"
+
+    def __init__(self) -> None:
+        self._min_tokens: int | None = None
+        self._room = (0, 0)
+        """Rows and tokens that the workspace was made for."""
+
+    def check(self, case: Case, source: ModelSource) -> None:
+        """Refuse what the kernels cannot compute or would compute wrongly, and a machine that cannot build them."""
+        self.check_model(case, source)
+        self.check_machine(case)
+
+    def check_model(self, case: Case, source: ModelSource) -> None:
+        """Refuse a model that the kernels would compute wrongly."""
+        fields, model = sharing.architecture(source), source.name
+        kind = fields.get("model_type", "llama")
+        if kind != "llama":
+            raise ValueError(f"--llmgpu-model={model}: strategy iok injects into llama models only, this is {kind!r}")
+        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise ValueError(
+                f"--llmgpu-model={model}: strategy iok cannot do its rope type {rope_type!r}: the kernel knows default"
+            )
+        for bias in ("attention_bias", "mlp_bias"):
+            if fields.get(bias):
+                raise ValueError(f"--llmgpu-model={model}: strategy iok would drop its biases ({bias} is true)")
+        sharing.check_divisible(case, source)
+        hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+        if not isinstance(hidden, int) or not isinstance(heads, int):
+            return  # its class's defaults, which are the published ones
+        head_dim = fields.get("head_dim") or hidden // heads
+        if head_dim * heads != hidden:
+            raise ValueError(
+                f"--llmgpu-model={model}: strategy iok needs heads that make up the hidden size, and {heads} heads of "
+                f"{head_dim} are not {hidden}"
+            )
+        if head_dim < _LEAST_HEAD_DIM and case.dtype != "float32":
+            raise ValueError(
+                f"--llmgpu-dtype={case.dtype}: strategy iok needs heads of at least {_LEAST_HEAD_DIM} in half "
+                f"precision, and those of {model} are {head_dim}"
+            )
+
+    def check_machine(self, case: Case) -> None:
+        """Refuse a machine on which the kernels cannot be built or run."""
+        if case.device != "cuda":
+            raise ValueError("--strategy=iok: DeepSpeed's kernels run on CUDA GPUs only, and this run is on the CPU")
+        kernels.check()
+
+    def ranks(self, devices: int) -> int:
+        """Return one process per device."""
+        return devices
+
+    def build(self, case: Case, say: Callable[[str], None]) -> None:  # noqa: ARG002 - one build serves every case
+        """Compile DeepSpeed's op, unless it is there: each rank would wait for the first one to do it."""
+        kernels.build(say)
+
+    def open_kernels(self, case: Case) -> None:  # noqa: ARG002 - for one that has other kernels
+        """Load DeepSpeed's op into a rank."""
+        kernels.load()
+
+    def load(self, case: Case, source: ModelSource) -> Loaded:
+        """Load this rank's part of every layer into DeepSpeed's kernels."""
+        from pytest_llmgpu.strategies.injection import inject
+
+        self.open_kernels(case)
+        min_tokens = case.strategy_options.get("min_tokens")
+        self._min_tokens = int(min_tokens) if min_tokens else None
+        loaded = inject(
+            case,
+            source,
+            on_layer=_expand_key_value_heads,
+            replace_with_kernel_inject=True,
+            # Its default answers tuples, which transformers 5 does not take apart.
+            return_tuple=False,
+            max_out_tokens=_DEFAULT_MAX_OUT_TOKENS,
+            min_out_tokens=1,
+        )
+        layers = _layers(loaded)
+        kept = [type(layer).__name__ for layer in layers if type(layer).__name__ != _INJECTED]
+        if kept:
+            raise RuntimeError(f"DeepSpeed left {len(kept)} of {len(layers)} layers as they were: {kept[0]}")
+        for layer in layers:
+            if not case.strategy_options.get("stock"):
+                _correct_residual_add(layer)
+            layer.register_forward_pre_hook(_prepare_arguments, with_kwargs=True)
+        # Before every forward, since a user's function may run another shape than was prepared for.
+        loaded.model.register_forward_pre_hook(
+            lambda _model, arguments, named: self._make_room(loaded, arguments, named), with_kwargs=True
+        )
+        return loaded
+
+    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace:
+        """Rebuild the workspace, which is otherwise that of the largest batch so far.
+
+        Raises:
+            oom.WorkspaceError: It cannot hold the longest sequence. DeepSpeed itself never compares the two.
+        """
+        from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
+
+        if tokens > _MOST_TOKENS:
+            raise ValueError(f"{tokens} tokens: DeepSpeed's kernels do sequences of up to {_MOST_TOKENS}")
+        least = min(self._min_tokens or tokens, tokens)
+        # With fewer than it needs allowed, all is as DeepSpeed has it by default.
+        most = max(tokens, _DEFAULT_MAX_OUT_TOKENS) if least < tokens else tokens
+        self._room = (batch_size, tokens)
+        try:
+            granted = _allocate(loaded, batch_size, tokens, least=least, most=most)
+        except RuntimeError as error:
+            if "Workspace" not in str(error):
+                raise
+            raise oom.WorkspaceError(tokens, _grantable(loaded, batch_size, tokens, most=most)) from error
+        size = _workspace_bytes(_layers(loaded)[0].config, len(_layers(loaded)), batch_size, granted, most)
+        BaseOp.inference_module.reset_cache()
+        return Workspace(tokens_requested=tokens, tokens_granted=min(granted, tokens), workspace_bytes=size)
+
+    def _make_room(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
+
+        ids_BS: torch.Tensor = arguments[0] if arguments else named["input_ids"]
+        rows, tokens = ids_BS.shape
+        if rows > self._room[0] or tokens > self._room[1]:
+            self.prepare(loaded, max(rows, self._room[0]), max(tokens, self._room[1]))
+        # A single token would otherwise continue the text before it.
+        BaseOp.inference_module.reset_cache()
+
+
+def _layers(loaded: Loaded) -> torch.nn.ModuleList:
+    layers: torch.nn.ModuleList = loaded.model.get_decoder().layers  # type: ignore[operator]  # a llama
+    return layers
+
+
+def _allocate(loaded: Loaded, rows: int, tokens: int, *, least: int, most: int) -> int:
+    """Have DeepSpeed allocate its workspace anew; return the tokens per sequence it holds."""
+    layers = _layers(loaded)
+    first: Any = layers[0]
+    layer: Any
+    for layer in layers:
+        layer.config.min_out_tokens, layer.config.max_out_tokens = least, most
+        # Views into a workspace that is about to be freed.
+        layer.layer_past = None
+    # It grows by itself and never shrinks.
+    if first.workspace.is_allocated():
+        first.workspace.release_workspace()
+    first._should_allocate_workspace = True  # noqa: SLF001 - the only way to a second allocation
+    first.allocate_workspace((rows, tokens))
+    return _granted(first)
+
+
+def _grantable(loaded: Loaded, rows: int, tokens: int, *, most: int) -> int:
+    """Return how many tokens it would have held, 0 where it cannot be allocated at all."""
+    try:
+        granted = _allocate(loaded, rows, tokens, least=1, most=most)
+    except RuntimeError:
+        return 0
+    _layers(loaded)[0].workspace.release_workspace()  # type: ignore[operator,union-attr]
+    return min(granted, tokens - 1)
+
+
+def _granted(layer: Any) -> int:
+    """Return the tokens that the workspace holds: the distance of two heads in the kernel's view of its keys."""
+    import torch
+
+    attention = layer.attention
+    weight = attention.attn_qkvw
+    qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    # Attention alone, without the all-reduce that comes after it: ranks may differ in what they are granted.
+    _, keys, _ = attention.compute_attention(
+        qkv_out=(qkv_BSH,),
+        input_mask=None,
+        layer_past=None,
+        alibi=None,
+        is_prompt=True,
+        token_idx=None,
+        position_ids=None,
+    )
+    return int(keys.stride(1)) // int(keys.shape[-1])
+
+
+def _workspace_bytes(config: Any, layers: int, rows: int, granted: int, most: int) -> int:
+    """Return what DeepSpeed allocates for a workspace (`InferenceContext::GenWorkSpace`)."""
+    import torch
+
+    head_dim = config.hidden_size // config.heads
+    padded = next((size for size in (32, 64, 128) if head_dim <= size), head_dim)
+    local = config.heads // config.mp_size
+    activations = 10 * config.heads * padded * rows
+    softmax = rows * local * most
+    cache = layers * rows * (config.heads * padded // config.mp_size) * 2
+    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
+    size: int = (activations + softmax + cache) * granted * element_bytes
+    return size
+
+
+def _expand_key_value_heads(layer: torch.nn.Module) -> None:
+    """Repeat the heads of grouped-query attention, which the kernels refuse: the same numbers, with more memory."""
+    import torch
+
+    attention: Any = layer.self_attn
+    groups, head_dim = attention.num_key_value_groups, attention.head_dim
+    if groups == 1:
+        return
+    for projection in (attention.k_proj, attention.v_proj):
+        heads_KDH = projection.weight.unflatten(0, (-1, head_dim))
+        weight = heads_KDH.repeat_interleave(groups, dim=0).flatten(0, 1)
+        projection.weight = torch.nn.Parameter(weight, requires_grad=False)
+        projection.out_features = weight.shape[0]
+
+
+def _correct_residual_add(layer: Any) -> None:
+    """Have a layer add the attention's output to the residual once.
+
+    The CUDA op `rms_mlp_gemm` adds it in place, and `ResidualAddOp.forward` adds it again (0.15.2, DeepSpeed's pull
+    request 5490): x + 2 * attention + mlp. Remove this once a release has an op without `residual + attention_output`;
+    such a one is left alone here already.
+    """
+    residual_add = layer.mlp.residual_add_func
+    if "residual + attention_output" not in inspect.getsource(type(residual_add).forward):
+        return
+
+    def add_once(self: Any, hidden_state: torch.Tensor, residual: torch.Tensor, **_: Any) -> torch.Tensor:
+        added: torch.Tensor = self.vector_add(residual, hidden_state, 1.0 / self.config.mp_size)
+        return added
+
+    residual_add.forward = MethodType(add_once, residual_add)
+
+
+def _prepare_arguments(
+    layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand a layer what its kernel understands: a mask of its own dtype or none, nothing it would misread."""
+    mask = named.get("attention_mask")
+    if mask is not None:
+        # The kernel takes the mask's bytes for numbers of its own dtype, row after row.
+        named["attention_mask"] = _additive(mask, layer.config.dtype)
+    named["use_cache"] = False
+    for name in ("position_embeddings", "past_key_values", "position_ids"):
+        named.pop(name, None)
+    return arguments, named
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _MASKED)
+    return mask.to(dtype).clamp(min=_MASKED).contiguous()

@@ -1,0 +1,40 @@
+"""Whether a model's heads and columns can be shared out evenly, asked of its config before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.models import ModelSource
+
+__all__ = ["architecture", "check_divisible"]
+
+
+def architecture(source: ModelSource) -> dict[str, Any]:
+    """Return the fields of the config that describe the decoder: those of `text_config` where there is one."""
+    return dict(source.config.get("text_config") or source.config)
+
+
+def check_divisible(case: Case, source: ModelSource) -> None:
+    """Refuse a number of devices that does not divide what tensor parallelism cuts up.
+
+    Raises:
+        ValueError: With the number that it should divide.
+    """
+    fields = architecture(source)
+    for name, what in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "key and value heads"),
+        ("intermediate_size", "columns of its feed-forward layers"),
+    ):
+        count = fields.get(name)
+        if isinstance(count, int) and count % case.devices:
+            allowed = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0 and n <= _MOST)
+            raise ValueError(
+                f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot share out the {count} {what} of "
+                f"{source.name}: allowed are {allowed or '1'}"
+            )
+
+
+_MOST = 64
+"""More devices than a node has are not worth naming."""
