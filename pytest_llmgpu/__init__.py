@@ -14,9 +14,10 @@ The map of the package, from what people touch down to what is measured; imports
     report, environment, commit     the JSON; machine and libraries; the source that was measured
     privacy, child                  no name of a host or a user, no secret; how a process of ours is started
     launchers, rank                 how processes are started; what one of them does
+    execution, graphs               eager or CUDA graphs, decided once per case; recording and replaying
     strategies                      how a model is spread: mp, tp, iok, or another's own
     scoring, batching, tasks        log-likelihoods, batches, items
-    models, model_files             weights and tokenizers; which checkpoint a directory holds
+    models, weights, model_files    a model and its parts; values one at a time; which checkpoint a directory holds
     memory, profiling, oom          caps and peaks; NVML; what counts as out of memory
     bundled                         the model, dataset and presets that come with the package
     metrics > result > case         derived numbers, what happened, what was measured
@@ -25,7 +26,8 @@ Where it departs from the design it began with: `planner` is a room of its own, 
 starts is a question of its own; so are `group` (several processes, one outcome), `session`, `recorder`, `accuracy`,
 `findings` and `memory`. Fixtures are made per run from the options instead of parametrised by a hook, so that a suite's
 own `llm` or `batch_size` fixture is left alone. The first line that names the devices comes after the collection, where
-it is known that a test needs them; a run without such tests pays nothing. traffic.py, the gate and the page follow.
+it is known that a test needs them; a run without such tests pays nothing. A case's `execution` is no part of its key:
+where graphs are chosen by the run, it is an answer. traffic.py, the gate and the page follow.
 """
 
 from __future__ import annotations

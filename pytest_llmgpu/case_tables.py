@@ -31,6 +31,7 @@ _WORDS = {"oom": "OoM", "skipped_after_oom": "-"}
 _LEGEND = {
     "*": "* fastest of its strategy",
     "!": "! wrong answers",
+    "g": "g: as CUDA graphs",
     "OoM": "OoM: out of memory",
     "-": "-: not run, a smaller batch size was out of memory",
 }
@@ -78,6 +79,9 @@ def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
         value = result.acc if metric == "acc" else result.acc_norm
         if value is not None and not dummy:
             text += f" / {100 * value:.1f} %"
+        if result.case.execution == "cuda_graphs":
+            marks.add("g")
+            text = f"g {text}"
         if _wrong(result):
             marks.add("!")
             return paint(f"! {text}", _RED)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import graphs, memory, scoring
+from pytest_llmgpu import graphs, memory, oom, scoring
 from pytest_llmgpu.batching import Batch, Plan, Requests, plan
 from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES
-from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
-__all__ = ["Choice", "chosen", "longest_plan"]
+__all__ = ["Choice", "Prepare", "chosen"]
+
+Prepare = Callable[[Plan], Workspace | None]
+"""Makes room for the rows and tokens of a plan."""
 
 _TRIALS = 3
 _WAITING = 0.5
@@ -35,51 +38,66 @@ class Choice(msgspec.Struct, frozen=True):
     """In a sentence, with the figures that decided."""
     plan: Plan
     """The batches, padded as it needs them."""
+    workspace: Workspace | None
+    """What the strategy set aside for them."""
 
 
-def longest_plan(loaded: Loaded, requests: Requests, batch_size: int, asked: str) -> Plan:
-    """Return the plan with the longest rows of those that may be chosen, for which workspaces are to be made.
+@contextmanager
+def chosen(
+    loaded: Loaded, requests: Requests, batch_size: int, *, asked: str, dtype: str, prepare: Prepare
+) -> Iterator[Choice]:
+    """While entered, forwards run as is best.
+
+    Args:
+        loaded: The model.
+        requests: What will be scored.
+        batch_size: Sequences per forward.
+        asked: `auto`, `on` or `off`.
+        dtype: Of the model, which decides how equal answers must be.
+        prepare: Called with every plan before it runs.
 
     Raises:
         ValueError: Graphs were asked for and cannot be had.
     """
     against = graphs.reason_against(loaded.model, loaded.devices)
-    if asked == "on" and against:
-        raise ValueError(f"--llmgpu-cuda-graphs=on: {against}")
-    return plan(requests, batch_size, multiple=1 if asked == "off" or against else graphs.MULTIPLE)
-
-
-@contextmanager
-def chosen(loaded: Loaded, requests: Requests, batch_size: int, *, asked: str, dtype: str) -> Iterator[Choice]:
-    """While entered, forwards run as is best.
-
-    Args:
-        loaded: The model, ready for the rows and tokens of `longest_plan`.
-        requests: What will be scored.
-        batch_size: Sequences per forward.
-        asked: `auto`, `on` or `off`.
-        dtype: Of the model, which decides how equal answers must be.
-    """
-    eager = plan(requests, batch_size)
-    against = "they were switched off" if asked == "off" else graphs.reason_against(loaded.model, loaded.devices)
-    if against:
-        yield Choice("eager", f"no CUDA graphs: {against}", eager)
-        return
-    graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
     if asked == "on":
+        if against:
+            raise ValueError(f"--llmgpu-cuda-graphs=on: {against}")
+        graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
+        workspace = prepare(graphed)
         with graphs.GraphedDecoder(loaded.model, loaded.devices[0]):
-            yield Choice("cuda_graphs", "CUDA graphs were asked for", graphed)
+            yield Choice("cuda_graphs", "CUDA graphs were asked for", graphed, workspace)
         return
-    against = _gpu_is_busy(loaded, eager)
+    eager = plan(requests, batch_size)
+    workspace = prepare(eager)
+    if asked == "off" or against:
+        yield Choice("eager", f"no CUDA graphs: {against or 'they were switched off'}", eager, workspace)
+        return
+    against, roomier = _gpu_is_busy(loaded, eager), None
     if against is None:
+        graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
+        # Before the trial: a graph has the workspace's address.
+        roomier = _prepared(loaded, prepare, graphed)
+        against = None if roomier else "eager: there is no room for rows padded as CUDA graphs need them"
+    if roomier is not None:
         with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
             against, in_favour = _compare(loaded, eager, graphed, decoder, dtype)
             if against is None:
-                yield Choice("cuda_graphs", in_favour, graphed)
+                yield Choice("cuda_graphs", in_favour, graphed, roomier[0])
                 return
     # What the trial has taken is not the case's.
     memory.reset(loaded.devices)
-    yield Choice("eager", against, eager)
+    yield Choice("eager", against or "", eager, prepare(eager))
+
+
+def _prepared(loaded: Loaded, prepare: Prepare, graphed: Plan) -> tuple[Workspace | None] | None:
+    """Return what was set aside, in a tuple; None where it does not fit on one of the ranks."""
+    workspace, missing = None, False
+    try:
+        workspace = prepare(graphed)
+    except oom.WorkspaceError:
+        missing = True
+    return None if _largest(loaded, float(missing)) else (workspace,)
 
 
 def _gpu_is_busy(loaded: Loaded, eager: Plan) -> str | None:

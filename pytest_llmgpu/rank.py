@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import execution, memory, models, oom, scoring, strategies
+from pytest_llmgpu.batching import Plan
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.launchers.protocol import FinishedBatch
 from pytest_llmgpu.memory import DeviceUse
@@ -141,10 +142,12 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         longest = models.max_length(loaded.config)
         state.requests[sha256] = scoring.encode(items, models.load_tokenizer(state.source), longest)
     requests, case = state.requests[sha256], state.case
-    plan = execution.longest_plan(loaded, requests, batch_size, case.cuda_graphs)
+    strategy = state.strategy
     reset(state)
     began = time.monotonic()
-    workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
+
+    def prepare(plan: Plan) -> Workspace | None:
+        return strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
 
     def alive(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=0))
@@ -153,7 +156,9 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=len(plan.batches)))
 
     model, home, devices = loaded.model, loaded.input_device, loaded.devices
-    with execution.chosen(loaded, requests, batch_size, asked=case.cuda_graphs, dtype=case.dtype) as choice:
+    with execution.chosen(
+        loaded, requests, batch_size, asked=case.cuda_graphs, dtype=case.dtype, prepare=prepare
+    ) as choice:
         plan = choice.plan
         scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices)
         started = time.monotonic()
@@ -169,7 +174,7 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
         batches=scores.batches,
         accuracy=scoring.accuracy(items, scores.loglikelihoods),
         memory=state.use(),
-        workspace=workspace,
+        workspace=choice.workspace,
     )
 
 

@@ -89,6 +89,8 @@ def filled_in_turn(
     """
     import torch
 
+    keep = _keeper(model, device)
+
     class InTurn(torch.nn.ModuleList):
         place = ""
 
@@ -101,6 +103,9 @@ def filled_in_turn(
                 on_layer(layer)
                 yield name, layer
                 del layer
+                replaced = self._modules[name]
+                assert replaced is not None
+                keep(replaced)
 
     stacks = dict(_layer_stacks(model))
     inside = [f"{place}." for place in stacks]
@@ -121,6 +126,28 @@ def filled_in_turn(
     finally:
         for stack in stacks.values():
             stack.__class__ = torch.nn.ModuleList
+
+
+def _keeper(model: torch.nn.Module, device: torch.device) -> Callable[[torch.nn.Module], None]:
+    """Return what moves a module's parameters to memory apart from that of everything temporary.
+
+    Otherwise they come to lie in the large blocks that whole layers have left, each of which then stays with the
+    process: 3.8 GiB of 19.8 were seen (DeepSpeed's kernels, LLaMA-30B on 4 GPUs).
+    """
+    import torch
+
+    if device.type != "cuda":
+        return lambda _: None
+    pool = torch.cuda.MemPool()
+    # As long as there are tensors in it, there must be the pool.
+    model._llmgpu_pool = pool  # type: ignore[assignment]  # noqa: SLF001 - nothing else lives as long as they do
+
+    def keep(module: torch.nn.Module) -> None:
+        with torch.cuda.use_mem_pool(pool, device):
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone()
+
+    return keep
 
 
 def _layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:

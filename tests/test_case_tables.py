@@ -93,6 +93,17 @@ def test_wrong_answers_are_never_the_best() -> None:
     assert lines[4].split()[1] == "!"
 
 
+def test_a_case_that_ran_as_cuda_graphs_says_so() -> None:
+    """Whoever compares two times sees that one of them is of another execution."""
+    results = [make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)]
+    table = time_table(results, _PLAIN)
+    (graphed,) = [line for line in table.splitlines() if re.match(r" +1 ", line)]
+    (eager,) = [line for line in table.splitlines() if re.match(r" +2 ", line)]
+    assert re.search(r"\bg \d", graphed)
+    assert " g " not in eager
+    assert "g: as CUDA graphs" in table
+
+
 def test_the_accuracy_of_random_weights_is_not_shown() -> None:
     """25 % would read as a fault."""
     text = time_table([make_result(1.0, make_accuracy(0.25, items=8), load_format="dummy")], _PLAIN)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.strategies import kernels
+from pytest_llmgpu.strategies import build_lock, kernels
 
 _ENDED_S = 30
 
@@ -238,9 +238,9 @@ def test_what_cannot_be_known_counts_as_held(machine: Machine, monkeypatch: pyte
     def hide(_: Path) -> list[os.stat_result]:
         raise PermissionError
 
-    monkeypatch.setattr(kernels, "_open_files", hide)
+    monkeypatch.setattr(build_lock, "_open_files", hide)
     kernels.check(machine.environ)
-    monkeypatch.setattr(kernels, "_may_build", lambda *_: False)
+    monkeypatch.setattr(build_lock, "_may_build", lambda *_: False)
     assert "delete it" in _refusal(machine)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     kernels.check(machine.environ)
@@ -250,8 +250,8 @@ def test_a_python_of_the_owner_may_build() -> None:
     """Of the processes that hide their files, only those count that could compile for the owner of the lock."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:
         mine, other = Path(f"/proc/{os.getpid()}"), Path(f"/proc/{cat.pid}")
-        found = [kernels._may_build(mine, os.getuid()), kernels._may_build(mine, os.getuid() + 1)]
-        found += [kernels._may_build(other, os.getuid()), kernels._may_build(Path("/proc/0"), os.getuid())]
+        found = [build_lock._may_build(mine, os.getuid()), build_lock._may_build(mine, os.getuid() + 1)]
+        found += [build_lock._may_build(other, os.getuid()), build_lock._may_build(Path("/proc/0"), os.getuid())]
     assert found == [True, False, False, False]
 
 

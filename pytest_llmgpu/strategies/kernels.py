@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_llmgpu import child
+from pytest_llmgpu.strategies.build_lock import is_stale, may_hold
 
 __all__ = ["build", "check", "load", "search_path"]
 
@@ -57,7 +58,7 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
     if not words or shutil.which(words[0], path=search_path(environ)) is None:
         named = f"CXX={compiler} was not found" if "CXX" in environ else "there is no C++ compiler c++ on PATH"
         raise ValueError(f"{_NEEDS}: {named}: install one, or set CXX to one")
-    if _is_stale(lock := _build_folder(environ) / "lock"):
+    if is_stale(lock := _build_folder(environ) / "lock"):
         raise ValueError(_left_behind(lock))
 
 
@@ -102,7 +103,7 @@ def build(
         return
     folder = _build_folder(environ)
     lock = folder / "lock"
-    if _is_stale(lock):
+    if is_stale(lock):
         raise RuntimeError(_left_behind(lock))
     if lock.exists():
         say(f"waiting for another process that compiles DeepSpeed's {_OP} ...")
@@ -112,7 +113,7 @@ def build(
     with _child(environ, lock) as (process, log):
         _wait(process, say, timeout_s, clock, tick_s)
         if process.returncode is None:
-            held = lock.exists() and not _may_hold(Path("/proc", str(process.pid)), lock)
+            held = lock.exists() and not may_hold(Path("/proc", str(process.pid)), lock)
             who = f", another process holds {lock}" if held else ""
             raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{who} (log: {log})")
         if process.returncode != 0:
@@ -145,7 +146,7 @@ def _child(environ: Mapping[str, str], lock: Path) -> Iterator[tuple[subprocess.
                 _end(process)
         finally:
             # It was not stale when the build began: it is the build's own.
-            if _is_stale(lock):
+            if is_stale(lock):
                 lock.unlink(missing_ok=True)
             if not failed:
                 Path(name).unlink()
@@ -238,52 +239,6 @@ def _file(package: str, name: str) -> Path | None:
 
 def _left_behind(lock: Path) -> str:
     return f"{lock} was left by a build that was killed (no process here has it open): delete it and run again"
-
-
-def _is_stale(lock: Path) -> bool:
-    """Return whether a lock is there that no process holds; what cannot be known counts as held.
-
-    torch keeps the file open for as long as it builds (its `FileBaton`), and every other process waits until the file
-    is gone, however long.
-    """
-    try:
-        there = lock.stat()
-    except OSError:
-        return False
-    # Of a process of another user it cannot be seen which files it has open, but for root.
-    if os.geteuid() not in (0, there.st_uid) or not Path("/proc/self/fd").is_dir():
-        return False
-    if any(_may_hold(process, lock) for process in Path("/proc").glob("[0-9]*")):
-        return False
-    return lock.exists()  # a build that ended just now closed its lock, then removed it
-
-
-def _may_hold(process: Path, lock: Path) -> bool:
-    """Return whether a process, as its folder of /proc, has the lock open, or is one that might and tells nothing."""
-    try:
-        there = lock.stat()
-        return any(os.path.samestat(found, there) for found in _open_files(process))
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # one of both has gone
-    except OSError:
-        return _may_build(process, there.st_uid)
-
-
-def _open_files(process: Path) -> Iterator[os.stat_result]:
-    for descriptor in (process / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            yield descriptor.stat()
-
-
-def _may_build(process: Path, user: int) -> bool:
-    """Return whether a process is a Python of a user; agents and session keepers hide their files, and never build."""
-    try:
-        owner = re.search(r"^Uid:\s+(\d+)", (process / "status").read_text("utf-8", "replace"), re.MULTILINE)
-        return owner is not None and int(owner[1]) == user and b"python" in (process / "cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:
-        return True
 
 
 def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
