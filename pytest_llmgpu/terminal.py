@@ -120,6 +120,8 @@ def _blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
         fields = msgspec.to_builtins(result.case)
         for name in (*_COLUMN_FIELDS, "batch_size"):
             del fields[name]
+        if result.case.device == "cpu":
+            del fields["devices"]  # processes, of which each strategy has as many as it needs
         blocks.setdefault(json.dumps(fields, sort_keys=True), []).append(result)
     return list(blocks.values())
 
@@ -143,8 +145,8 @@ def _captions(blocks: Sequence[Sequence[CaseResult]], report: Report) -> list[st
 
 def _caption(case: Case, report: Report) -> str:
     names = _listed(gpu.name for gpu in report.environment.gpus)
-    device = (names[0] if len(names) == 1 else "GPU") if case.device == "cuda" else "CPU"
-    parts = [_model(case), case.dtype, f"{case.devices} x {device}", _dataset(case)]
+    where = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
+    parts = [_model(case), case.dtype, where, _dataset(case)]
     if case.gpu_memory_bytes is not None:
         parts.append(f"{case.gpu_memory_bytes / _GIB:.1f} GiB allowed of each")
     return ", ".join(parts)

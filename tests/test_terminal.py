@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,10 +172,20 @@ def test_a_report_without_cases_has_no_tables() -> None:
     assert tables(make_report()) == ""
 
 
+def test_processes_on_a_cpu_do_not_part_a_table() -> None:
+    """Mp has one and tp several, and they are to be compared."""
+    results = [
+        make_result(2.0, make_accuracy(), device="cpu", devices=1),
+        make_result(2.0, make_accuracy(), device="cpu", devices=2, strategy="tp"),
+    ]
+    text = tables(_report(results, gpus=0))
+    assert len(re.findall(r"batch size +mp +tp", text)) == 1
+
+
 def test_a_run_on_a_cpu_has_one_table_and_one_line() -> None:
     """No table of blanks, and nothing to complain of."""
     text = tables(_report([make_result(2.0, make_accuracy(), device="cpu", devices=1)], gpus=0))
-    assert "1 x CPU" in text.splitlines()[0]
+    assert "float16, CPU, hellaswag" in text.splitlines()[0]
     assert text.endswith("GPUs only.")
 
 
