@@ -14,6 +14,7 @@ The map of the package, from what people touch down to what is measured; imports
     report, environment, commit     the JSON; machine and libraries; the source that was measured
     privacy, child                  no name of a host or a user, no secret; how a process of ours is started
     launchers, rank                 how processes are started; what one of them does
+    by_hand                         the case of a report that somebody runs by hand, and its files
     execution, graphs               eager or CUDA graphs, decided once per case; recording and replaying
     strategies                      how a model is spread: mp, tp, iok, or another's own
     scoring, batching, tasks        log-likelihoods, batches, items

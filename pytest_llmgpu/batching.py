@@ -212,8 +212,8 @@ def _batch(requests: Requests, rows: list[list[int]], multiple: int) -> Batch:
     inputs = [requests.requests[row[0]].tokens[-(requests.max_length + 1) :][:-1] for row in rows]
     numbers = tuple(number for row in rows for number in row)
     longest_row = max(map(len, inputs))
-    # Not beyond what the model can take, unless the row itself goes there.
-    width = max(longest_row, min(-(-longest_row // multiple) * multiple, requests.max_length))
+    # Not beyond what the model can take.
+    width = min(-(-longest_row // multiple) * multiple, requests.max_length)
     longest = max(requests.requests[number].ending for number in numbers)
     ids, hidden, targets, slots = array("q"), array("q"), array("q"), array("q")
     answered = 0

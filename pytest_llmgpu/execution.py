@@ -81,7 +81,7 @@ def chosen(
         against = None if roomier else "eager: there is no room for rows padded as CUDA graphs need them"
     if roomier is not None:
         with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
-            against, in_favour = _compare(loaded, eager, graphed, decoder, dtype)
+            against, in_favour = _tried(loaded, eager, graphed, decoder, dtype)
             if against is None:
                 yield Choice("cuda_graphs", in_favour, graphed, roomier[0])
                 return
@@ -121,6 +121,22 @@ def _gpu_is_busy(loaded: Loaded, eager: Plan) -> str | None:
     if _agree(loaded, launching < _WAITING * done):
         return f"eager: the GPU is the bottleneck, kernels are launched in {_ms(launching)} of {_ms(done)}"
     return None
+
+
+def _tried(
+    loaded: Loaded, eager: Plan, graphed: Plan, decoder: graphs.GraphedDecoder, dtype: str
+) -> tuple[str | None, str]:
+    """Return what `_compare` does, and as a reason against graphs that a forward cannot be recorded."""
+    said = ""
+    try:
+        against, in_favour = _compare(loaded, eager, graphed, decoder, dtype)
+    except RuntimeError as error:
+        if loaded.world_size > 1 and oom.evidence_of(error):
+            raise  # the siblings may have got further, and wait
+        against, in_favour, said = None, "", str(error).splitlines()[0]
+    if _largest(loaded, float(bool(said))):
+        return f"eager: its forwards cannot be recorded: {said or 'another rank failed'}", ""
+    return against, in_favour
 
 
 def _compare(

@@ -109,7 +109,10 @@ def _of_speed(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Find
     smaller = [
         other
         for other in series
-        if other.sequences_per_s is not None and other.case.batch_size < result.case.batch_size
+        if other.sequences_per_s is not None
+        and other.case.batch_size < result.case.batch_size
+        # Few batches do not pay for CUDA graphs: that a larger size ran without them says nothing of batching.
+        and other.case.execution == result.case.execution
     ]
     wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
     if not smaller or wrong or result.sequences_per_s is None or said("batching-stopped-paying", series):

@@ -94,6 +94,7 @@ class Planner:
             )
         machine = self.machine(options)
         self._check_device(options, machine)
+        self._check_processes(options, machine)
         source = self._source(options, chosen)
         case = Case(
             strategy=strategy.name,
@@ -144,6 +145,16 @@ class Planner:
             )
         self._strategies[written] = place, strategy
         return place, strategy
+
+    def _check_processes(self, options: Options, machine: Machine) -> None:
+        """Refuse devices that nobody takes: on a CPU they are processes."""
+        if machine.device == "cpu" and machine.devices > 1:
+            chosen = [self._strategy(name)[1] for name in options.strategy]
+            if all(strategy.ranks(machine.devices) == 1 for strategy in chosen):
+                names = ", ".join(strategy.name for strategy in chosen)
+                raise ValueError(
+                    f"--llmgpu-devices={machine.devices}: on a CPU they are processes, and {names} has 1: allowed is 1"
+                )
 
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
         wanted = (options.model, options.revision, options.tokenizer, options.load_format, dataset.sha256)

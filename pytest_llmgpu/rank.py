@@ -1,8 +1,9 @@
 """What one rank does: load a model through its strategy, then score case after case until it is told to stop.
 
-`python -m pytest_llmgpu.rank REPORT CASE_ID` runs one case of a report by hand, under a debugger if need be; with more
-than one rank, start it with torchrun. A report names a dataset or model outside the rootdir by its last component only:
-say where it is with `--dataset` and `--model`.
+`python -m pytest_llmgpu.rank REPORT CASE_ID` runs one case of a report by hand, under a debugger if need be; a case of
+several processes is started with `torchrun --nproc-per-node=N -m pytest_llmgpu.rank`, and the first of them prints. A
+report names a strategy of your own by its name, a dataset or model outside the rootdir by its last component only: say
+where they are with `--strategy`, `--dataset` and `--model`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import gzip
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu import execution, memory, models, oom, scoring, strategies
+from pytest_llmgpu import by_hand, execution, memory, models, oom, scoring, strategies
 from pytest_llmgpu.batching import Plan
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.launchers.protocol import FinishedBatch
@@ -33,7 +31,6 @@ from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.result import Accuracy, Batches, Failure, Outcome, Phase
 from pytest_llmgpu.strategies.protocol import Workspace
-from pytest_llmgpu.tasks import hellaswag
 from pytest_llmgpu.tasks.hellaswag import Item
 
 if TYPE_CHECKING:
@@ -63,19 +60,6 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: Accuracy
     memory: list[DeviceUse]
     workspace: Workspace | None
-
-
-class _Row(msgspec.Struct):
-    """What of a report's row says what was measured."""
-
-    id: str
-    case: Case
-
-
-class _Rows(msgspec.Struct):
-    """What of a report is needed to measure one of its cases again."""
-
-    cases: list[_Row]
 
 
 class RankState:
@@ -233,60 +217,13 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
         answers.send_bytes(payload)
 
 
-def run_by_hand(report_path: str, case_id: str, dataset: str | None = None, model: str | None = None) -> ScoreReply:
-    """Measure one case of a report in this process.
-
-    Args:
-        report_path: The report, compressed or not.
-        case_id: Id of the case in it.
-        dataset: Where the case's dataset is, None for the name the report has, looked for from the working directory.
-        model: The same of the directory of its model.
-
-    Raises:
-        SystemExit: There is no such case, or its model or dataset is not to be had, or not the one that was measured.
-    """
-    case = _case_of(report_path, case_id)
-    here = Path.cwd()
-    try:
-        scored = hellaswag.load(dataset or case.dataset, rootdir=here, limit=case.limit)
-    except ValueError as error:
-        sys.exit(f"{error} (--dataset PATH says where it is)")
-    name = model or case.model
-    # The revision of a directory is its fingerprint, which is compared below; only the hub can be asked for one.
-    revision = None if model or name == "bundled" or Path(name).is_dir() else case.revision
-    try:
-        source = models.resolve(
-            name, revision=revision, load_format=case.load_format, texts=scored.texts(), rootdir=here
-        )
-    except ValueError as error:
-        sys.exit(f"{error} (--model DIR says where it is)")
-    for what, found, measured in (
-        ("dataset", scored.sha256, case.dataset_sha256),
-        ("tokenizer", source.tokenizer_sha256, case.tokenizer_sha256),
-        ("model", source.revision, case.revision),
-    ):
-        if found != measured:
-            sys.exit(f"{case_id}: the {what} is not the one of {report_path}: {found} instead of {measured}")
-    state = RankState(on_batch=lambda batch: print(*batch, file=sys.stderr))
-    load(state, case, source, strategies.find(case.strategy))
-    give(state, scored.sha256, scored.items)
-    return score(state, scored.sha256, case.batch_size)
-
-
-def _case_of(report_path: str, case_id: str) -> Case:
-    try:
-        data = Path(report_path).read_bytes()
-        if data.startswith(b"\x1f\x8b"):
-            data = gzip.decompress(data)
-        rows = msgspec.json.decode(data, type=_Rows).cases
-    except OSError as error:
-        sys.exit(f"report {report_path} cannot be read: {error.strerror or error}")
-    except (EOFError, zlib.error, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
-        sys.exit(f"report {report_path} is broken: {error}")
-    cases = {row.id: row.case for row in rows}
-    if case_id not in cases:
-        sys.exit(f"{case_id!r} is no case of {report_path}: it has {', '.join(cases)}")
-    return cases[case_id]
+def run_by_hand(ordered: by_hand.Ordered) -> ScoreReply:
+    """Measure one case of a report in this process, which is one rank of it."""
+    first = os.environ.get("RANK", "0") == "0"
+    state = RankState(on_batch=lambda batch: print(*batch, file=sys.stderr) if first else None)
+    load(state, ordered.case, ordered.source, ordered.strategy)
+    give(state, ordered.dataset.sha256, ordered.dataset.items)
+    return score(state, ordered.dataset.sha256, ordered.case.batch_size)
 
 
 def die_with_parent(parent: int) -> None:
@@ -302,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", nargs=4, type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("report", nargs="?", help="report that holds the case")
     parser.add_argument("case_id", nargs="?", help="id of the case, such as mp-bs8")
+    parser.add_argument("--strategy", metavar="MODULE:ATTRIBUTE", help="where the case's strategy is, if not built in")
     parser.add_argument("--dataset", metavar="PATH", help="where the case's dataset is, if not where the report says")
     parser.add_argument("--model", metavar="DIR", help="where the case's model is, if not where the report says")
     arguments = parser.parse_args(argv)
@@ -319,8 +257,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if arguments.case_id is None:
         parser.error("a report and the id of one of its cases are needed")
-    reply = run_by_hand(arguments.report, arguments.case_id, arguments.dataset, arguments.model)
-    print(msgspec.json.encode(reply).decode())
+    ordered = by_hand.find(
+        arguments.report,
+        arguments.case_id,
+        strategy=arguments.strategy,
+        dataset=arguments.dataset,
+        model=arguments.model,
+    )
+    reply = run_by_hand(ordered)
+    if os.environ.get("RANK", "0") == "0":
+        print(msgspec.json.encode(reply).decode())
 
 
 if __name__ == "__main__":

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_llmgpu.case import Case
 from pytest_llmgpu.launchers.protocol import FinishedBatch
+from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.rank import RankState
+from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.tp import TensorParallel
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CannotPickleError(Exception):
@@ -113,3 +120,58 @@ def fork_and_die(_state: RankState) -> None:
     if os.fork() == 0:
         threading.Event().wait()
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class UncompiledTensorParallel(TensorParallel):
+    """Strategy tp without DeepSpeed's extension for all-reduces through shared memory, which it would compile."""
+
+    def load(self, case: Case, source: ModelSource) -> Loaded:
+        """Load as strategy tp does."""
+        if case.backend == "deepspeed":
+            # DeepSpeed asks for it when it is imported, and else warns that there is no GPU.
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            from deepspeed import ops
+
+            ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        return super().load(case, source)
+
+
+# What `llm.run` has ranks do, with the model that they hold.
+
+
+def parts(loaded: Loaded) -> dict[str, tuple[int, ...]]:
+    """Return the shape of what this rank holds of each parameter."""
+    from torch.distributed.tensor import DTensor
+
+    named = loaded.model.named_parameters()
+    return {name: tuple((part.to_local() if isinstance(part, DTensor) else part).shape) for name, part in named}
+
+
+def logits(loaded: Loaded, ids_BS: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a batch."""
+    import torch
+
+    with torch.inference_mode():
+        answer: torch.Tensor = loaded.model(input_ids=ids_BS).logits
+    return answer
+
+
+def dtypes(loaded: Loaded) -> dict[str, str]:
+    """Return the dtype of each parameter and buffer."""
+    named = [*loaded.model.named_parameters(), *loaded.model.named_buffers()]
+    return {name: str(tensor.dtype) for name, tensor in named}
+
+
+def process(_loaded: Loaded) -> int:
+    """Return the process id."""
+    return os.getpid()
+
+
+def break_rank_1(loaded: Loaded) -> None:
+    """Have every forward of rank 1 raise, while the others wait for it in a collective."""
+
+    def fail_forward(*_: Any) -> NoReturn:
+        raise ValueError("the layer is broken")
+
+    if loaded.rank == 1:
+        loaded.model.register_forward_pre_hook(fail_forward)

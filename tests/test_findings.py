@@ -440,6 +440,13 @@ def test_batching_that_stopped_paying_is_said_once() -> None:
     assert "batch size 2" in finding.next_step
 
 
+def test_batching_is_judged_among_cases_that_ran_alike() -> None:
+    """Few large batches do not pay for CUDA graphs: that they are slower than graphed small ones is no limit."""
+    graphed = make_result(5.0, batch_size=2, execution="cuda_graphs")
+    results = _judge([graphed, make_result(6.0, batch_size=4, execution="eager")])
+    assert "batching-stopped-paying" not in _codes(results[1])
+
+
 def test_a_machine_without_nvml_is_said_once() -> None:
     """Not for every case, and not on a CPU, where nobody expects a profile."""
     blind = make_profile(0, samples=0, why={"profile": "NVML Shared Library Not Found"})

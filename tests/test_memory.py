@@ -14,4 +14,4 @@ def test_a_cpu_has_no_cap_and_no_figures() -> None:
     memory.reset(_CPU)
     (use,) = memory.usage(_CPU, [None], [None], [0])
     assert (use.uuid, use.peak_allocated_bytes, use.weights_bytes) == (None, None, None)
-    assert set(use.why) == {"weights_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}
+    assert set(use.why) == {"weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}

@@ -59,8 +59,9 @@ def test_a_parameter_is_on_the_device_of_its_module() -> None:
     assert mp._device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")
 
 
-def test_several_devices_on_a_cpu_are_refused() -> None:
-    """There is one CPU to spread over."""
-    case = report_factory.make_case(device="cpu", devices=2)
-    with pytest.raises(ValueError, match=r"--llmgpu-devices=2: strategy mp on a CPU allows 1"):
-        mp.LayerParallel().check(case, _thirty_billion())
+def test_cuda_graphs_over_several_gpus_are_refused() -> None:
+    """What accelerate does between two GPUs cannot be recorded; on one GPU it has nothing to do."""
+    mp.LayerParallel().check(report_factory.make_case(devices=1, cuda_graphs="on"), _thirty_billion())
+    mp.LayerParallel().check(report_factory.make_case(devices=2, cuda_graphs="auto"), _thirty_billion())
+    with pytest.raises(ValueError, match=r"--llmgpu-cuda-graphs=on: strategy mp records them on 1 GPU"):
+        mp.LayerParallel().check(report_factory.make_case(devices=2, cuda_graphs="on"), _thirty_billion())

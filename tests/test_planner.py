@@ -75,8 +75,8 @@ def choose(model: Path, tmp_path: Path) -> Callable[..., Options]:
     return options
 
 
-def _planner(rootdir: Path, device: str = "cuda") -> Planner:
-    gpus = _GPUS if device == "cuda" else []
+def _planner(rootdir: Path, device: str = "cuda", devices: int = 2) -> Planner:
+    gpus = _GPUS[:devices] if device == "cuda" else []
     machine = Machine(device=device, devices=len(gpus) or 1, gpus=gpus, facts=TorchFacts(version="2"))
     return Planner(rootdir, lambda *_: machine, _KNOWN)
 
@@ -91,6 +91,17 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(tmp_path: Path, choo
     assert case.revision is not None
     assert len(request.items) == tiny_model.ITEMS
     assert _planner(tmp_path, "cpu").request(choose(), "mp", 4).case.dtype == "float32"
+
+
+def test_processes_that_no_strategy_takes_are_refused(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """On a CPU devices are processes: mp leaves them to the others, and alone it would leave them to nobody."""
+    machine = Machine(device="cpu", devices=2, gpus=[], facts=TorchFacts(version="2"))
+    known = {**_KNOWN, "tp": strategies.BUILT_IN["tp"]}
+    planner = Planner(tmp_path, lambda *_: machine, known)
+    together = choose(strategy=("mp", "tp"))
+    assert [planner.request(together, name, 4).case.devices for name in ("mp", "tp")] == [1, 2]
+    with pytest.raises(ValueError, match="--llmgpu-devices=2: on a CPU they are processes, and mp has 1: allowed is 1"):
+        planner.request(choose(strategy=("mp",)), "mp", 4)
 
 
 def test_items_of_a_tests_own_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
@@ -193,7 +204,8 @@ def test_a_case_holds_the_options_of_its_strategy_alone(
 def test_cuda_graphs_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
     """The choice is kept as it was made; only where it is `on` is it known beforehand how the forwards run."""
     cases = {
-        choice: _planner(tmp_path).request(choose(cuda_graphs=choice), "mp", 4).case for choice in ("auto", "on", "off")
+        choice: _planner(tmp_path, devices=1).request(choose(cuda_graphs=choice), "mp", 4).case
+        for choice in ("auto", "on", "off")
     }
     assert {choice: (case.cuda_graphs, case.execution) for choice, case in cases.items()} == {
         "auto": ("auto", "eager"),

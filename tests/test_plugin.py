@@ -228,7 +228,7 @@ def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester
         ),
         (["--llmgpu-limit=2", "--llmgpu-batch-sizes=9"], "batch size 9 is more than the 8 sequences*--llmgpu-limit=2*"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
-        (["--llmgpu-devices=2"], "*--llmgpu-devices=2: strategy mp on a CPU allows 1*"),
+        (["--llmgpu-devices=2"], "*--llmgpu-devices=2: on a CPU they are processes, and mp has 1: allowed is 1*"),
         (["--llmgpu-gpu-memory=8GiB"], "*no GPU to cap*"),
         (["--llmgpu-cuda-graphs=on"], "--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, *"),
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,24 @@ from typing import Any
 import msgspec
 import pytest
 import tiny_model
-from report_factory import make_case, make_failed, make_report
+from report_factory import make_case, make_failed, make_report, make_result
 
 from pytest_llmgpu import models, rank, report
+from pytest_llmgpu.by_hand import find
 from pytest_llmgpu.case import Case
+from pytest_llmgpu.metrics import decode
 from pytest_llmgpu.result import Failure
+from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.tasks import hellaswag
 
 ByHand = Callable[..., dict[str, Any]]
 """`by_hand("report.json", "mp-bs2", "--model", "m")`: what the command prints."""
+
+
+class Slow(LayerParallel):
+    """A strategy of somebody's own."""
+
+    name = "slow"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +67,8 @@ def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-def _write(case: Case, name: str = "report.json") -> None:
-    result = make_failed("error", Failure(phase="forward", message="x"))
+def _write(case: Case, name: str = "report.json", *, completed: bool = False) -> None:
+    result = make_result() if completed else make_failed("error", Failure(phase="forward", message="x"))
     result.id, result.case = case.id, case
     report.dump(make_report([result]), Path(name))
 
@@ -143,3 +154,108 @@ def test_a_report_without_a_case_is_bad_usage(by_hand: ByHand, capsys: pytest.Ca
         by_hand("report.json")
     assert caught.value.code == 2
     assert "the id of one of its cases" in capsys.readouterr().err
+
+
+def test_a_strategy_of_ones_own_runs_where_it_is_named(measured: tuple[Path, Case], by_hand: ByHand) -> None:
+    """A report has its name alone; without the flag one line asks for it, and another strategy is not taken for it."""
+    folder, case = measured
+    _write(msgspec.structs.replace(case, strategy="slow"))
+    files = ("report.json", "slow-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+    message = _refused(by_hand, *files)
+    assert message.startswith("slow-bs2: 'slow' is no strategy: allowed are iok, mp, tp")
+    assert message.endswith("(--strategy MODULE:ATTRIBUTE says where it is)")
+    message = _refused(by_hand, *files, "--strategy", "mp")
+    assert message == "slow-bs2: --strategy=mp is strategy 'mp', and 'slow' was measured"
+    answer = by_hand(*files, "--strategy", f"{__name__}:Slow")
+    assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
+
+
+@pytest.mark.parametrize(
+    ("strategy", "started", "message"),
+    [
+        ("tp", "1", "tp-bs2 needs 2 processes, and 1 was started: torchrun --nproc-per-node=2 -m "),
+        ("tp", "3", "tp-bs2 needs 2 processes, and 3 were started: torchrun --nproc-per-node=2 -m "),
+        ("mp", "2", "mp-bs2 needs 1 process, and 2 were started: python -m "),
+    ],
+)
+def test_another_number_of_processes_is_refused(
+    measured: tuple[Path, Case],
+    by_hand: ByHand,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    started: str,
+    message: str,
+) -> None:
+    """Instead of waiting for those that never come; the first process says it, and the others are silent."""
+    _write(msgspec.structs.replace(measured[1], strategy=strategy, devices=2))
+    monkeypatch.setenv("WORLD_SIZE", started)
+    refused = _refused(by_hand, "report.json", f"{strategy}-bs2")
+    assert refused == f"{message}pytest_llmgpu.rank report.json {strategy}-bs2"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        by_hand("report.json", f"{strategy}-bs2")
+    assert caught.value.code == 0
+
+
+def test_too_few_gpus_are_refused(
+    measured: tuple[Path, Case], by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report of a larger machine ends in one line."""
+    import torch
+
+    folder, case = measured
+    _write(msgspec.structs.replace(case, device="cuda", devices=4))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+    assert _refused(by_hand, "report.json", "mp-bs2", *files) == "mp-bs2 needs 4 GPUs, and torch can use 3 here"
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "completed", "expected"),
+    [
+        ("auto", "cuda_graphs", True, "on"),
+        ("auto", "eager", True, "off"),
+        ("auto", "eager", False, "auto"),
+        ("on", "cuda_graphs", True, "on"),
+        ("off", "eager", True, "off"),
+    ],
+)
+def test_a_case_runs_as_it_ran(
+    measured: tuple[Path, Case],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    ran: str,
+    completed: bool,
+    expected: str,
+) -> None:
+    """What `auto` chose is not left to another trial; where it chose nothing, it is."""
+    folder, case = measured
+    monkeypatch.chdir(tmp_path)
+    _write(msgspec.structs.replace(case, cuda_graphs=asked, execution=ran), completed=completed)
+    ordered = find("report.json", "mp-bs2", dataset=str(folder / "items.jsonl"), model=str(folder / "tiny"))
+    assert ordered.case.cuda_graphs == expected
+
+
+def test_a_case_of_two_processes_runs_under_torchrun(
+    measured: tuple[Path, Case], by_hand: ByHand, tmp_path: Path
+) -> None:
+    """Each holds half of every layer, both answer as the whole model does, and the first prints."""
+    folder, case = measured
+    files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+    _write(case)
+    right = by_hand("report.json", "mp-bs2", *files)
+    _write(msgspec.structs.replace(case, strategy="tp", backend="transformers", devices=2))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = subprocess.run(
+        [sys.executable, *torchrun, "-m", "pytest_llmgpu.rank", "report.json", "tp-bs2", *files],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = json.loads(printed)
+    assert found["plan_sha256"] == right["plan_sha256"]
+    assert decode(found["accuracy"]["loglikelihoods"]) == pytest.approx(
+        decode(right["accuracy"]["loglikelihoods"]), rel=1e-5
+    )

@@ -221,6 +221,50 @@ def test_plans_differ_by_items_order_and_shapes_only() -> None:
     assert len({same, *(other.sha256 for other in others)}) == 3
 
 
+@pytest.mark.parametrize(("multiple", "widths"), [(1, [7, 3, 1]), (2, [8, 4, 2]), (4, [8, 4, 4]), (16, [16, 16, 16])])
+def test_rows_are_padded_to_a_multiple(multiple: int, widths: list[int]) -> None:
+    """Fewer shapes to prepare for: each batch is as wide as the next multiple, with zeros behind its rows."""
+    plan = scoring.plan(_requests(*MIXED), 2, multiple=multiple)
+    assert [batch.width for batch in plan.batches] == widths
+    assert [batch.padded_tokens for batch in plan.batches] == [2 * widths[0], 2 * widths[1], widths[2]]
+    assert plan.tokens == widths[0]
+    assert [batch.tokens for batch in plan.batches] == [7 + 4, 3 + 2, 1], "padding is no input"
+    rows = plan.batches[0].packed[: 2 * widths[0]].view(2, -1).tolist()
+    assert rows == [[1, 2, 3, 4, 5, 6, 7] + [0] * (widths[0] - 7), [5, 6, 7, 8] + [0] * (widths[0] - 4)]
+
+
+def test_padding_changes_the_hash_and_no_batch() -> None:
+    """The same requests run together in the same order; latencies of other widths do not pair."""
+    narrow, wide = (scoring.plan(_requests(*MIXED), 2, multiple=multiple) for multiple in (1, 16))
+    assert [(batch.rows, batch.requests) for batch in wide.batches] == [
+        (batch.rows, batch.requests) for batch in narrow.batches
+    ]
+    assert wide.sha256 != narrow.sha256
+    # Where every row is a multiple already, the two are one plan.
+    even = _requests((tuple(range(17)), 2), (tuple(range(1, 18)), 2))
+    assert scoring.plan(even, 1, multiple=16).sha256 == scoring.plan(even, 1).sha256
+
+
+@pytest.mark.parametrize(
+    ("max_length", "multiple", "widths"),
+    [(64, 16, [16, 16]), (12, 16, [12, 12]), (10, 16, [10, 10]), (6, 16, [6, 6]), (6, 4, [6, 4])],
+)
+def test_padding_ends_where_the_model_does(max_length: int, multiple: int, widths: list[int]) -> None:
+    """No position is asked for that the model does not have; what is longer loses its beginning as ever."""
+    requests = _requests((tuple(range(11)), 2), ((1, 2, 3), 1), max_length=max_length)
+    assert [batch.width for batch in scoring.plan(requests, 1, multiple=multiple).batches] == widths
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
+    """Scored on wider rows, every ending is as likely as before."""
+    plan = scoring.plan(_requests(*MIXED), batch_size, multiple=16)
+    scores = scoring.score(model, plan, input_device=CPU)
+    assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
+        [_by_hand(model, *pair) for pair in MIXED], rel=1e-5
+    )
+
+
 @pytest.mark.parametrize("batch_size", [0, -1, 6])
 def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
     """Nothing, and more than there is, cannot be one forward."""

@@ -122,6 +122,9 @@ class KernelInjection:
             if not case.strategy_options.get("stock"):
                 _correct_residual_add(layer)
             layer.register_forward_pre_hook(_prepare_arguments, with_kwargs=True)
+        # The kernels turn queries and keys themselves: what transformers computes for that at every forward is waste.
+        decoder: Any = loaded.model.get_decoder()  # type: ignore[operator]  # a llama
+        decoder.rotary_emb.forward = lambda *_, **__: None
         # Before every forward, since a user's function may run another shape than was prepared for.
         loaded.model.register_forward_pre_hook(
             lambda _model, arguments, named: self._make_room(loaded, arguments, named), with_kwargs=True

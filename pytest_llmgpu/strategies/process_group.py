@@ -33,7 +33,7 @@ def join(case: Case) -> Seat:
     if world_size != case.devices:
         raise ValueError(
             f"{case.id} needs {case.devices} ranks, and {world_size} were started: "
-            f"torchrun --nproc-per-node={case.devices} --no-python starts as many"
+            f"torchrun --nproc-per-node={case.devices} starts as many"
         )
     if case.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

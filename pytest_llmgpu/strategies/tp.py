@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorParallel"]
 
+_AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _ON_CPU = " (a CPU counts as 1: --llmgpu-devices=2 starts two processes on it)"
 
 
@@ -30,11 +31,17 @@ class TensorParallel:
     backend = "transformers"
 
     def check(self, case: Case, source: ModelSource) -> None:
-        """Refuse a single device, and what cannot be cut evenly."""
+        """Refuse a single device, what cannot be cut evenly, and a dtype that DeepSpeed does not know on a CPU."""
         if case.devices < 2:  # noqa: PLR2004 - one device has nobody to share with
             where = _ON_CPU if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2{where}")
         sharing.check_divisible(case, source)
+        # Its accelerator allows float16 on some CPUs; a refusal that hangs on the machine helps nobody.
+        if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
+            raise ValueError(
+                f"--llmgpu-dtype={case.dtype}: DeepSpeed on a CPU knows {' and '.join(_AUTOTP_CPU_DTYPES)}; "
+                "--llmgpu-tp-backend=transformers takes the others"
+            )
 
     def ranks(self, devices: int) -> int:
         """Return one process per device."""

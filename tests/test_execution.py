@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pytest_llmgpu import execution, graphs, memory, oom, scoring
+from pytest_llmgpu.batching import Plan, Request, Requests
+from pytest_llmgpu.execution import Choice
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+_BATCH_SIZE = 2
+
+
+class _Gpu:
+    """A clock, and a GPU that computes what a CPU launches: a forward takes the longer of both."""
+
+    def __init__(self) -> None:
+        self.launching_s = 0.010
+        self.computing_s = 0.002
+        self.capturing_s = 0.020
+        self.error = 0.0
+        """By how much hidden states of graphs are off, as a fraction."""
+        self.graphed = False
+        self.recorded: set[tuple[int, ...]] = set()
+        self._now_s = 0.0
+        self._idle_s = 0.0
+
+    def replays(self) -> bool:
+        return self.graphed
+
+    def perf_counter(self) -> float:
+        return self._now_s
+
+    def synchronize(self, _device: torch.device | None = None) -> None:
+        self._now_s = max(self._now_s, self._idle_s)
+
+    def forward(self, _module: torch.nn.Module, _arguments: tuple[Any, ...], _named: dict[str, Any], out: Any) -> None:
+        launching_s = 0.0001 if self.graphed else self.launching_s
+        self._idle_s = self._now_s + max(launching_s, self.computing_s)
+        self._now_s += launching_s
+        if self.graphed:
+            out.last_hidden_state *= 1 + self.error
+
+
+class _Decoder:
+    """What `graphs.GraphedDecoder` is to `execution`, on the emulated GPU."""
+
+    gpu: _Gpu
+
+    def __init__(self, _model: torch.nn.Module, device: torch.device) -> None:
+        assert device == GPU
+        self.capture_s = [self.gpu.capturing_s]
+
+    def __enter__(self) -> _Decoder:  # noqa: PYI034 - typing.Self needs Python 3.11
+        self.gpu.graphed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.gpu.graphed = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        self.gpu.graphed = False
+        yield
+        self.gpu.graphed = True
+
+
+@pytest.fixture
+def model() -> Any:
+    """A random one-layer LLaMA."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+    """The GPU that the model is timed on, whose graphs pay for themselves unless it is told otherwise."""
+    gpu = _Gpu()
+    model.get_decoder().register_forward_hook(gpu.forward, with_kwargs=True)
+    for module in (execution, scoring):
+        monkeypatch.setattr(module, "time", gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(memory, "reset", lambda _devices: None)
+    monkeypatch.setattr(graphs, "GraphedDecoder", type("_DecoderOf", (_Decoder,), {"gpu": gpu}))
+    return gpu
+
+
+def _requests() -> Requests:
+    # 17 rows of 21 to 37 tokens: 9 batches, of 9 widths that are padded to 3.
+    rows = [tuple((7 * row + place) % 40 for place in range(21 + row)) for row in range(17)]
+    return Requests(
+        item_ids=tuple(f"{row}" for row in range(17)),
+        endings=(1,) * 17,
+        requests=tuple(Request(tokens=row, ending=2) for row in rows),
+        max_length=64,
+    )
+
+
+def _loaded(model: Any, *devices: torch.device, world_size: int = 1) -> Loaded:
+    # Ids stay on the CPU, which is where the model really is.
+    return Loaded(model=model, config=model.config, input_device=CPU, devices=devices or (GPU,), world_size=world_size)
+
+
+def _workspace(plan: Plan) -> Workspace:
+    return Workspace(tokens_requested=plan.tokens, tokens_granted=plan.tokens, workspace_bytes=1)
+
+
+def _choose(
+    loaded: Loaded, asked: str, prepare: Callable[[Plan], Workspace | None] = _workspace, dtype: str = "float16"
+) -> Choice:
+    with execution.chosen(loaded, _requests(), _BATCH_SIZE, asked=asked, dtype=dtype, prepare=prepare) as choice:
+        return choice
+
+
+def _padded(choice: Choice) -> bool:
+    return all(batch.width % graphs.MULTIPLE == 0 for batch in choice.plan.batches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "why"),
+    [
+        ("off", (GPU,), "no CUDA graphs: they were switched off"),
+        ("auto", (CPU,), "no CUDA graphs: CUDA graphs need a GPU"),
+        ("auto", (GPU, torch.device("cuda", 1)), "no CUDA graphs: one process drives several GPUs"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_without_graphs_forwards_are_eager_with_the_reason(
+    model: Any, asked: str, devices: tuple[torch.device, ...], why: str
+) -> None:
+    """Where there is nothing to decide nothing is timed, and rows are padded no further than they need."""
+    choice = _choose(_loaded(model, *devices), asked)
+    assert choice.execution == "eager"
+    assert choice.why.startswith(why)
+    assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+    assert choice.workspace == _workspace(choice.plan)
+
+
+def test_graphs_that_were_asked_for_are_not_weighed(model: Any, gpu: _Gpu) -> None:
+    """`on` takes them whatever they cost, for as long as the case lasts."""
+    gpu.capturing_s, gpu.computing_s = 1000.0, 1000.0
+    prepared: list[Plan] = []
+
+    def prepare(plan: Plan) -> None:
+        assert not gpu.replays(), "a graph has the workspace's address"
+        prepared.append(plan)
+
+    with execution.chosen(
+        _loaded(model), _requests(), _BATCH_SIZE, asked="on", dtype="float16", prepare=prepare
+    ) as choice:
+        assert gpu.replays()
+    assert not gpu.replays()
+    assert (choice.execution, choice.why) == ("cuda_graphs", "CUDA graphs were asked for")
+    assert _padded(choice)
+    assert prepared == [choice.plan]
+
+
+@pytest.mark.parametrize("devices", [(CPU,), (GPU, torch.device("cuda", 1))], ids=["CPU", "two GPUs"])
+@pytest.mark.usefixtures("gpu")
+def test_graphs_that_were_asked_for_and_cannot_be_had_are_refused(
+    model: Any, devices: tuple[torch.device, ...]
+) -> None:
+    """One line names the option and the reason: nothing is measured eagerly under a name that says graphs."""
+    reason = graphs.reason_against(model, devices)
+    with pytest.raises(ValueError, match=f"^--llmgpu-cuda-graphs=on: {reason}$"):
+        _choose(_loaded(model, *devices), "on")
+
+
+def test_graphs_that_pay_are_taken(model: Any, gpu: _Gpu) -> None:
+    """9 batches that save 8 ms each pay for 3 recordings of 20 ms, and the sentence has these figures."""
+    loaded, prepared = _loaded(model), list[int]()
+
+    def prepare(plan: Plan) -> Workspace:
+        prepared.append(plan.tokens)
+        return _workspace(plan)
+
+    with execution.chosen(loaded, _requests(), _BATCH_SIZE, asked="auto", dtype="float16", prepare=prepare) as choice:
+        assert gpu.replays()
+    assert not gpu.replays()
+    assert choice.execution == "cuda_graphs"
+    assert choice.why.startswith(
+        "CUDA graphs: a batch takes 2.0 ms as a graph and 10.0 ms eagerly, 3 recordings 20.0 ms each; "
+    )
+    assert _padded(choice)
+    assert prepared == [36, 48], "eager, then padded"
+    assert choice.workspace == _workspace(choice.plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"computing_s": 0.021}, "eager: the GPU is the bottleneck, kernels are launched in 10.0 ms of 21.0 ms"),
+        (
+            {"capturing_s": 0.025},
+            "eager: CUDA graphs would not pay for themselves over 9 batches: a batch takes 2.0 ms",
+        ),
+        ({"error": 0.5}, "eager: as a CUDA graph, log-likelihoods differ by "),
+    ],
+    ids=["busy", "too dear", "other answers"],
+)
+def test_graphs_that_do_not_help_are_not_taken(
+    model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, changes: dict[str, float], why: str
+) -> None:
+    """The case is as if they had not been tried: its own batches, its own workspace, and a clean memory before it."""
+    for name, value in changes.items():
+        setattr(gpu, name, value)
+    events: list[str] = []
+    monkeypatch.setattr(memory, "reset", lambda _devices: events.append("reset"))
+
+    def prepare(plan: Plan) -> Workspace:
+        events.append(f"{plan.tokens}")
+        return _workspace(plan)
+
+    choice = _choose(_loaded(model), "auto", prepare)
+    assert choice.execution == "eager"
+    assert choice.why.startswith(why)
+    assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+    assert choice.workspace == _workspace(choice.plan)
+    assert events[-2:] == ["reset", "36"]
+    assert not gpu.replays()
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", "eager"), ("bfloat16", "cuda_graphs")])
+def test_how_equal_answers_must_be_is_the_dtypes(model: Any, gpu: _Gpu, dtype: str, expected: str) -> None:
+    """What is rounding in bfloat16 is a difference in float32."""
+    gpu.error = 1e-2
+    assert _choose(_loaded(model), "auto", dtype=dtype).execution == expected
+
+
+def test_no_room_for_padded_rows_leaves_the_case_eager(model: Any, gpu: _Gpu) -> None:
+    """A workspace that holds the rows as they are is no reason to call the case out of memory."""
+
+    def prepare(plan: Plan) -> Workspace:
+        assert not gpu.replays()
+        if plan.tokens > 36:
+            raise oom.WorkspaceError(plan.tokens, 36)
+        return _workspace(plan)
+
+    choice = _choose(_loaded(model), "auto", prepare)
+    assert (choice.execution, choice.plan.tokens) == ("eager", 36)
+    assert choice.why == "eager: there is no room for rows padded as CUDA graphs need them"
+
+
+def test_no_room_at_all_is_out_of_memory(model: Any, gpu: _Gpu) -> None:  # noqa: ARG001 - nothing is timed for real
+    """What does not hold the rows as they are is the case's outcome."""
+
+    def prepare(plan: Plan) -> None:
+        raise oom.WorkspaceError(plan.tokens, 0)
+
+    with pytest.raises(oom.WorkspaceError):
+        _choose(_loaded(model), "auto", prepare)
+
+
+@pytest.mark.parametrize("first_says", [True, False])
+def test_ranks_do_as_the_first_one_says(
+    model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, first_says: bool
+) -> None:
+    """A rank whose own figures say otherwise goes along: else it would wait for the others in a collective for ever."""
+    gpu.capturing_s = 1000.0 if first_says else 0.0
+    own: list[bool] = []
+
+    def broadcast(said: torch.Tensor, src: int) -> None:
+        assert src == 0
+        own.append(bool(said))
+        # Of whether the GPU is busy and whether the answers agree, the two ranks are of one mind.
+        said.fill_(first_says if len(own) == 3 else bool(said))
+
+    _on_cpu(monkeypatch)
+    monkeypatch.setattr(distributed, "broadcast", broadcast)
+    monkeypatch.setattr(distributed, "all_reduce", lambda _told, op: None)  # noqa: ARG005 - called by name
+    choice = _choose(_loaded(model, world_size=2), "auto")
+    assert own == [False, True, not first_says]
+    assert choice.execution == ("cuda_graphs" if first_says else "eager")
+
+
+def test_what_is_missing_on_one_rank_is_missing_on_all(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """A workspace that only another rank has no room for keeps graphs from this one, too."""
+
+    def all_reduce(told: torch.Tensor, op: Any) -> None:
+        assert op == distributed.ReduceOp.MAX
+        if float(told) == 0.0:
+            told.fill_(1.0)
+
+    _on_cpu(monkeypatch)
+    monkeypatch.setattr(distributed, "broadcast", lambda _said, src: None)  # noqa: ARG005 - called by name
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    choice = _choose(_loaded(model, world_size=2), "auto")
+    assert choice.why == "eager: there is no room for rows padded as CUDA graphs need them"
+
+
+def test_graphs_are_left_where_a_case_fails(model: Any, gpu: _Gpu) -> None:
+    """The next case finds the model as it was."""
+
+    def fail() -> None:
+        with execution.chosen(
+            _loaded(model), _requests(), _BATCH_SIZE, asked="auto", dtype="float16", prepare=_workspace
+        ) as choice:
+            assert choice.execution == "cuda_graphs"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not gpu.replays()
+
+
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tensors that ranks exchange be made here, whatever device they are meant for."""
+    make = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data, **named: make(data, **{**named, "device": CPU}))
+
+
+def test_a_forward_that_cannot_be_recorded_runs_eagerly(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are an offer: a model that asks the GPU for a number in the middle of its forward is measured without."""
+    assert gpu.launching_s
+
+    def capture(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(execution, "_compare", capture)
+    choice = _choose(_loaded(model), "auto")
+    assert choice.execution == "eager"
+    assert choice.why == ("eager: its forwards cannot be recorded: operation not permitted when stream is capturing")
+
+
+def test_out_of_memory_in_one_of_several_ranks_is_told(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its siblings may wait in a collective, so nobody is asked whether to go on."""
+    assert gpu.launching_s
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(execution, "_compare", run_out)
+    monkeypatch.setattr(execution, "_agree", lambda _loaded, yes: yes)
+    monkeypatch.setattr(execution, "_largest", lambda _loaded, value: value)
+    with pytest.raises(torch.OutOfMemoryError):
+        _choose(_loaded(model, world_size=2), "auto")
+    assert _choose(_loaded(model), "auto").execution == "eager"
