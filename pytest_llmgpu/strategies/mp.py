@@ -30,7 +30,7 @@ class LayerParallel:
         """Refuse CUDA graphs over several GPUs: what accelerate does between two of them cannot be recorded."""
         if case.cuda_graphs == "on" and case.devices > 1:
             raise ValueError(
-                f"--llmgpu-cuda-graphs=on: strategy {self.name} records them on 1 GPU, and this run has {case.devices}: "
+                f"--llmgpu-cuda-graphs=on: strategy {self.name} records them on 1 GPU, here are {case.devices}: "
                 "auto and off are allowed"
             )
 
