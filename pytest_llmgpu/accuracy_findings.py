@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu import comparison
-from pytest_llmgpu.accuracy import is_rounding, smallest_batch_size
+from pytest_llmgpu.accuracy import foreign_numbers, smallest_batch_size
 from pytest_llmgpu.metrics import decode, measured, value_of
 from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult, Finding, Launch
 
@@ -45,7 +45,7 @@ def _of_weights(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[F
     mp, smallest = comparison.reference(result, earlier), smallest_batch_size(result, earlier)
     if _collapsed(result, accuracy, check, (smallest, mp)):
         yield _collapse(result, accuracy, check, smallest, mp)
-    elif check.ok is False and result.comparison and not is_rounding(result.comparison, result.case.dtype):
+    elif check.ok is False and foreign_numbers(result, mp):
         yield _failure("loglikelihood-mismatch", f"{check.text}{_lost(result)}", _OTHERWISE, result)
     elif check.ok is False:
         advice = (

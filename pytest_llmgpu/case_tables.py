@@ -36,6 +36,9 @@ _LEGEND = {
     "-": "-: not run, a smaller batch size was out of memory",
 }
 
+_USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed"}
+"""Backends that a title need not name."""
+
 Rows = dict[tuple[int, int], dict[str, CaseResult]]
 """Batch size and number of the measurement to the result of each column."""
 
@@ -154,13 +157,14 @@ def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
 
 
 def _title(case: Case, columns: Sequence[Case]) -> str:
-    """Return the strategy, with what tells it from the other columns of the same strategy."""
+    """Return the strategy, with what is not usual of it and what tells it from other columns of the same strategy."""
     alike = [other for other in columns if other.strategy == case.strategy]
-    backend = case.backend if any(other.backend != case.backend for other in alike) else None
+    unusual = _USUAL_BACKENDS.get(case.strategy, case.backend) != case.backend
+    backend = case.backend if unusual or any(other.backend != case.backend for other in alike) else None
     options = [
         f"{name}={value}"
         for name, value in case.strategy_options.items()
-        if any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
+        if value or any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
     ]
     return " ".join(filter(None, [case.strategy, backend, *options]))
 

@@ -94,7 +94,6 @@ def compare(result: CaseResult, reference: CaseResult, metric: str) -> Compariso
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
     lost, won = lost_and_won(worst, before, metric) or (None, None)
     differences = [largest_difference(accuracy.loglikelihoods, before.loglikelihoods) for accuracy in accuracies]
-    typical = [typical_difference(accuracy.loglikelihoods, before.loglikelihoods) for accuracy in accuracies]
     finite = [difference for difference in differences if difference is not None]
     return Comparison(
         reference=reference.id,
@@ -104,7 +103,12 @@ def compare(result: CaseResult, reference: CaseResult, metric: str) -> Compariso
         won=won,
         mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
         largest_difference=max(finite) if len(finite) == len(differences) else None,
-        typical_difference=max(typical) if len(finite) == len(differences) else None,
+        typical_difference=None
+        if len(finite) < len(differences)
+        else max(
+            typical_difference(decode(accuracy.loglikelihoods), decode(before.loglikelihoods))
+            for accuracy in accuracies
+        ),
     )
 
 
@@ -138,11 +142,10 @@ def largest_difference(loglikelihoods: str, expected: str) -> float | None:
     return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
 
 
-def typical_difference(loglikelihoods: str, expected: str) -> float:
+def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
     """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite."""
-    pairs = list(zip(decode(loglikelihoods), decode(expected), strict=True))
-    total = math.fsum(abs(b) for _, b in pairs)
-    return math.fsum(abs(a - b) for a, b in pairs) / (total or 1.0)
+    total = math.fsum(map(abs, expected))
+    return math.fsum(abs(a - b) for a, b in zip(values, expected, strict=True)) / (total or 1.0)
 
 
 def by_chance(lost: int, won: int) -> float:

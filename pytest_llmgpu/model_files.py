@@ -140,6 +140,14 @@ def check_weights(directory: Path) -> None:
         _header(path)
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that transformers reads, one or those of the index: others in the folder are not the model's."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if not whole.exists() and index.exists():
+        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    return [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
+
+
 def fingerprint(directory: Path, *, weights: bool) -> str:
     """Return a hash that tells checkpoints apart without reading them whole.
 

@@ -153,7 +153,8 @@ class Options:
         _one_of("auto", "on", "off"),
         "auto",
         "{auto,on,off}",
-        "replay each forward from a CUDA graph; auto: where the strategy and the model allow it",
+        "replay forwards from CUDA graphs; auto: in each case where it gives the same answers and saves time; on: "
+        "wherever they can be recorded (not mp over several GPUs)",
     )
     tp_backend: str = _option(
         _one_of("transformers", "deepspeed"), "transformers", "{transformers,deepspeed}", "library that carries tp out"

@@ -76,7 +76,7 @@ class Planner:
         """
         place, strategy = self._strategy(strategy_name)
         backend, strategy_options = _backend_and_options(strategy, options)
-        if importlib.util.find_spec(backend) is None:
+        if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
             package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
             raise ValueError(f"--strategy={strategy_name} needs {backend}: pip install {package}")
         selected = self.dataset(options)
@@ -95,27 +95,37 @@ class Planner:
         machine = self.machine(options)
         self._check_device(options, machine)
         self._check_processes(options, machine)
-        source = self._source(options, chosen)
-        case = Case(
-            strategy=strategy.name,
-            backend=backend,
-            strategy_options=strategy_options,
-            batch_size=batch_size,
-            model=source.name,
-            revision=source.revision,
-            load_format=options.load_format,
-            dtype=_dtype(options.dtype, machine.device),
-            device=machine.device,
+
+        def case_of(source: ModelSource) -> Case:
             # On a CPU devices are processes, and a strategy of one process leaves the others alone.
-            devices=machine.devices if machine.device == "cuda" else strategy.ranks(machine.devices),
-            cuda_graphs=options.cuda_graphs,
-            execution="cuda_graphs" if options.cuda_graphs == "on" else "eager",
-            gpu_memory_bytes=options.gpu_memory,
-            dataset=chosen.name,
-            dataset_sha256=chosen.sha256,
-            tokenizer_sha256=source.tokenizer_sha256,
-            limit=limit,
-        )
+            processes = strategy.ranks(machine.devices)
+            recorded = options.cuda_graphs == "on" and (processes > 1 or machine.devices == 1)
+            return Case(
+                strategy=strategy.name,
+                backend=backend,
+                strategy_options=strategy_options,
+                batch_size=batch_size,
+                model=source.name,
+                revision=source.revision,
+                load_format=options.load_format,
+                dtype=_dtype(options.dtype, machine.device),
+                device=machine.device,
+                devices=machine.devices if machine.device == "cuda" else processes,
+                cuda_graphs=options.cuda_graphs,
+                execution="cuda_graphs" if recorded else "eager",
+                gpu_memory_bytes=options.gpu_memory,
+                dataset=chosen.name,
+                dataset_sha256=chosen.sha256,
+                tokenizer_sha256=source.tokenizer_sha256,
+                limit=limit,
+            )
+
+        if options.load_format != "dummy" and not models.is_preset(options.model):
+            # Asked of the config alone first: what cannot work must not cost a download of weights.
+            outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
+            strategy.check(case_of(outline), outline)
+        source = self._source(options, chosen)
+        case = case_of(source)
         strategy.check(case, source)
         return Request(
             case=case,

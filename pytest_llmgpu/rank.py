@@ -100,6 +100,11 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
     state.held_bytes = memory.hold(devices, case.gpu_memory_bytes)
     state.devices, state.weights_bytes, state.loading_peak_bytes = devices, [None] * len(devices), [None] * len(devices)
     state.loaded = strategy.load(case, source)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.loaded.world_size != started:
+        raise ValueError(
+            f"strategy {case.strategy} loaded for {state.loaded.world_size} ranks (Loaded.world_size), {started} run"
+        )
     state.weights_bytes, state.loading_peak_bytes = memory.allocated(devices), memory.peaks(devices)
     return state.use()
 

@@ -144,6 +144,7 @@ class Runner:
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
         launch.wall_s = time.monotonic() - began
+        assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
         launch.warmup_s = max(reply.warmup_s for reply in replies)
         launch.plan_sha256 = replies[0].plan_sha256
         launch.batches = slowest([reply.batches for reply in replies])
@@ -219,24 +220,24 @@ class Runner:
 def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
     case = request.case
     visible = ",".join(gpu.uuid for gpu in request.machine.gpus) if case.device == "cuda" else ""
-    if world_size == 1:
-        return [{"CUDA_VISIBLE_DEVICES": visible}]
+    threads = {} if world_size == 1 else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _share(world_size)}
     return [
         {
             "CUDA_VISIBLE_DEVICES": visible,
+            **threads,
+            # Also of a single one: the job that runs pytest may have ranks of its own.
             "RANK": str(number),
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // world_size)),
         }
         for number in range(world_size)
     ]
 
 
-def _cores() -> int:
-    """Return how many cores this process may use, of which each rank on a CPU gets its share."""
-    return len(os.sched_getaffinity(0))
+def _share(world_size: int) -> str:
+    """Return how many of this process's cores each rank gets."""
+    return str(max(1, len(os.sched_getaffinity(0)) // world_size))
 
 
 def _device_memory(

@@ -106,11 +106,16 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
         if comparison.mcnemar_p is not None:
             text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {written(comparison.mcnemar_p)})"
         parts.append(text)
-    difference = comparison.largest_difference
+    # What is judged: of random weights the largest difference, of trained ones the typical, since one near 0 is large.
+    dummy = result.case.load_format == "dummy"
+    difference = comparison.largest_difference if dummy else comparison.typical_difference
     if difference is None:
         parts.append("not all log-likelihoods are finite")
+    elif not difference:
+        parts.append("log-likelihoods equal")
     else:
-        parts.append(f"log-likelihoods within {difference:.1e}" if difference else "log-likelihoods equal")
+        how = "within" if dummy else "typically"
+        parts.append(f"log-likelihoods {how} {100 * difference:.2g} %{'' if dummy else ' apart'}")
     return parts
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu import models
+from pytest_llmgpu import model_files, models
 from pytest_llmgpu.models import ModelSource
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device,
 
         return make
     assert source.directory is not None
-    files = [safe_open(path, "pt", device=str(device)) for path in sorted(Path(source.directory).glob("*.safetensors"))]
+    files = [safe_open(path, "pt", device=str(device)) for path in model_files.weight_files(Path(source.directory))]
     holder = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
     if all(name in holder for name, _ in skeleton.named_parameters()):
         return lambda name, _: holder[name].get_tensor(name).to(dtype)  # type: ignore[no-untyped-call]

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from report_factory import encode, make_accuracy, make_answers, make_case, make_failed, make_result
 
-from pytest_llmgpu.accuracy import baseline, check, check_accuracy, check_dummy, smallest_batch_size
+from pytest_llmgpu import bundled
+from pytest_llmgpu.accuracy import baseline, check, check_accuracy, check_dummy, foreign_numbers, smallest_batch_size
 from pytest_llmgpu.result import AccuracyCheck, CaseResult
 
 
@@ -356,3 +357,35 @@ def test_a_batch_size_that_loses_answers_fails_although_mp_lost_them_too() -> No
     ]
     found = _check(make_result(1.0, bad, strategy="tp", batch_size=8, **_MINE), session)
     assert (found.ok, found.source) == (False, "tp-bs1")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "agrees"), [("float16", 4e-3, True), ("float16", 6e-3, False), ("float32", 2e-3, False)]
+)
+def test_numbers_that_are_not_the_models_fail_though_its_answers_hold(dtype: str, off: float, agrees: bool) -> None:
+    """A trained model is sure of its answers: a wrong kernel shows in its log-likelihoods, which count together."""
+    values = [-1.0, -2.0, -3.0, -1e-9]
+    answers = [make_accuracy(1.0, 1, [0], [value * (1 + change) for value in values]) for change in (0.0, off)]
+    # One near 0 may be another number altogether.
+    shaken = make_accuracy(1.0, 1, [0], [*(value * (1 + off) for value in values[:3]), -1e-6])
+    mp = make_result(1.0, answers[0], dtype=dtype)
+    for accuracy in (answers[1], shaken):
+        result = make_result(1.0, accuracy, strategy="iok", dtype=dtype)
+        found = check(result, [mp], given=1.0, metric="acc_norm", tolerance=0.0)
+        assert found is not None
+        assert found.ok is agrees
+        assert (foreign_numbers(result, mp) is None) is agrees
+
+
+def test_the_bundled_model_has_numbers_to_be_held_against() -> None:
+    """`--strategy=iok` alone is as wrong as with mp beside it; the first items suffice."""
+    right = list(bundled.loglikelihoods()[:8])
+    case: dict[str, Any] = {"model": "bundled", "dataset": "bundled", "dtype": "float32", "strategy": "iok"}
+    wrong = [value * 1.1 for value in right]
+    assert foreign_numbers(make_result(1.0, make_accuracy(1.0, 2, [0, 0], right), **case), None) is None
+    assert foreign_numbers(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None) == (
+        "log-likelihoods typically differ by 10.0 % from those registered for the bundled model, and float32 explains "
+        "0.1 %"
+    )
+    case["model"] = "somebody's"
+    assert foreign_numbers(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None) is None

@@ -139,21 +139,25 @@ def test_one_strategy_with_two_options_has_two_columns() -> None:
     assert "mp max_tokens=1024" in text
 
 
-def test_a_title_says_only_what_tells_columns_apart() -> None:
-    """Options that are equal, or that another strategy has, are no part of it; nor is a backend that is the same."""
+def test_a_title_says_what_is_unusual_and_what_tells_columns_apart() -> None:
+    """An option that is set, and a backend that is not the usual one, may not pass for a healthy run."""
     options: list[dict[str, Any]] = [{"stock": stock, "min_tokens": None} for stock in (False, True)]
     results = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
-    results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "huggingface")]
-    results.append(make_result(1.0, backend="accelerate", strategy_options={"stock": 3}))
+    results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "transformers")]
+    results.append(make_result(1.0, backend="accelerate", strategy_options={"stock": None}))
     header = time_table(results, _PLAIN).splitlines()[1]
     assert re.split(" {2,}", header.strip()) == [
         "batch size",
         "iok stock=False",
         "iok stock=True",
         "tp deepspeed",
-        "tp huggingface",
+        "tp transformers",
         "mp",
     ]
+    alone = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
+    assert "iok stock=True" in time_table(alone[1:], _PLAIN)
+    assert "stock" not in time_table(alone[:1], _PLAIN)
+    assert "tp deepspeed" in time_table([make_result(1.0, strategy="tp", backend="deepspeed")], _PLAIN)
 
 
 def test_colours_only_where_asked_for() -> None:

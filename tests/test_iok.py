@@ -263,6 +263,9 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
         ({"rope_parameters": {"rope_type": "llama3"}}, "float32", "cannot do its rope type 'llama3'"),
         ({"rope_scaling": {"type": "linear"}}, "float32", "cannot do its rope type 'linear'"),
         ({"attention_bias": True}, "float32", r"would drop its biases \(attention_bias is true\)"),
+        ({"hidden_act": "gelu"}, "float32", "would compute its activation 'gelu' as silu"),
+        ({"quantization_config": {"bits": 4}}, "float32", "cannot read quantized weights"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "float32", "would rotate whole heads"),
         ({"mlp_bias": True}, "float32", r"would drop its biases \(mlp_bias is true\)"),
         ({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 16}, "float32", "4 heads of 16 are not 128"),
         ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "heads of at least 32 in half precision"),
@@ -293,7 +296,6 @@ def test_the_collapse_of_the_study(bundled: ModelSource, monkeypatch: pytest.Mon
     rank.load(state, case, bundled, "emulated_iok:EmulatedInjection")
     rank.give(state, "items", items)
     right, collapsed = (rank.score(state, "items", batch_size) for batch_size in (8, 32))
-    print(right.accuracy.acc, collapsed.accuracy.acc, right.workspace, collapsed.workspace)
     assert right.accuracy.acc > 0.95
     assert 0.05 < collapsed.accuracy.acc < 0.45, "chance is 0.25"
     assert right.workspace is not None
@@ -332,6 +334,45 @@ def test_two_ranks_answer_as_the_plain_model(
     assert failure.tokens_requested is not None
     assert failure.tokens_granted is not None
     assert failure.tokens_requested > failure.tokens_granted > 0
+
+
+@pytest.mark.parametrize("strategies_chosen", ["iok", "mp,iok"])
+def test_the_stock_binding_fails_a_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, strategies_chosen: str
+) -> None:
+    """The bundled model answers right all the same, at every batch size: its numbers tell, with mp beside it or not."""
+    monkeypatch.setattr(environment, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
+    monkeypatch.setitem(strategies.BUILT_IN, "iok", "emulated_iok:EmulatedInjection")
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = pytester.runpytest_inprocess(
+        f"--strategy={strategies_chosen}", "--llmgpu-iok-stock", "--llmgpu-limit=10", "--llmgpu-batch-sizes=8"
+    )
+    case = report.load(pytester.path / ".llmgpu" / "last.json").cases[-1]
+    assert case.acc_norm == 1.0
+    assert [(finding.code, finding.severity) for finding in case.findings][:1] == [
+        ("loglikelihood-mismatch", "failure")
+    ]
+    result.stdout.fnmatch_lines(["*iok stock=True*", "*typically differ by*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_the_collapse_of_the_study_is_named_with_its_cause(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the option to the finding: the case completes, and the tokens granted are what it fails for."""
+    monkeypatch.setattr(environment, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
+    monkeypatch.setitem(strategies.BUILT_IN, "iok", "emulated_iok:EmulatedInjection")
+    monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = pytester.runpytest_inprocess(
+        "--strategy=iok", "--llmgpu-iok-min-tokens=1", "--llmgpu-limit=40", "--llmgpu-batch-sizes=32"
+    )
+    (case,) = report.load(pytester.path / ".llmgpu" / "last.json").cases
+    assert (case.outcome, case.launches[0].tokens_granted) == ("completed", 23)
+    assert case.acc_norm is not None
+    assert case.acc_norm < 0.45, "chance is 0.25"
+    result.stdout.fnmatch_lines(["*DeepSpeed's workspace held 23 of * tokens*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
 def _loglikelihoods(text: str) -> list[float]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import report_factory
 import torch
 
 from pytest_llmgpu import models, oom
@@ -57,11 +56,3 @@ def test_a_parameter_is_on_the_device_of_its_module() -> None:
     device_map: dict[str, int | str] = {"model.embed_tokens": 0, "model.layers.1": 2, "": "cpu"}
     assert mp._device_of("model.layers.1.mlp.up_proj.weight", device_map) == torch.device("cuda", 2)
     assert mp._device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")
-
-
-def test_cuda_graphs_over_several_gpus_are_refused() -> None:
-    """What accelerate does between two GPUs cannot be recorded; on one GPU it has nothing to do."""
-    mp.LayerParallel().check(report_factory.make_case(devices=1, cuda_graphs="on"), _thirty_billion())
-    mp.LayerParallel().check(report_factory.make_case(devices=2, cuda_graphs="auto"), _thirty_billion())
-    with pytest.raises(ValueError, match=r"--llmgpu-cuda-graphs=on: strategy mp records them on 1 GPU"):
-        mp.LayerParallel().check(report_factory.make_case(devices=2, cuda_graphs="on"), _thirty_billion())

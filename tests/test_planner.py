@@ -233,7 +233,7 @@ def test_a_case_has_the_name_that_its_strategy_has(tmp_path: Path, choose: Calla
         ("wrong", "test_planner:AlsoMine is registered as 'wrong' and names itself 'load'$"),
         ("test_planner:AlsoMine", "test_planner:AlsoMine and test_planner:Mine are both named 'load'; each needs a"),
         ("test_planner:Unnamed", "test_planner:Unnamed and pytest_llmgpu.strategies.mp:LayerParallel are both named"),
-        ("test_planner:Missing", "strategy test_planner:Missing cannot be had: AttributeError: "),
+        ("test_planner:Missing", "strategy test_planner:Missing cannot be imported: AttributeError: "),
     ],
 )
 def test_a_name_stands_for_one_strategy(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -20,6 +20,8 @@ from pytest_llmgpu.profiling.window import Profiler
 from pytest_llmgpu.rank import ScoreReply
 from pytest_llmgpu.result import Batches, CaseResult, DeviceProfile, Failure, Metric, Profile
 from pytest_llmgpu.runner import Request, Runner
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Workspace
 
 _GPUS = [Gpu(index=3, uuid="GPU-c", name="H", memory_bytes=10), Gpu(index=1, uuid="GPU-a", name="H", memory_bytes=10)]
 _MACHINE = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"))
@@ -170,7 +172,9 @@ def test_ranks_see_the_chosen_devices_in_order(recorded: list[CaseResult]) -> No
     """Devices are handed over by UUID, whatever CUDA_VISIBLE_DEVICES of the caller counts."""
     launcher = _FakeLauncher(_reply)
     _runner(launcher)[0].run(_request(_case(4)), recorded.append)
-    assert launcher.environments == [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]]
+    ((environment,),) = launcher.environments
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-c,GPU-a"
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1"), "whatever job pytest itself is a rank of"
 
 
 def test_a_model_is_loaded_once_for_all_batch_sizes(recorded: list[CaseResult]) -> None:
@@ -303,3 +307,79 @@ def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
     with pytest.raises(OSError, match="no space left"):
         runner.run(_request(_case(4)), recorded.append)
     assert recorded[0].outcome == "error"
+
+
+class _Building:
+    """A strategy that counts its builds; its place is `test_runner:Building`."""
+
+    builds: ClassVar[list[str]] = []
+    broken = False
+
+
+class Building(LayerParallel):
+    """Compiles something first."""
+
+    name = "building"
+
+    def build(self, case: Case, say: Callable[[str], None]) -> None:
+        """Say and count, or fail."""
+        say("compiling ...")
+        _Building.builds.append(case.id)
+        if _Building.broken:
+            raise RuntimeError("error: no such header")
+
+
+def _builder(launcher: _FakeLauncher, said: list[str], monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> Runner:
+    monkeypatch.setattr(_Building, "builds", [])
+    monkeypatch.setattr(_Building, "broken", broken)
+    profiler = _FakeProfiler()
+    return Runner(launcher, lambda _machine: profiler, lambda *_: None, said.append)
+
+
+def _built(case: Case) -> Request:
+    return msgspec.structs.replace(_request(case), strategy="test_runner:Building")
+
+
+def test_a_strategy_is_built_once_before_its_ranks_start(
+    recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling is no part of what a model takes to load, and another model of the same strategy does not repeat it."""
+    launcher, said = _FakeLauncher(_reply), list[str]()
+    runner = _builder(launcher, said, monkeypatch, broken=False)
+    runner.run(_built(_case(1)), recorded.append)
+    runner.run(_built(_case(2, model="another")), recorded.append)
+    assert (len(_Building.builds), said) == (1, ["compiling ..."])
+    assert [result.outcome for result in recorded] == ["completed", "completed"]
+    assert len(launcher.environments) == 2
+
+
+def test_what_does_not_compile_is_an_error_and_is_not_tried_again(
+    recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a minute each time; no process is started for it."""
+    launcher = _FakeLauncher(_reply)
+    runner = _builder(launcher, [], monkeypatch, broken=True)
+    for batch_size in (1, 2):
+        result = runner.run(_built(_case(batch_size)), recorded.append)
+        assert result.outcome == "error"
+        assert result.failure is not None
+        assert (result.failure.phase, result.failure.message) == ("load", "error: no such header")
+    assert len(_Building.builds) == 1
+    assert launcher.environments == []
+
+
+def test_the_rank_with_the_least_room_decides_what_was_granted(recorded: list[CaseResult]) -> None:
+    """Its garbage is summed into the numbers of all of them."""
+    granted = iter((64, 23))
+
+    def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        answer = _reply(fn, args)
+        if not isinstance(answer, ScoreReply):
+            return answer
+        workspace = Workspace(tokens_requested=74, tokens_granted=next(granted), workspace_bytes=5)
+        return msgspec.structs.replace(answer, workspace=workspace)
+
+    request = msgspec.structs.replace(_request(_case(4)), strategy="pytest_llmgpu.strategies.tp:TensorParallel")
+    launch = _runner(_FakeLauncher(reply))[0].run(request, recorded.append).launches[0]
+    assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
+    assert {memory.workspace_bytes for memory in launch.memory} == {5}

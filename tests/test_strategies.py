@@ -53,7 +53,10 @@ def test_a_strategy_is_found_by_a_registered_name_or_by_its_place() -> None:
 @pytest.mark.parametrize("name", ["pp", "pp:", ":Own", "test-strategies:Own", "a.b", "a:b:c", "a/b.py:Own"])
 def test_what_is_neither_is_refused(name: str) -> None:
     """The registered names are what is allowed, in order, beside a place."""
-    with pytest.raises(ValueError, match=f"^'{name}' is no strategy: allowed are mp, own, or package.module:attr"):
+    guess = r" \(did you mean a:b\?\)" if name == "a.b" else ""
+    with pytest.raises(
+        ValueError, match=f"^'{name}' is no strategy{guess}: allowed are mp, own, or package.module:attr"
+    ):
         strategies.find(name, {"own": "test_strategies:Own", "mp": "a:b"})
 
 
@@ -66,11 +69,11 @@ def test_a_class_is_made_and_an_object_taken_as_it_is(place: str) -> None:
 @pytest.mark.parametrize(
     ("place", "complaint"),
     [
-        ("nowhere:Own", "cannot be had: ModuleNotFoundError: No module named 'nowhere'$"),
-        ("test_strategies:Missing", "cannot be had: AttributeError: .*'Missing'"),
-        ("test_strategies:Needy", "cannot be had: TypeError: .*'needed'"),
-        ("broken:Own", r"cannot be had: SyntaxError: .*broken\.py, line 1\)$"),
-        ("unlucky:Own", r"cannot be had: OSError: first line$"),
+        ("nowhere:Own", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
+        ("test_strategies:Missing", "cannot be imported: AttributeError: .*'Missing'"),
+        ("test_strategies:Needy", "cannot be imported: TypeError: .*'needed'"),
+        ("broken:Own", r"cannot be imported: SyntaxError: .*broken\.py, line 1\)$"),
+        ("unlucky:Own", r"cannot be imported: OSError: first line$"),
         ("test_strategies:Lacking", r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$"),
     ],
 )
@@ -105,3 +108,11 @@ def test_a_registration_that_cannot_be_meant_is_refused(registrations: list[dict
     """The hook is named, for whoever chose no strategy at all, with what is wrong."""
     with pytest.raises(ValueError, match=f"^pytest_llmgpu_strategies: {complaint}"):
         strategies.merge(registrations)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a/b"])
+def test_a_strategy_has_a_name_that_people_can_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in tables, ids and file names."""
+    monkeypatch.setattr(Own, "name", name)
+    with pytest.raises(ValueError, match=f"strategy test_strategies:Own is named {name!r}: letters, digits"):
+        strategies.make("test_strategies:Own")

@@ -86,6 +86,16 @@ def test_values_are_found_in_whichever_file_has_them(tmp_path: Path) -> None:
     assert _equal(_values(_source(tmp_path)), dict(whole.named_parameters()))
 
 
+def test_other_files_in_the_folder_are_not_the_model(written: ModelSource) -> None:
+    """A folder may hold an older copy or another library's: transformers does not read them, and neither is it here."""
+    right = _values(written)
+    assert written.directory is not None
+    folder = Path(written.directory)
+    old = {name: value + 1 for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(old, folder / "zz_old.safetensors", {"format": "pt"})
+    assert _equal(_values(written), right)
+
+
 def _rename(written: ModelSource, names: dict[str, str]) -> None:
     assert written.directory is not None
     path = Path(written.directory) / "model.safetensors"

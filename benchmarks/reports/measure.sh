@@ -20,11 +20,11 @@ dummy() {
     --llmgpu-dataset="$dataset" --llmgpu-limit=60 "$@"
 }
 width_104() {
-  python3 benchmarks/overhead/fixed_width.py /tmp/w104.jsonl --width 104 --items 64
+  python3 benchmarks/overhead/fixed_width.py "$out/w104.jsonl" --width 104 --items 64
   local name=$1 model=$2
   shift 2
   bench "$name" --llmgpu-model="$model" --llmgpu-load-format=dummy --llmgpu-dtype=float16 \
-    --llmgpu-dataset=/tmp/w104.jsonl "$@"
+    --llmgpu-dataset="$out/w104.jsonl" "$@"
 }
 
 # 4 GPUs
@@ -41,7 +41,7 @@ speed() {
   width_104 w104-llama-7b-4xH200 llama-7b --strategy=tp,iok --llmgpu-batch-sizes=1,64
   width_104 w104-llama-7b-4xH200-autotp llama-7b --strategy=tp --llmgpu-tp-backend=deepspeed --llmgpu-batch-sizes=1
 }
-mp_forward() { python3 benchmarks/overhead/mp_forward.py --dataset /tmp/w104.jsonl --limit 64 >"$out/mp_forward.json"; }
+mp_forward() { python3 benchmarks/overhead/mp_forward.py --dataset "$out/w104.jsonl" --limit 64 >"$out/mp_forward.json"; }
 
 # 1 GPU
 8b() {

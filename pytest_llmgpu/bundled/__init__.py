@@ -6,11 +6,13 @@ committed beside them. Importing this package costs nothing but `pathlib`.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from pathlib import Path
 
 from pytest_llmgpu.bundled.presets import PRESETS
 
-__all__ = ["ACCURACY", "DATASET_SHA256", "MODEL_SHA256", "PRESETS", "dataset_path", "model_directory"]
+__all__ = ["ACCURACY", "DATASET_SHA256", "MODEL_SHA256", "PRESETS", "dataset_path", "loglikelihoods", "model_directory"]
 
 ACCURACY: dict[str, float] = {"acc": 1.0, "acc_norm": 1.0}
 """Accuracies of the bundled model on all bundled items, in float32."""
@@ -27,6 +29,15 @@ _HERE = Path(__file__).parent
 def model_directory() -> Path:
     """Return the directory of the bundled model and tokenizer, as `from_pretrained` takes it."""
     return _HERE / "model"
+
+
+def loglikelihoods() -> array[float]:
+    """Return the log-likelihood of each ending of the bundled items under the bundled model, in float32."""
+    values = array("f")
+    values.frombytes((model_directory() / "loglikelihoods.f32").read_bytes())
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 def dataset_path() -> Path:

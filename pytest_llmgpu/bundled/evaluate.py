@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,8 @@ class Score(NamedTuple):
     """[items] index of the ending with the largest log-likelihood."""
     margins: list[float]
     """[items] log-likelihood of the right ending less that of the best wrong one."""
+    loglikelihoods: list[float]
+    """[items * 4] of every ending."""
 
 
 def load(directory: Path, dtype: str = "float32") -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
@@ -82,7 +85,7 @@ def score(
         right = values.pop(item.label)
         margins.append(right - max(values))
     hits = sum(choice == item.label for choice, item in zip(choices, items, strict=True))
-    return Score(hits / len(items), hits_norm / len(items), choices, margins)
+    return Score(hits / len(items), hits_norm / len(items), choices, margins, loglikelihoods)
 
 
 def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], list[int]]]) -> list[float]:
@@ -98,6 +101,15 @@ def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], lis
         logprobs_SV[len(context) - 1 : len(row)].gather(1, torch.tensor(continuation)[:, None]).sum().item()
         for logprobs_SV, row, (context, continuation) in zip(logprobs_BSV, rows, requests, strict=True)
     ]
+
+
+def write_loglikelihoods(directory: Path) -> None:
+    """Write those of the evaluation items in float32, little-endian, beside a directory's model."""
+    full = score(*load(directory, "float32"), evaluation_items())
+    values = array("f", full.loglikelihoods)
+    if sys.byteorder == "big":
+        values.byteswap()
+    (directory / "loglikelihoods.f32").write_bytes(values.tobytes())
 
 
 def evaluate(directory: Path, dtype: str = "float32") -> dict[str, object]:

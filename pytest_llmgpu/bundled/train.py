@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_llmgpu.bundled.dataset import Item, training_items
-from pytest_llmgpu.bundled.evaluate import evaluate
+from pytest_llmgpu.bundled.evaluate import evaluate, write_loglikelihoods
 from pytest_llmgpu.bundled.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def main(directory: Path, settings: Settings) -> dict[str, object]:
     model = _new_model(settings.vocabulary_size)
     train(model, tokenizer, settings)
     model.half().save_pretrained(directory)
+    write_loglikelihoods(directory)
     model_sha256 = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     return {"model_sha256": model_sha256, **evaluate(directory)}
 

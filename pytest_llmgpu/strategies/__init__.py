@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 
 from pytest_llmgpu.strategies.protocol import Strategy
@@ -53,8 +54,9 @@ def find(name: str, known: Mapping[str, str] = BUILT_IN) -> str:
     if name in known:
         return known[name]
     if not _is_place(name):
+        guess = f" (did you mean {':'.join(name.rpartition('.')[::2])}?)" if "." in name and ":" not in name else ""
         raise ValueError(
-            f"{name!r} is no strategy: allowed are {', '.join(sorted(known))}, or package.module:attribute"
+            f"{name!r} is no strategy{guess}: allowed are {', '.join(sorted(known))}, or package.module:attribute"
         )
     return name
 
@@ -74,10 +76,13 @@ def make(place: str) -> Strategy:
     # It is somebody's module, and anything may go wrong in it: a library it lacks, its syntax, its constructor.
     except Exception as error:
         reason = f"{error}".partition("\n")[0]
-        raise ValueError(f"strategy {place} cannot be had: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"strategy {place} cannot be imported: {type(error).__name__}: {reason}") from error
     lacking = [name for name in _MEMBERS if not hasattr(strategy, name)]
     if lacking:
         raise ValueError(f"strategy {place} lacks {', '.join(lacking)} (see pytest_llmgpu.strategies.protocol)")
+    name = getattr(strategy, "name")  # noqa: B009 - its type is not known
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"strategy {place} is named {name!r}: letters, digits, _, . and - are needed")
     return strategy  # type: ignore[return-value]  # its members were checked
 
 

@@ -50,33 +50,25 @@ class KernelInjection:
 
     def check_model(self, case: Case, source: ModelSource) -> None:
         """Refuse a model that the kernels would compute wrongly."""
-        fields, model = sharing.architecture(source), source.name
-        kind = fields.get("model_type", "llama")
-        if kind != "llama":
-            raise ValueError(f"--llmgpu-model={model}: strategy iok injects into llama models only, this is {kind!r}")
-        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ValueError(
-                f"--llmgpu-model={model}: strategy iok cannot do its rope type {rope_type!r}: the kernel knows default"
-            )
-        for bias in ("attention_bias", "mlp_bias"):
-            if fields.get(bias):
-                raise ValueError(f"--llmgpu-model={model}: strategy iok would drop its biases ({bias} is true)")
-        sharing.check_divisible(case, source)
+        fields = sharing.architecture(source)
+        wrong = _otherwise(fields)
+        if wrong is not None:
+            raise ValueError(f"--llmgpu-model={source.name}: strategy iok {wrong}")
+        # Heads of keys and values are repeated to as many as those of queries before anything is shared out.
+        sharing.check_divisible(case, source, ("num_attention_heads", "intermediate_size"))
         hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
         if not isinstance(hidden, int) or not isinstance(heads, int):
             return  # its class's defaults, which are the published ones
         head_dim = fields.get("head_dim") or hidden // heads
         if head_dim * heads != hidden:
             raise ValueError(
-                f"--llmgpu-model={model}: strategy iok needs heads that make up the hidden size, and {heads} heads of "
-                f"{head_dim} are not {hidden}"
+                f"--llmgpu-model={source.name}: strategy iok needs heads that make up the hidden size, and "
+                f"{heads} heads of {head_dim} are not {hidden}"
             )
         if head_dim < _LEAST_HEAD_DIM and case.dtype != "float32":
             raise ValueError(
                 f"--llmgpu-dtype={case.dtype}: strategy iok needs heads of at least {_LEAST_HEAD_DIM} in half "
-                f"precision, and those of {model} are {head_dim}"
+                f"precision, and those of {source.name} are {head_dim}"
             )
 
     def check_machine(self, case: Case) -> None:
@@ -164,6 +156,23 @@ class KernelInjection:
             self.prepare(loaded, max(rows, self._room[0]), max(tokens, self._room[1]))
         # A single token would otherwise continue the text before it.
         BaseOp.inference_module.reset_cache()
+
+
+def _otherwise(fields: dict[str, Any]) -> str | None:
+    """Return what of a config the kernels would leave out or compute as something else; None where they do it all."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    kind, activation = fields.get("model_type", "llama"), fields.get("hidden_act", "silu")
+    biases = [name for name in ("attention_bias", "mlp_bias") if fields.get(name)]
+    reasons = (
+        (kind != "llama", f"injects into llama models only, this is {kind!r}"),
+        (rope_type != "default", f"cannot do its rope type {rope_type!r}: the kernel knows default"),
+        (rope.get("partial_rotary_factor", 1.0) != 1.0, "would rotate whole heads, the model a part of each"),
+        (bool(biases), f"would drop its biases ({', '.join(biases)} is true)"),
+        (activation not in ("silu", "swish"), f"would compute its activation {activation!r} as silu"),
+        (bool(fields.get("quantization_config")), "cannot read quantized weights"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def _layers(loaded: Loaded) -> torch.nn.ModuleList:

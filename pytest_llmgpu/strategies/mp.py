@@ -26,13 +26,8 @@ class LayerParallel:
     name = "mp"
     backend = "accelerate"
 
-    def check(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - every model that loads can be spread by layers
-        """Refuse CUDA graphs over several GPUs: what accelerate does between two of them cannot be recorded."""
-        if case.cuda_graphs == "on" and case.devices > 1:
-            raise ValueError(
-                f"--llmgpu-cuda-graphs=on: strategy {self.name} records them on 1 GPU, here are {case.devices}: "
-                "auto and off are allowed"
-            )
+    def check(self, case: Case, source: ModelSource) -> None:
+        """Refuse nothing: every model that loads can be spread by layers."""
 
     def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives them all
         """Return 1: one process drives every device."""

@@ -44,6 +44,9 @@ class Loaded:
     """Number of this process, 0 in a strategy of one process."""
     world_size: int = 1
     """Processes of the strategy."""
+    recordable: bool = True
+    """Whether the decoder's forwards may be replayed as CUDA graphs. A replay runs kernels only: say False where hooks
+    or code of one's own inside the decoder have to run at every forward."""
 
 
 class Strategy(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from pytest_llmgpu.case import Case
@@ -15,21 +17,31 @@ def architecture(source: ModelSource) -> dict[str, Any]:
     return dict(source.config.get("text_config") or source.config)
 
 
-def check_divisible(case: Case, source: ModelSource) -> None:
+_CUT = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key and value heads",
+    "intermediate_size": "columns of its feed-forward layers",
+}
+
+
+def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tuple(_CUT)) -> None:
     """Refuse a number of devices that does not divide what tensor parallelism cuts up.
+
+    Args:
+        case: How many devices.
+        source: Whose config names the counts.
+        names: Of the counts that are cut.
 
     Raises:
         ValueError: With the number that it should divide.
     """
     fields = architecture(source)
-    for name, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key and value heads"),
-        ("intermediate_size", "columns of its feed-forward layers"),
-    ):
-        count = fields.get(name)
-        if isinstance(count, int) and count % case.devices:
-            allowed = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0 and n <= _MOST)
+    counts = {name: fields[name] for name in names if isinstance(fields.get(name), int)}
+    for name, count in counts.items():
+        what = _CUT[name]
+        if count % case.devices:
+            common = math.gcd(*counts.values())
+            allowed = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0 and n <= _MOST)
             raise ValueError(
                 f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot share out the {count} {what} of "
                 f"{source.name}: allowed are {allowed or '1'}"
