@@ -78,7 +78,10 @@ class Planner:
         backend, strategy_options = _backend_and_options(strategy, options)
         if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
             package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
-            raise ValueError(f"--strategy={strategy_name} needs {backend}: pip install {package}")
+            chosen_by = (
+                f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
+            )
+            raise ValueError(f"{chosen_by} needs {backend}: pip install {package}")
         selected = self.dataset(options)
         if items is None or items is selected:
             chosen, limit = selected, options.limit

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import rank, strategies
+from pytest_llmgpu import comparison, metrics, rank, strategies
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.group import RankGroup, slowest
@@ -145,6 +145,7 @@ class Runner:
         )
         launch.wall_s = time.monotonic() - began
         assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
+        _compare_ranks(replies, case)
         launch.warmup_s = max(reply.warmup_s for reply in replies)
         launch.plan_sha256 = replies[0].plan_sha256
         launch.batches = slowest([reply.batches for reply in replies])
@@ -233,6 +234,20 @@ def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
         }
         for number in range(world_size)
     ]
+
+
+def _compare_ranks(replies: Sequence[rank.ScoreReply], case: Case) -> None:
+    """Refuse answers that depend on whom one asks: every rank computes all of them.
+
+    Raises:
+        RankFailedError: A rank's log-likelihoods are not the first one's, rounding aside.
+    """
+    first = metrics.decode(replies[0].accuracy.loglikelihoods)
+    for number, reply in enumerate(replies[1:], start=1):
+        differ = comparison.typical_difference(metrics.decode(reply.accuracy.loglikelihoods), first)
+        if differ > metrics.LOGLIKELIHOOD_TOLERANCES[case.dtype]:
+            message = f"rank {number} answers otherwise than rank 0: log-likelihoods typically differ by {differ:.1%}"
+            raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
 
 
 def _share(world_size: int) -> str:

@@ -173,7 +173,9 @@ def test_a_strategy_without_its_library_is_refused(
     with pytest.raises(ValueError, match=r"--strategy=mp needs accelerate: pip install accelerate$"):
         _planner(tmp_path).request(choose(), "mp", 4)
     # The library of the backend that was chosen, in the version that the extra asks for.
-    with pytest.raises(ValueError, match=r"--strategy=tp needs deepspeed: pip install 'pytest-llmgpu\[deepspeed\]'$"):
+    with pytest.raises(
+        ValueError, match=r"--llmgpu-tp-backend=deepspeed needs deepspeed: pip install 'pytest-llmgpu\[deepspeed\]'$"
+    ):
         _planner(tmp_path).request(choose(tp_backend="deepspeed"), "tp", 4)
 
 

@@ -383,3 +383,20 @@ def test_the_rank_with_the_least_room_decides_what_was_granted(recorded: list[Ca
     launch = _runner(_FakeLauncher(reply))[0].run(request, recorded.append).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
     assert {memory.workspace_bytes for memory in launch.memory} == {5}
+
+
+def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult]) -> None:
+    """Each of them computes every number: a broken device or a wrong part of a layer must not hide behind rank 0."""
+    numbers = iter(([-1.0] * 4, [-1.1] * 4))
+
+    def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        answer = _reply(fn, args)
+        if not isinstance(answer, ScoreReply):
+            return answer
+        return msgspec.structs.replace(answer, accuracy=report_factory.make_accuracy(1.0, 1, [0], next(numbers)))
+
+    request = msgspec.structs.replace(_request(_case(4)), strategy="pytest_llmgpu.strategies.tp:TensorParallel")
+    result = _runner(_FakeLauncher(reply))[0].run(request, recorded.append)
+    assert result.outcome == "error"
+    assert result.failure is not None
+    assert result.failure.message == "rank 1 answers otherwise than rank 0: log-likelihoods typically differ by 10.0%"

@@ -28,7 +28,7 @@ from typing import Any
 from pytest_llmgpu import child
 from pytest_llmgpu.strategies.build_lock import is_stale, may_hold
 
-__all__ = ["build", "check", "load", "search_path"]
+__all__ = ["build", "check", "is_compiled", "load", "search_path"]
 
 _OP = "transformer_inference"
 _NEEDS = "strategy iok compiles DeepSpeed's kernels"
@@ -69,6 +69,11 @@ def search_path(environ: Mapping[str, str]) -> str:
     the virtual environment was not activated.
     """
     return os.pathsep.join([environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+
+def is_compiled(op: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an op of DeepSpeed lies compiled where torch would look for it."""
+    return (_build_folder(environ).parent / op / f"{op}.so").exists()
 
 
 def load() -> None:

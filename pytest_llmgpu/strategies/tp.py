@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu import models
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.models import ModelSource
-from pytest_llmgpu.strategies import process_group, sharing
+from pytest_llmgpu.strategies import kernels, process_group, sharing
 from pytest_llmgpu.strategies.protocol import Loaded
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorParallel"]
 
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
+_CPU_SUMS = "deepspeed_shm_comm"
 _ON_CPU = " (a CPU counts as 1: --llmgpu-devices=2 starts two processes on it)"
 
 
@@ -48,7 +49,9 @@ class TensorParallel:
         return devices
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Do nothing: there is nothing to compile."""
+        """Say that DeepSpeed will compile its sums for a CPU, where it has not: the ranks do it as they load."""
+        if case.backend == "deepspeed" and case.device == "cpu" and not kernels.is_compiled(_CPU_SUMS):
+            say("DeepSpeed compiles its all-reduce for CPUs as it loads (once; about a minute) ...")
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load this rank's part of every layer."""
@@ -77,10 +80,15 @@ def _planned(case: Case, source: ModelSource, dtype: torch.dtype, device: torch.
     """Return the model as transformers' plan for its class shards it."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
+    skeleton = models.skeleton(source, dtype)
+    if not skeleton.tp_plan:
+        raise ValueError(
+            f"transformers has no tensor-parallel plan for {type(skeleton).__name__}: "
+            "--llmgpu-tp-backend=deepspeed may know how to cut it"
+        )
     plan = DistributedConfig(tp_size=case.devices)
     if source.load_format != "dummy":
         return models.checkpoint(source, dtype, distributed_config=plan)
-    skeleton = models.skeleton(source, dtype)
     # What from_pretrained itself calls between building the model and reading its files.
     resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
     sharded: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
