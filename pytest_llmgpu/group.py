@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -88,9 +88,14 @@ class RankGroup:
         return all(rank.alive for rank in self._ranks)
 
     def close(self) -> None:
-        """End every rank, letting each finish by itself."""
-        for rank in self._ranks:
-            rank.close()
+        """End every rank, letting each finish by itself; all at once, since they may wait for each other to leave."""
+        with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
+            leaving = [pool.submit(rank.close) for rank in self._ranks]
+            try:
+                wait(leaving)
+            except KeyboardInterrupt:
+                self.kill()
+                raise
 
     def kill(self) -> None:
         """End every rank at once."""

@@ -149,7 +149,12 @@ class BenchmarkSession:
             deselected: Node ids that were taken out, and, where pytest cannot name them, what took them out: `complete`
                 tells whether all that was collected ran, this whether all that could be was collected.
         """
-        self._end_processes()
+        try:
+            self._end_processes()
+        except KeyboardInterrupt:
+            # One Ctrl-C more, or one as late as this: what was measured is kept and shown all the same.
+            interrupted = True
+            self._end_processes()
         expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
         self.recorder.finish(exit_status, interrupted=interrupted, expected=expected, deselected=deselected)
 

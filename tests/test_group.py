@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -103,3 +104,52 @@ def test_the_worst_known_cause_wins(failures: list[tuple[Outcome, str]], worst: 
     """Out of memory explains an error, an error a crash, and any of them a lost peer."""
     error = group._worst([Future(), *(_failed(outcome, message) for outcome, message in failures)])
     assert error.failure.message == worst
+
+
+class _Leaving:
+    """A rank that ends only when its sibling does, as one does that takes down a process group."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        self.killed = False
+        self._together = together
+
+    def close(self) -> None:
+        """Wait for the sibling."""
+        self._together.wait(10)
+
+    def kill(self) -> None:
+        """End at once."""
+        self.killed = True
+        self._together.abort()
+
+
+class _Launcher:
+    name = "fake"
+
+    def __init__(self) -> None:
+        together = threading.Barrier(2)
+        self.ranks = [_Leaving(together), _Leaving(together)]
+
+    def start(self, *_: object) -> Any:
+        return self.ranks
+
+
+def test_ranks_are_let_go_together() -> None:
+    """One that waits for its siblings to leave is not waited for first."""
+    launcher = _Launcher()
+    RankGroup(launcher, [{}, {}]).close()
+    assert [rank.killed for rank in launcher.ranks] == [False, False]
+
+
+def test_an_interrupt_while_ranks_leave_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C leaves nothing behind, however late it comes."""
+    launcher = _Launcher()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group, "wait", interrupted)
+    launcher.ranks[0].close = launcher.ranks[0].kill  # type: ignore[method-assign]  # one that does not wait
+    with pytest.raises(KeyboardInterrupt):
+        RankGroup(launcher, [{}, {}]).close()
+    assert all(rank.killed for rank in launcher.ranks)
