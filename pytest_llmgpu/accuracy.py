@@ -9,7 +9,7 @@ import msgspec
 
 from pytest_llmgpu import comparison
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode, measured, upper_bound, value_of
+from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode, measured, typical_difference, upper_bound, value_of
 from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult
 
 __all__ = [
@@ -226,7 +226,7 @@ def foreign_numbers(result: CaseResult, mp: CaseResult | None) -> str | None:
             return None  # items of another file that is called like the bundled one
         if not all(map(math.isfinite, values)):
             return "log-likelihoods are not finite"
-        typical = comparison.typical_difference(values, expected[: len(values)])
+        typical = typical_difference(values, expected[: len(values)])
         if typical > allowed:
             return (
                 f"log-likelihoods typically differ by {_pct(typical)} from {whose}, and {case.dtype} explains "

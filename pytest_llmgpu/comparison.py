@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pytest_llmgpu.metrics import decode, measured, predictions_of, value_of
+from pytest_llmgpu.metrics import decode, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.result import Accuracy, CaseResult, Comparison
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "lost_and_won",
     "mcnemar",
     "reference",
-    "typical_difference",
     "why_not",
     "written",
 ]
@@ -140,12 +139,6 @@ def largest_difference(loglikelihoods: str, expected: str) -> float | None:
         return None
     # `or 1.0`: two zeros agree
     return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
-
-
-def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite."""
-    total = math.fsum(map(abs, expected))
-    return math.fsum(abs(a - b) for a, b in zip(values, expected, strict=True)) / (total or 1.0)
 
 
 def by_chance(lost: int, won: int) -> float:

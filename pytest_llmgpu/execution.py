@@ -16,7 +16,7 @@ import msgspec
 
 from pytest_llmgpu import graphs, memory, oom, scoring
 from pytest_llmgpu.batching import Batch, Plan, Requests, plan
-from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES
+from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, typical_difference
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
 __all__ = ["Choice", "Prepare", "chosen"]
@@ -68,21 +68,25 @@ def chosen(
     if asked == "off" or against:
         yield Choice("eager", f"no CUDA graphs: {against or 'they were switched off'}", eager, workspace)
         return
-    against, roomier = _gpu_is_busy(loaded, eager), None
+    against = _gpu_is_busy(loaded, eager)
     if against is None:
         graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
         # Before the trial: a graph has the workspace's address.
         roomier = _prepared(loaded, prepare, graphed)
-        against = None if roomier else "eager: there is no room for rows padded as CUDA graphs need them"
-    if roomier is not None:
-        with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
-            against, in_favour = _tried(loaded, eager, graphed, decoder, dtype)
-            if against is None:
-                yield Choice("cuda_graphs", in_favour, graphed, roomier[0])
-                return
-    # What the trial has taken is not the case's.
+        if roomier is None:
+            against = "eager: there is no room for rows padded as CUDA graphs need them"
+        else:
+            with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
+                against, in_favour = _tried(loaded, eager, graphed, decoder, dtype)
+                if against is None:
+                    yield Choice("cuda_graphs", in_favour, graphed, roomier[0])
+                    return
+        # Its room was made wider, and there may be none to narrow it before what the trial has taken is given back.
+        memory.reset(loaded.devices)
+        workspace = prepare(eager)
+    # What was run to decide is not the case's.
     memory.reset(loaded.devices)
-    yield Choice("eager", against or "", eager, prepare(eager))
+    yield Choice("eager", against, eager, workspace)
 
 
 def _prepared(loaded: Loaded, prepare: Prepare, graphed: Plan) -> tuple[Workspace | None] | None:
@@ -144,8 +148,7 @@ def _compare(
     capture_s = statistics.median(decoder.capture_s)
     shapes = len({(batch.rows, batch.width) for batch in graphed.batches})
     # Of all together: a single one near 0 may differ by more from rounding alone.
-    total = sum(map(abs, expected))
-    difference = sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / (total or 1.0)
+    difference = typical_difference(found, expected)
     saved_s = (eager_s - graph_s) * len(eager.batches)
     figures = (
         f"a batch takes {_ms(graph_s)} as a graph and {_ms(eager_s)} eagerly, {shapes} recordings {_ms(capture_s)} each"

@@ -7,6 +7,7 @@ import math
 import statistics
 import sys
 from array import array
+from collections.abc import Sequence
 
 from pytest_llmgpu.result import Accuracy, CaseResult, Launch
 
@@ -18,6 +19,7 @@ __all__ = [
     "measured",
     "predictions_of",
     "proportion_stderr",
+    "typical_difference",
     "upper_bound",
     "value_of",
 ]
@@ -100,3 +102,9 @@ def _column_of(metric: str) -> str:
     if metric not in _COLUMNS:
         raise ValueError(f"accuracy metric {metric!r}: allowed are {', '.join(_COLUMNS)}")
     return _COLUMNS[metric]
+
+
+def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite."""
+    total = math.fsum(map(abs, expected))
+    return math.fsum(abs(a - b) for a, b in zip(values, expected, strict=True)) / (total or 1.0)

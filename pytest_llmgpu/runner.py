@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import comparison, metrics, rank, strategies
+from pytest_llmgpu import metrics, rank, strategies
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.group import RankGroup, slowest
@@ -221,16 +221,16 @@ class Runner:
 def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
     case = request.case
     visible = ",".join(gpu.uuid for gpu in request.machine.gpus) if case.device == "cuda" else ""
-    threads = {} if world_size == 1 else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _share(world_size)}
+    if world_size == 1:
+        return [{"CUDA_VISIBLE_DEVICES": visible}]
     return [
         {
             "CUDA_VISIBLE_DEVICES": visible,
-            **threads,
-            # Also of a single one: the job that runs pytest may have ranks of its own.
             "RANK": str(number),
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _share(world_size),
         }
         for number in range(world_size)
     ]
@@ -244,7 +244,7 @@ def _compare_ranks(replies: Sequence[rank.ScoreReply], case: Case) -> None:
     """
     first = metrics.decode(replies[0].accuracy.loglikelihoods)
     for number, reply in enumerate(replies[1:], start=1):
-        differ = comparison.typical_difference(metrics.decode(reply.accuracy.loglikelihoods), first)
+        differ = metrics.typical_difference(metrics.decode(reply.accuracy.loglikelihoods), first)
         if differ > metrics.LOGLIKELIHOOD_TOLERANCES[case.dtype]:
             message = f"rank {number} answers otherwise than rank 0: log-likelihoods typically differ by {differ:.1%}"
             raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))

@@ -173,3 +173,13 @@ def test_a_child_of_a_rank_does_not_hide_its_death(rank: LocalRank) -> None:
     error = _failure(rank, ranks.fork_and_die)
     assert (error.outcome, error.failure.signal) == ("crashed", signal.SIGSEGV)
     assert not rank.alive
+
+
+def test_a_rank_has_no_seat_of_the_job_that_pytest_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes and SLURM jobs export a rank: to a single process of ours it would mean siblings that never come."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (rank,) = LocalLauncher(tmp_path).start([{}], lambda *_: None)
+    try:
+        assert rank.submit(ranks.variable, "WORLD_SIZE").result(60) is None
+    finally:
+        rank.kill()

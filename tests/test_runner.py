@@ -172,9 +172,7 @@ def test_ranks_see_the_chosen_devices_in_order(recorded: list[CaseResult]) -> No
     """Devices are handed over by UUID, whatever CUDA_VISIBLE_DEVICES of the caller counts."""
     launcher = _FakeLauncher(_reply)
     _runner(launcher)[0].run(_request(_case(4)), recorded.append)
-    ((environment,),) = launcher.environments
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-c,GPU-a"
-    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1"), "whatever job pytest itself is a rank of"
+    assert launcher.environments == [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]]
 
 
 def test_a_model_is_loaded_once_for_all_batch_sizes(recorded: list[CaseResult]) -> None:

@@ -28,6 +28,7 @@ from pytest_llmgpu.result import Failure
 
 __all__ = ["LocalLauncher", "LocalRank"]
 
+_SEAT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _LOG_TAIL_LINES = 40
 _CLOSE_S = 10.0
 _STACKS_S = 1.0
@@ -75,7 +76,7 @@ class LocalRank:
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
                 child.command("pytest_llmgpu.rank", "--serve", *map(str, (os.getpid(), *handed_over))),
-                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                env={**_inherited(), **environment, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
@@ -238,6 +239,11 @@ class LocalRank:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * _DRAIN_S)
+
+
+def _inherited() -> dict[str, str]:
+    """Return this process's variables but for its own seat in a job of several: a rank's is its launcher's to give."""
+    return {name: value for name, value in os.environ.items() if name not in _SEAT}
 
 
 def _signal_name(number: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_llmgpu import oom
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.models import ModelSource
-from pytest_llmgpu.strategies import kernels, sharing
+from pytest_llmgpu.strategies import kernels, sharing, workspace
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _LEAST_HEAD_DIM = 32
 _MOST_TOKENS = 8192  # the softmax kernel's limit
 _DEFAULT_MAX_OUT_TOKENS = 1024  # DeepSpeed's own
 _INJECTED = "DeepSpeedGPTInference"
-_PROBE_TOKENS = 2  # one alone would count as the continuation of a text
 _MASKED = -10_000.0  # what DeepSpeed's softmax takes for minus infinity
 
 
@@ -137,21 +136,22 @@ class KernelInjection:
         # With fewer than it needs allowed, all is as DeepSpeed has it by default.
         most = max(tokens, _DEFAULT_MAX_OUT_TOKENS) if least < tokens else tokens
         self._room = (batch_size, tokens)
+        layers = list(_layers(loaded))
         try:
-            granted = _allocate(loaded, batch_size, tokens, least=least, most=most)
+            granted = workspace.allocate(layers, batch_size, tokens, least=least, most=most)
         except RuntimeError as error:
             if "Workspace" not in str(error):
                 raise
-            raise oom.WorkspaceError(tokens, _grantable(loaded, batch_size, tokens, most=most)) from error
-        size = _workspace_bytes(_layers(loaded)[0].config, len(_layers(loaded)), batch_size, granted, most)
+            raise oom.WorkspaceError(tokens, workspace.grantable(layers, batch_size, tokens, most=most)) from error
+        size = workspace.size_bytes(layers, batch_size, granted, most)
         BaseOp.inference_module.reset_cache()
         return Workspace(tokens_requested=tokens, tokens_granted=min(granted, tokens), workspace_bytes=size)
 
     def _make_room(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 
-        ids_BS: torch.Tensor = arguments[0] if arguments else named["input_ids"]
-        rows, tokens = ids_BS.shape
+        given: Any = arguments[0] if arguments else named.get("input_ids", named.get("inputs_embeds"))
+        rows, tokens = given.shape[:2]
         if rows > self._room[0] or tokens > self._room[1]:
             self.prepare(loaded, max(rows, self._room[0]), max(tokens, self._room[1]))
         # A single token would otherwise continue the text before it.
@@ -178,68 +178,6 @@ def _otherwise(fields: dict[str, Any]) -> str | None:
 def _layers(loaded: Loaded) -> torch.nn.ModuleList:
     layers: torch.nn.ModuleList = loaded.model.get_decoder().layers  # type: ignore[operator]  # a llama
     return layers
-
-
-def _allocate(loaded: Loaded, rows: int, tokens: int, *, least: int, most: int) -> int:
-    """Have DeepSpeed allocate its workspace anew; return the tokens per sequence it holds."""
-    layers = _layers(loaded)
-    first: Any = layers[0]
-    layer: Any
-    for layer in layers:
-        layer.config.min_out_tokens, layer.config.max_out_tokens = least, most
-        # Views into a workspace that is about to be freed.
-        layer.layer_past = None
-    # It grows by itself and never shrinks.
-    if first.workspace.is_allocated():
-        first.workspace.release_workspace()
-    first._should_allocate_workspace = True  # noqa: SLF001 - the only way to a second allocation
-    first.allocate_workspace((rows, tokens))
-    return _granted(first)
-
-
-def _grantable(loaded: Loaded, rows: int, tokens: int, *, most: int) -> int:
-    """Return how many tokens it would have held, 0 where it cannot be allocated at all."""
-    try:
-        granted = _allocate(loaded, rows, tokens, least=1, most=most)
-    except RuntimeError:
-        return 0
-    _layers(loaded)[0].workspace.release_workspace()  # type: ignore[operator,union-attr]
-    return min(granted, tokens - 1)
-
-
-def _granted(layer: Any) -> int:
-    """Return the tokens that the workspace holds: the distance of two heads in the kernel's view of its keys."""
-    import torch
-
-    attention = layer.attention
-    weight = attention.attn_qkvw
-    qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    # Attention alone, without the all-reduce that comes after it: ranks may differ in what they are granted.
-    _, keys, _ = attention.compute_attention(
-        qkv_out=(qkv_BSH,),
-        input_mask=None,
-        layer_past=None,
-        alibi=None,
-        is_prompt=True,
-        token_idx=None,
-        position_ids=None,
-    )
-    return int(keys.stride(1)) // int(keys.shape[-1])
-
-
-def _workspace_bytes(config: Any, layers: int, rows: int, granted: int, most: int) -> int:
-    """Return what DeepSpeed allocates for a workspace (`InferenceContext::GenWorkSpace`)."""
-    import torch
-
-    head_dim = config.hidden_size // config.heads
-    padded = next((size for size in (32, 64, 128) if head_dim <= size), head_dim)
-    local = config.heads // config.mp_size
-    activations = 10 * config.heads * padded * rows
-    softmax = rows * local * most
-    cache = layers * rows * (config.heads * padded // config.mp_size) * 2
-    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
-    size: int = (activations + softmax + cache) * granted * element_bytes
-    return size
 
 
 def _expand_key_value_heads(layer: torch.nn.Module) -> None:

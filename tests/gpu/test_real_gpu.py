@@ -21,7 +21,7 @@ from pytest_llmgpu.graphs import GraphedDecoder
 from pytest_llmgpu.group import RankGroup
 from pytest_llmgpu.launchers.local import LocalLauncher
 from pytest_llmgpu.memory import DeviceUse
-from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode
+from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.rank import RankState, ScoreReply
 from pytest_llmgpu.report import Report
@@ -373,7 +373,7 @@ def _agrees(reply: ScoreReply, right: ScoreReply) -> None:
     assert _difference(reply, right) < 10 * _TOLERANCE
     found, expected = reply.accuracy, right.accuracy
     numbers = [decode(one.loglikelihoods) for one in (found, expected)]
-    assert comparison.typical_difference(*numbers) <= _TOLERANCE
+    assert typical_difference(*numbers) <= _TOLERANCE
     assert len(comparison.flipped(found, expected, "acc_norm")) <= _FEW
 
 
