@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+import tiny_model
 import torch
 from torch import distributed
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pytest_llmgpu import execution, graphs, memory, oom, scoring
 from pytest_llmgpu.batching import Plan, Request, Requests
@@ -78,11 +78,7 @@ class _Decoder:
 @pytest.fixture
 def model() -> Any:
     """A random one-layer LLaMA."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model.random_model()
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_model
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pytest_llmgpu import graphs
 from pytest_llmgpu.graphs import GraphedDecoder
@@ -26,11 +26,7 @@ class _Recorded:
 @pytest.fixture
 def model() -> Any:
     """A random one-layer LLaMA."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model.random_model()
 
 
 @pytest.fixture

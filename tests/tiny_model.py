@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_llmgpu.bundled.tokenizer import save_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 ITEMS = 6
 SEQUENCES = 4 * ITEMS
@@ -43,3 +47,16 @@ def write_model(directory: Path) -> None:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def random_model() -> LlamaForCausalLM:
+    """Return a random one-layer LLaMA with a vocabulary of 40."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
