@@ -27,7 +27,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     """Sequences per forward. A HellaSwag item is 4 sequences."""
     workload: str = "loglikelihood"
-    """What a forward is for: log-likelihoods of endings given their contexts."""
+    """What a forward is for: log-likelihoods of endings given their contexts.
+
+    `loglikelihood_full_logits`: the same with the logits of every position and a KV cache, as
+    lm-evaluation-harness computes them."""
     model: str
     """`bundled`, a preset's name, a hub id, or a directory (relative to the rootdir, else its basename)."""
     revision: str | None = None
@@ -77,8 +80,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loading(self) -> str:
-        """Sha256 over what a loaded model depends on: cases with the same one share their processes."""
-        return _digest(self._without("batch_size", "workload", "dataset", "dataset_sha256", "limit"))
+        """Sha256 over what a rank is told as it loads: cases with the same one share their processes."""
+        return _digest(self._without("batch_size", "dataset", "dataset_sha256", "limit"))
 
     def _without(self, *names: str) -> dict[str, Any]:
         fields: dict[str, Any] = msgspec.to_builtins(self)

@@ -17,6 +17,8 @@ __all__ = [
     "AccuracyCheck",
     "Batches",
     "CaseResult",
+    "Collective",
+    "CollectiveKind",
     "Comparison",
     "DeviceMemory",
     "DeviceProfile",
@@ -25,9 +27,11 @@ __all__ = [
     "Launch",
     "Metric",
     "Outcome",
+    "Path",
     "Phase",
     "Profile",
     "Series",
+    "Traffic",
 ]
 
 Outcome = Literal["completed", "oom", "skipped_after_oom", "timeout", "crashed", "error", "interrupted"]
@@ -143,6 +147,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Keys: utilization_pct, memory_used_bytes, pcie_tx_bytes_per_s, pcie_rx_bytes_per_s, power_w, sm_clock_mhz."""
     energy_j: float | None = None
     throttled_s: float | None = None
+    counters: dict[str, float] = {}
+    """What was counted in the window: nvlink_tx_bytes, nvlink_rx_bytes, ecc_uncorrected, xids; and compute_processes,
+    of which it is the most at its ends."""
     why: dict[str, str] = {}
     """Metric name to the reason it could not be had."""
 
@@ -170,6 +177,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     lateness_p99_s: float | None
     """99th percentile of how late the ticks began."""
     devices: list[DeviceProfile] = []
+    sampler_cpu_s: float | None = None
+    """CPU seconds that the sampler itself used in the window; None with fewer than two samples."""
     series: Series | None = None
     invalid: list[str] = []
     """Evidence that the window does not speak for the case alone."""
@@ -198,6 +207,49 @@ class Launch(msgspec.Struct, kw_only=True):
     execution_choice: str | None = None
     """Why the forwards ran as `case.execution` says, in a sentence with its figures."""
     why: dict[str, str] = {}
+
+
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "peer_copy", "all_to_all"
+]
+"""A peer copy is one from a CUDA device to another by the same process."""
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did by one kind of communication, once through the case's batches."""
+
+    collective: CollectiveKind
+    calls: int
+    """Ops, one for several tensors that are sent together."""
+    payload_bytes: int
+    """Of the tensors that the ops were given (for recv: of those that were filled), each once."""
+    wire_bytes: int
+    """What this rank sends by the ring algorithms; for recv what it receives."""
+
+
+class Path(msgspec.Struct, frozen=True, kw_only=True):
+    """Which links carried a case's traffic, by the devices' counters."""
+
+    link: Literal["nvlink", "pcie", "host"] | None
+    """What carried most of it; None where counters cannot tell, or nothing was sent."""
+    nvlink_bytes: float | None = None
+    """Sent over NVLink by all devices together; None where it was not counted."""
+    pcie_bytes: float | None = None
+    """Sent over PCIe by all devices together, to the host as well as to each other."""
+    expected_bytes: int
+    """What all ranks together put on the wire, by the program's own account."""
+    text: str
+    """The path in one sentence; where the counters differ from the account, by how much and why."""
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program itself sent, exactly: an equal program on an equal plan sends equal bytes."""
+
+    ranks: list[list[Collective]]
+    """[ranks] by kind; an empty list where a rank sends nothing."""
+    wire_bytes_per_sequence: float
+    """Of all ranks together."""
+    path: Path | None = None
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +319,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
     accuracy_check: AccuracyCheck | None = None
     comparison: Comparison | None = None
     """Against mp in the same session; None for mp itself and where mp was not measured, with the reason in `why`."""
-    traffic: None = None
-    """Exact bytes by collective; None until the accounting forward exists, with its reason in `why`."""
+    traffic: Traffic | None = None
+    """Exact bytes by collective, counted in forwards of their own; None with its reason in `why`."""
     findings: list[Finding] = []
     why: dict[str, str] = {}
