@@ -10,16 +10,26 @@
  *     NVML_STUB_PCIE_TOGETHER    none of these calls returns before so many are inside at once (0)
  *     NVML_STUB_NVLINKS          active links of each device, to a switch (0: links are not supported)
  *     NVML_STUB_NVLINKS_DIRECT   1: those links lead to the other device of the pair instead (0)
+ *     NVML_STUB_GPM              1: the devices have GPM; device i answers 10 times the metric's number plus i (0)
+ *     NVML_STUB_GPM_REFUSED      numbers of metrics it does not have: "20,21@1" ("")
+ *     NVML_STUB_FIELDS           field ids that are supported: "138,139,197@1" ("")
+ *     NVML_STUB_FIELD_STEP       what each of a device's fields grows by with every call, in its own unit (1000)
+ *     NVML_STUB_RING             samples of utilisation: absent, idle (none at all), or a percentage, one more sample of
+ *                                200 ms with every call that reads them (absent)
+ *     NVML_STUB_ECC              "1:3": after 3 readings of it device 1 has one uncorrected memory error more each time
+ *     NVML_STUB_XID              "1:3": the same of Xid errors, told as events
+ *     NVML_STUB_PROCESSES        how many compute processes: "2@1" on device 1, "0" on each (1)
  *     NVML_STUB_UNSUPPORTED      calls that are not supported: "nvmlDeviceGetPowerUsage,nvmlDeviceGetClockInfo@1",
  *                                @1 on device 1 only
  *     NVML_STUB_LOST             "1:20": device 1 is lost after 20 calls on it
- *     NVML_STUB_HANG             "nvmlDeviceGetPowerUsage:3": that call never returns after 3 times
+ *     NVML_STUB_HANG             "nvmlDeviceGetPowerUsage:3": that call never returns after 3 times; "...:3@1" on device 1
+ *     NVML_STUB_ENERGY_US        microseconds nvmlDeviceGetTotalEnergyConsumption blocks (0)
  *     NVML_STUB_INIT             code that nvmlInit returns (0)
  *     NVML_STUB_SHUTDOWN         code that nvmlShutdown returns (0)
  *     NVML_STUB_LOG              file that gets a line per device call: start_us end_us thread process function device
  *
  * Answers tell devices apart: device i is at 40 + i %, has 10 + i GiB in use beside 1 GiB that the driver reserves,
- * draws 300 + i W at 1500 + i MHz. Devices 2 n and 2 n + 1 share a PCIe switch.
+ * draws 300 + i W at 1500 + i MHz; its energy counter grows by 5 + i J with every call. Devices 2 n and 2 n + 1 share a PCIe switch.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -33,7 +43,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, GPU_IS_LOST = 15, VERSION_MISMATCH = 25 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10 };
+enum { FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15, VERSION_MISMATCH = 25 };
 enum { MAX_GPUS = 64, REMOTE_IS_GPU = 0, REMOTE_IS_SWITCH = 2, LINKS_OF_MODEL = 18 };
 #define GIB (1ull << 30)
 #define MEMORY_V2 0x02000028u
@@ -70,9 +81,10 @@ static void note(const char *function, Device device, long long start_us) {
     close(file);
 }
 
-static int unsupported(const char *function, Device device) {
+/* Whether a list such as "one,two@1" has that name for that device. */
+static int listed(const char *setting, const char *function, Device device) {
     char entry[128];
-    const char *rest = getenv("NVML_STUB_UNSUPPORTED");
+    const char *rest = getenv(setting);
     while (rest && *rest) {
         size_t length = strcspn(rest, ",");
         snprintf(entry, sizeof entry, "%.*s", (int)length, rest);
@@ -84,6 +96,14 @@ static int unsupported(const char *function, Device device) {
     return 0;
 }
 
+static int listed_number(const char *setting, unsigned id, Device device) {
+    char text[16];
+    snprintf(text, sizeof text, "%u", id);
+    return listed(setting, text, device);
+}
+
+static int unsupported(const char *function, Device device) { return listed("NVML_STUB_UNSUPPORTED", function, device); }
+
 static int lost(Device device) {
     int which, after;
     const char *text = getenv("NVML_STUB_LOST");
@@ -91,10 +111,12 @@ static int lost(Device device) {
     return text && sscanf(text, "%d:%d", &which, &after) == 2 && which == number(device) && calls >= after;
 }
 
-static void hang(const char *function) {
+static void hang(const char *function, Device device) {
     const char *text = getenv("NVML_STUB_HANG");
     size_t length = strlen(function);
     if (!text || strncmp(text, function, length) || text[length] != ':') return;
+    const char *at = strchr(text, '@');
+    if (at && atoi(at + 1) != number(device)) return;
     if (atomic_fetch_add(&calls_before_hang, 1) >= atoi(text + length + 1))
         for (;;) pause();
 }
@@ -103,7 +125,7 @@ static void hang(const char *function) {
 static int enter(const char *function, Device device, int us) {
     long long start_us = now_us();
     int code = lost(device) ? GPU_IS_LOST : unsupported(function, device) ? NOT_SUPPORTED : SUCCESS;
-    hang(function);
+    hang(function, device);
     if (code == SUCCESS && us > 0) {
         struct timespec time = {us / 1000000, us % 1000000 * 1000l};
         nanosleep(&time, NULL);
@@ -236,5 +258,143 @@ int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatt) { ENTER(0); *mil
 int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
     ENTER(0);
     *mhz = type == 1 ? 1500 + number(device) : 1;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long *millijoule) {
+    static atomic_int calls[MAX_GPUS];
+    ENTER(setting("NVML_STUB_ENERGY_US", 0));
+    *millijoule = (unsigned long long)(atomic_fetch_add(&calls[number(device)], 1) + 1) * (5 + number(device)) * 1000;
+    return SUCCESS;
+}
+
+/* How many of these calls on that device came after those that a setting such as "1:3" leaves alone. */
+static int beyond(const char *name, Device device, atomic_int *calls) {
+    int which, after;
+    const char *text = getenv(name);
+    int made = atomic_fetch_add(&calls[number(device)], 1) + 1;
+    return text && sscanf(text, "%d:%d", &which, &after) == 2 && which == number(device) && made > after ? made - after : 0;
+}
+
+int nvmlDeviceGetTotalEccErrors(Device device, unsigned type, unsigned counter, unsigned long long *count) {
+    static atomic_int calls[MAX_GPUS];
+    ENTER(0);
+    if (type != 1 || counter != 0) return INVALID_ARGUMENT; /* uncorrected, since the driver was loaded */
+    *count = beyond("NVML_STUB_ECC", device, calls);
+    return SUCCESS;
+}
+
+typedef struct { Device device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } Event;
+
+int nvmlEventSetCreate(Device **set) { *set = calloc(1, sizeof **set); return SUCCESS; }
+int nvmlEventSetFree(Device *set) { free(set); return SUCCESS; }
+
+/* A set is of one device here. */
+int nvmlDeviceRegisterEvents(Device device, unsigned long long types, Device *set) {
+    ENTER(0);
+    if (types != 8) return INVALID_ARGUMENT;
+    *set = device;
+    return SUCCESS;
+}
+
+/* Tells at most one event between two time-outs. */
+int nvmlEventSetWait_v2(Device *set, Event *event, unsigned timeout_ms) {
+    static atomic_int calls[MAX_GPUS], told[MAX_GPUS];
+    Device device = *set;
+    ENTER(0);
+    if (timeout_ms || told[number(device)]) {
+        told[number(device)] = 0;
+        return TIMEOUT;
+    }
+    if (!beyond("NVML_STUB_XID", device, calls)) return TIMEOUT;
+    told[number(device)] = 1;
+    memset(event, 0, sizeof *event);
+    event->device = device;
+    event->type = 8;
+    event->data = 79;
+    return SUCCESS;
+}
+
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
+
+int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *count, Process *processes) {
+    ENTER(0);
+    unsigned running = 1, room = *count;
+    for (unsigned some = 0; getenv("NVML_STUB_PROCESSES") && some < 16; some++)
+        if (listed_number("NVML_STUB_PROCESSES", some, device)) { running = some; break; }
+    *count = running;
+    if (room < running) return INSUFFICIENT_SIZE;
+    for (unsigned i = 0; i < running; i++) processes[i] = (Process){.pid = 4000000 + i};
+    return SUCCESS;
+}
+
+typedef union { double d; unsigned u; unsigned long long ull; } Value;
+typedef struct { unsigned id, scope; long long timestamp, latency_us; unsigned type; int code; Value value; } Field;
+enum { UNSIGNED_INT = 1, UNSIGNED_LONG_LONG = 3 };
+
+/* PCIe's byte counters are at 2^32 less one step at first, so that they wrap early. */
+int nvmlDeviceGetFieldValues(Device device, int count, Field *fields) {
+    static atomic_ullong calls[MAX_GPUS];
+    ENTER(0);
+    unsigned long long step = strtoull(getenv("NVML_STUB_FIELD_STEP") ? getenv("NVML_STUB_FIELD_STEP") : "1000", NULL, 10);
+    unsigned long long value = atomic_fetch_add(&calls[number(device)], 1) * step;
+    for (int i = 0; i < count; i++) {
+        int pcie = fields[i].id == 197 || fields[i].id == 198;
+        fields[i].code = listed_number("NVML_STUB_FIELDS", fields[i].id, device) ? SUCCESS : NOT_SUPPORTED;
+        fields[i].type = pcie ? UNSIGNED_INT : UNSIGNED_LONG_LONG;
+        fields[i].value.ull = pcie ? (unsigned)(value - step) : value;
+    }
+    return SUCCESS;
+}
+
+typedef struct { unsigned long long timestamp_us; Value value; } Sample;
+
+int nvmlDeviceGetSamples(Device device, int kind, unsigned long long last_us, unsigned *type, unsigned *count, Sample *samples) {
+    static atomic_int calls[MAX_GPUS];
+    const char *ring = getenv("NVML_STUB_RING");
+    (void)kind;
+    ENTER(0);
+    if (!ring || !strcmp(ring, "absent")) return FUNCTION_NOT_FOUND;
+    if (!strcmp(ring, "idle")) return NOT_FOUND;
+    *type = UNSIGNED_INT;
+    *count = 1;
+    if (!samples) return SUCCESS;
+    samples[0].timestamp_us = 1000000 + 200000ull * (atomic_fetch_add(&calls[number(device)], 1) + 1);
+    samples[0].value.ull = 0;
+    samples[0].value.u = atoi(ring) + number(device);
+    return samples[0].timestamp_us > last_us ? SUCCESS : NOT_FOUND;
+}
+
+typedef struct { unsigned version, supported; } GpmSupport;
+typedef struct { Device device; long long taken_us; } GpmSample;
+typedef struct { unsigned id; int code; double value; const char *names[3]; } GpmMetric;
+typedef struct { unsigned version, count; GpmSample *first, *second; GpmMetric metrics[]; } GpmQuestion;
+
+int nvmlGpmQueryDeviceSupport(Device device, GpmSupport *support) {
+    ENTER(0);
+    if (support->version != 1) return VERSION_MISMATCH;
+    support->supported = setting("NVML_STUB_GPM", 0);
+    return SUCCESS;
+}
+
+int nvmlGpmSampleAlloc(GpmSample **sample) { *sample = calloc(1, sizeof **sample); return SUCCESS; }
+
+int nvmlGpmSampleGet(Device device, GpmSample *sample) {
+    ENTER(0);
+    sample->device = device;
+    sample->taken_us = now_us();
+    return SUCCESS;
+}
+
+/* Samples less than 100 ms apart are refused, which the real one does not do: it gives figures that are not right. */
+int nvmlGpmMetricsGet(GpmQuestion *question) {
+    Device device = question->first->device;
+    if (question->version != 1) return VERSION_MISMATCH;
+    if (question->second->device != device || question->second->taken_us - question->first->taken_us < 100000) return INVALID_ARGUMENT;
+    for (unsigned i = 0; i < question->count; i++) {
+        GpmMetric *metric = &question->metrics[i];
+        metric->code = listed_number("NVML_STUB_GPM_REFUSED", metric->id, device) ? NOT_SUPPORTED : SUCCESS;
+        metric->value = 10.0 * metric->id + number(device);
+    }
     return SUCCESS;
 }

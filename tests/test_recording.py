@@ -7,7 +7,9 @@ import math
 import pytest
 
 from pytest_llmgpu.profiling import recording as module
-from pytest_llmgpu.profiling.recording import Header, HeaderDevice, Recording, TickRecord
+from pytest_llmgpu.profiling.cumulative import Cumulative
+from pytest_llmgpu.profiling.recording import Recording
+from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
 from pytest_llmgpu.result import Profile
 
 
@@ -18,9 +20,10 @@ def recording(devices: int = 1) -> Recording:
             t0_s=100.0,
             period_s=1.0,
             metrics=["power_w", "memory_used_bytes", "pcie_tx_bytes_per_s"],
-            methods=["power()", "memory()", "pcie()"],
-            windows_s=[None, None, 0.25],
-            devices=[HeaderDevice(index, f"GPU-{index}", {}) for index in range(devices)],
+            devices=[
+                HeaderDevice(index, f"GPU-{index}", {}, ["power()", "memory()", "pcie()"], [None, None, 0.25])
+                for index in range(devices)
+            ],
         )
     )
 
@@ -31,6 +34,10 @@ def fill(stream: Recording, ks: list[int], late_s: float = 0.0) -> Recording:
         row: list[float | None] = [10.0 * k, 1000.0 + k, 5.0 * k]
         stream.add(TickRecord(k, 100.0 + k + late_s, [row for _ in stream.header.devices]))
     return stream
+
+
+UNMARKED = dict.fromkeys(Cumulative.NAMES, "the counter was not read at the window's start")
+"""Reasons of counters without a mark."""
 
 
 def cut(stream: Recording, start_s: float, end_s: float, **held_bytes: int) -> Profile:
@@ -110,10 +117,10 @@ def test_a_reading_that_could_not_be_had_counts_for_nothing() -> None:
     profile = cut(stream, 100.0, 102.5)
     assert profile.devices[0].metrics["power_w"].mean == 10.0
     assert profile.devices[0].metrics["pcie_tx_bytes_per_s"].coverage == pytest.approx(0.5 / 2.5)
-    assert profile.devices[0].why == {"power_w": "lost", "pcie_tx_bytes_per_s": "lost"}
+    assert profile.devices[0].why == {**UNMARKED, "power_w": "lost", "pcie_tx_bytes_per_s": "lost"}
     assert profile.series is not None
     assert profile.series.devices[0]["power_w"] == [0.0, None, 20.0]
-    assert cut(stream, 101.9, 102.5).devices[0].why == {}
+    assert cut(stream, 101.9, 102.5).devices[0].why == UNMARKED
 
 
 def test_a_metric_never_had_is_none() -> None:
@@ -172,3 +179,151 @@ def test_a_slice_is_settled_once_no_tick_can_change_it() -> None:
     assert stream.settled(101.2, 101.8)
     assert stream.settled(100.5, 102.0)
     assert not recording().settled(100.0, 100.5)
+
+
+def spanning(ks: list[int]) -> Recording:
+    """Return a stream of two metrics whose values 10 k speak for the second before the tick, the first counted too."""
+    device = HeaderDevice(0, "GPU-0", {}, ["fields", "ring"], [None, None])
+    stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s", "utilization_pct"], [device], spans=True))
+    for k in ks:
+        # The ring has something to say at every second tick only.
+        ring = (10.0 * k, 2.0) if k % 2 == 0 else (None, None)
+        stream.add(TickRecord(k, 100.0 + k, [[10.0 * k, ring[0]]], {}, [[1.0, ring[1]]], cpu_s=0.25 * k))
+    return stream
+
+
+def test_readings_of_spans_count_by_their_part_of_the_window() -> None:
+    """The mean weighs each by its time inside, that of the tick after the end included: nothing is lost."""
+    metric = cut(spanning(list(range(8))), 101.5, 104.25).devices[0].metrics["nvlink_tx_bytes_per_s"]
+    assert metric.mean == pytest.approx((0.5 * 20 + 30 + 40 + 0.25 * 50) / 2.75)
+    assert (metric.max, metric.method) == (50.0, "fields")
+    assert metric.coverage == pytest.approx(1.0)
+
+
+def test_a_span_that_is_missing_lowers_the_coverage() -> None:
+    """Time that no reading speaks for is not covered, and a tick with nothing to say is no gap."""
+    profile = cut(spanning([0, 1, 2, 4, 5, 6]), 100.0, 106.0)
+    assert profile.devices[0].metrics["nvlink_tx_bytes_per_s"].coverage == pytest.approx(5 / 6)
+    ring = profile.devices[0].metrics["utilization_pct"]
+    assert ring.mean == pytest.approx(40.0)
+    assert ring.coverage == pytest.approx(1.0)
+    assert profile.series is not None
+    assert profile.series.devices[0]["utilization_pct"] == [0.0, None, 20.0, 40.0, None, 60.0]
+
+
+def test_a_window_with_spans_waits_for_the_tick_after_its_end() -> None:
+    """Only that one speaks for the window's last part."""
+    stream = spanning([0, 1, 2])
+    assert not stream.settled(100.5, 102.0)
+    assert stream.settled(100.5, 101.9)
+
+
+def test_a_reason_of_another_time_is_not_told_of_a_window_that_is_covered() -> None:
+    """A metric with nothing to say at some ticks keeps its old reasons to itself."""
+    stream = spanning([0, 1, 2, 3])
+    stream.add(TickRecord(4, 104.0, [[None, None]], {0: {"utilization_pct": "lost"}}, [[None, None]]))
+    assert "utilization_pct" not in cut(stream, 100.0, 102.0).devices[0].why
+    assert cut(stream, 102.0, 104.0).devices[0].why["utilization_pct"] == "lost"
+
+
+def test_a_metric_that_has_said_nothing_yet_is_none_with_a_reason() -> None:
+    """A window that no reading speaks for has the nearest value and no coverage, or none and why."""
+    profile = cut(spanning([0, 1, 2, 3]), 100.2, 100.8)
+    assert profile.devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(10.0)
+    late = cut(spanning([0, 1, 2, 3]), 150.0, 151.0).devices[0]
+    assert late.metrics["nvlink_tx_bytes_per_s"].mean == 30.0
+    assert late.metrics["nvlink_tx_bytes_per_s"].coverage == 0.0
+    assert late.metrics["utilization_pct"].mean is None
+    assert late.why["utilization_pct"] == "ring: no reading speaks for this window"
+
+
+def marked(*marks: tuple[float, dict[str, float]]) -> Recording:
+    """Return a stream with these marks: time and counters."""
+    stream = spanning(list(range(20)))
+    for number, (t_s, counters) in enumerate(marks, 1):
+        stream.mark(MarkRecord(number, [t_s], [counters], [{"throttled_s": "refused"}]))
+    return stream
+
+
+def test_counters_are_those_between_the_marks_at_the_ends() -> None:
+    """Energy is the difference, a rate of bytes is exact and covers all, and other marks do not matter."""
+    stream = marked(
+        (100.5, {"energy_j": 1.0, "nvlink_tx_bytes_per_s": 0.0}),
+        (102.02, {"energy_j": 10.0, "nvlink_tx_bytes_per_s": 500.0}),
+        (105.02, {"energy_j": 310.0, "nvlink_tx_bytes_per_s": 3500.0}),
+        (109.0, {"energy_j": 999.0, "nvlink_tx_bytes_per_s": 9999.0}),
+    )
+    device = cut(stream, 102.0, 105.0).devices[0]
+    assert device.energy_j == 300.0
+    assert device.counters == {"nvlink_tx_bytes": 3000.0}
+    assert device.metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(1000.0)
+    assert device.metrics["nvlink_tx_bytes_per_s"].coverage == 1.0
+    assert (device.throttled_s, device.why["throttled_s"]) == (None, "refused")
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "why"),
+    [
+        (101.0, 105.0, "the counter was not read at the window's start"),
+        (102.0, 106.0, "the counter was not read at the window's end"),
+        (105.0, 108.0, "the counter went back between the window's ends"),
+        (102.0, 102.01, "the window is too short for a counter: one reading is nearest to both of its ends"),
+    ],
+)
+def test_a_window_without_its_marks_has_no_counter(start_s: float, end_s: float, why: str) -> None:
+    """Energy is None with the reason, never that of another stretch."""
+    stream = marked((102.0, {"energy_j": 10.0}), (105.0, {"energy_j": 310.0}), (108.0, {"energy_j": 5.0}))
+    device = cut(stream, start_s, end_s).devices[0]
+    assert (device.energy_j, device.why["energy_j"]) == (None, why)
+
+
+def test_a_mark_of_many_devices_is_at_the_end_for_all_of_them() -> None:
+    """However long the others take, one that was asked first or last has its counters; its own times make the rate."""
+    devices = [HeaderDevice(index, f"GPU-{index}", {}, ["fields"], [None]) for index in range(2)]
+    stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], devices, spans=True))
+    for number, t_s in enumerate(([101.75, 101.95], [105.05, 105.25]), 1):
+        counts = {"energy_j": 10.0 * number, "nvlink_tx_bytes_per_s": 330.0 * number}
+        stream.mark(MarkRecord(number, t_s, [counts, counts], [{}, {}]))
+    stream.add(TickRecord(6, 106.0, [[1.0], [1.0]], {}, [[1.0], [1.0]]))
+    for device in cut(stream, 102.0, 105.0).devices:
+        assert device.energy_j == 10.0
+        assert device.metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(100.0)
+    assert cut(stream, 102.06, 105.0).devices[1].energy_j is None
+
+
+def test_errors_are_counted_and_processes_are_the_most_of_both_ends() -> None:
+    """A program that is there at one end of the window only is seen; what was before the window is not counted."""
+    stream = marked(
+        (102.0, {"ecc_uncorrected": 5.0, "xids": 1.0, "compute_processes": 3.0}),
+        (105.0, {"ecc_uncorrected": 7.0, "xids": 1.0, "compute_processes": 1.0}),
+        (108.0, {"ecc_uncorrected": 7.0, "xids": 1.0, "compute_processes": 2.0}),
+    )
+    assert cut(stream, 102.0, 105.0).devices[0].counters == {
+        "ecc_uncorrected": 2.0,
+        "xids": 0.0,
+        "compute_processes": 3.0,
+    }
+    assert cut(stream, 105.0, 108.0).devices[0].counters == {
+        "ecc_uncorrected": 0.0,
+        "xids": 0.0,
+        "compute_processes": 2.0,
+    }
+
+
+def test_bytes_that_were_not_counted_have_a_reason_where_there_is_nvlink() -> None:
+    """A window without its marks says so of the bytes; a GPU without NVLink says so of the metric, once."""
+    with_nvlink = cut(spanning([0, 1, 2]), 100.0, 102.0).devices[0]
+    assert with_nvlink.counters == {}
+    assert with_nvlink.why["nvlink_tx_bytes"] == "the counter was not read at the window's start"
+    device = HeaderDevice(0, "GPU-0", {"nvlink_tx_bytes_per_s": "Not Supported"}, [""], [None])
+    without = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], [device]))
+    without.add(TickRecord(0, 100.0, [[None]]))
+    assert cut(without, 100.0, 102.0).devices[0].why == {**UNMARKED, "nvlink_tx_bytes_per_s": "Not Supported"}
+
+
+def test_the_samplers_own_cpu_seconds_are_those_of_the_window() -> None:
+    """They are taken from the ticks inside, and None where there are fewer than two."""
+    stream = spanning(list(range(10)))
+    assert stream.cpu_s(102.0, 106.0) == pytest.approx(1.0)
+    assert stream.cpu_s(102.5, 103.5) is None
+    assert cut(stream, 102.0, 106.0).sampler_cpu_s == pytest.approx(1.0)

@@ -10,18 +10,30 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from pytest_llmgpu.profiling.devices import SOURCES, Device
-from pytest_llmgpu.profiling.sampler import BlockingCall, Tick, ticks
+from pytest_llmgpu.profiling.cumulative import Cumulative
+from pytest_llmgpu.profiling.deadlines import Tick, compensated, ticks
+from pytest_llmgpu.profiling.devices import METRICS, Device
+from pytest_llmgpu.profiling.sampling import BlockingCall
 
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]
 PCIE = "nvmlDeviceGetPcieThroughput"
+NEITHER = {
+    "nvlink_tx_bytes_per_s": "nvmlDeviceGetFieldValues [138, 139]: Not Supported",
+    "nvlink_rx_bytes_per_s": "nvmlDeviceGetFieldValues [138, 139]: Not Supported",
+    "sm_active_pct": "nvmlGpmMetricsGet: Not Supported",
+    "tensor_active_pct": "nvmlGpmMetricsGet: Not Supported",
+    "dram_active_pct": "nvmlGpmMetricsGet: Not Supported",
+}
+"""What a device without NVLink and GPM says of them."""
+NOTHING = [None] * len(NEITHER)
+"""Its values."""
 
 
 class FakeClock:
@@ -85,6 +97,16 @@ def test_ticks_end_when_told() -> None:
     assert list(ticks(100.0, 1.0, clock, lambda _: True)) == []
 
 
+def test_the_papers_wait_drifts_by_what_it_is_late() -> None:
+    """A round that takes longer than the period is followed at once; what is late stays late."""
+    clock = FakeClock(100.0)
+    taken = []
+    for tick, work in zip(compensated(100.0, 1.0, clock, clock.wait), [0.3, 1.25, 0.5, 0.0], strict=False):
+        taken.append(tick)
+        clock.now_s += work
+    assert taken == [Tick(0, 100.0), Tick(1, 101.0), Tick(2, 102.25), Tick(3, 103.25)]
+
+
 class GatedDevice:
     """A device whose blocking call returns when the test says so."""
 
@@ -120,9 +142,9 @@ def test_a_hung_call_gives_none_until_it_returns() -> None:
 
 
 @contextmanager
-def sampler(environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.02) -> Iterator[subprocess.Popen[str]]:
     """Run the sampler every 20 ms."""
-    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", "--period", "0.02", *arguments]
+    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", "--period", str(period_s), *arguments]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rescue = threading.Timer(30, process.kill)  # so that a stream that stays silent fails the test
     rescue.start()
@@ -140,14 +162,14 @@ def records(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
     return [json.loads(process.stdout.readline()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("gpus", [1, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 4, 16])
 def test_values_arrive_in_their_columns_and_units(nvml_stub: StubEnvironment, gpus: int) -> None:
     """Each device's readings stand under their metric, in percent, bytes, bytes/s, W and MHz."""
     with sampler(nvml_stub(gpus=gpus)) as process:
         header, first, second = records(process, 3)
-    assert header["metrics"] == list(SOURCES)
+    assert header["metrics"] == list(METRICS)
     assert [device["index"] for device in header["devices"]] == list(range(gpus))
-    assert all(device["why"] == {} for device in header["devices"])
+    assert all(device["why"] == NEITHER for device in header["devices"])
     for tick in (first, second):
         for index, values in enumerate(tick["values"]):
             assert dict(zip(header["metrics"], values, strict=True)) == {
@@ -157,19 +179,20 @@ def test_values_arrive_in_their_columns_and_units(nvml_stub: StubEnvironment, gp
                 "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
                 "power_w": 300 + index,
                 "sm_clock_mhz": 1500 + index,
+                **dict.fromkeys(NEITHER),
             }
     assert first["k"] == 0
     assert second["t_s"] >= header["t0_s"] + second["k"] * header["period_s"]
 
 
-@pytest.mark.parametrize("gpus", [1, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 4, 16])
 def test_blocking_calls_of_a_tick_run_all_at_once(nvml_stub: StubEnvironment, gpus: int, tmp_path: Path) -> None:
     """Each GPU and direction has a thread, all meet inside their call, and no other call leaves the main thread."""
     log = tmp_path / "calls"
     with sampler(nvml_stub(gpus=gpus, pcie_together=2 * gpus, pcie_us=1000, log=log)) as process:
         header, *stream = records(process, 4)
-    assert all(device["why"] == {} for device in header["devices"])
-    assert all(None not in values for tick in stream for values in tick["values"])
+    assert all(device["why"] == NEITHER for device in header["devices"])
+    assert all(None not in values[:6] for tick in stream for values in tick["values"])
     calls = [line.split() for line in log.read_text().splitlines()]
     threads: dict[str, set[int]] = {}
     for _, _, thread, _, function, device in calls:
@@ -187,13 +210,17 @@ def test_what_a_device_does_not_support_is_null_with_its_reason(nvml_stub: StubE
     with sampler(nvml_stub(gpus=2, unsupported=refused)) as process:
         header, tick = records(process, 2)
     power, pcie = "nvmlDeviceGetPowerUsage: Not Supported", f"{PCIE}: Not Supported"
-    assert header["devices"][0]["why"] == {"power_w": power}
+    assert header["devices"][0]["why"] == {**NEITHER, "power_w": power}
     assert header["devices"][1]["why"] == {
+        **NEITHER,
         "power_w": power,
         "pcie_tx_bytes_per_s": pcie,
         "pcie_rx_bytes_per_s": pcie,
     }
-    assert tick["values"] == [[40, 10 * GIB, 1e6, 2e6, None, 1500], [41, 11 * GIB, None, None, None, 1501]]
+    assert tick["values"] == [
+        [40, 10 * GIB, 1e6, 2e6, None, 1500, *NOTHING],
+        [41, 11 * GIB, None, None, None, 1501, *NOTHING],
+    ]
 
 
 def test_an_unsupported_call_is_made_once(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
@@ -210,15 +237,15 @@ def test_a_gpu_lost_on_the_way_is_null_with_its_reason_told_once(nvml_stub: Stub
     """Other devices go on, and the stream does not repeat the reason."""
     with sampler(nvml_stub(gpus=2, lost="1:25")) as process:
         header, *stream = records(process, 12)
-    assert header["devices"][1]["why"] == {}
-    assert None not in stream[0]["values"][1]
-    assert stream[-1]["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500], [None] * 6]
+    assert header["devices"][1]["why"] == NEITHER
+    assert None not in stream[0]["values"][1][:6]
+    assert stream[-1]["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING], [None] * len(METRICS)]
     told = [tick["why"] for tick in stream if "why" in tick]
     reasons: dict[str, str] = {}
     for news in told:
         assert set(news) == {"1"}
-        reasons.update(news["1"])
-    assert set(reasons) == set(SOURCES)
+        reasons.update((metric, reason) for metric, reason in news["1"].items() if metric not in NEITHER)
+    assert set(reasons) == set(METRICS) - set(NEITHER)
     assert all(reason.endswith("GPU is lost") for reason in reasons.values())
     assert len(told) <= 2
 
@@ -229,8 +256,325 @@ def test_a_pcie_reading_above_the_link_is_null(nvml_stub: StubEnvironment) -> No
         header, tick = records(process, 2)
     assert tick["values"][0][2:4] == [5e10, None]
     assert header["devices"][0]["why"] == {
-        "pcie_rx_bytes_per_s": f"{PCIE}: 1e+11 bytes/s is more than the link can carry"
+        **NEITHER,
+        "pcie_rx_bytes_per_s": f"{PCIE}: 1e+11 bytes/s is more than the link can carry",
     }
+
+
+def column(record: dict[str, Any], metric: str, device: int = 0, of: str = "values") -> Any:
+    """Return one entry of a tick."""
+    return record[of][device][METRICS.index(metric)]
+
+
+def methods(header: dict[str, Any], device: int = 0) -> dict[str, str]:
+    """Return metric to method."""
+    return dict(zip(header["metrics"], header["devices"][device]["methods"], strict=True))
+
+
+def test_gpm_is_chosen_where_there_is_one(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """PCIe and activity come from GPM, each speaking for the time since the sample before; nothing blocks."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(gpus=2, gpm=1, fields="197,198", log=log), period_s=0.1) as process:
+        header, *stream = records(process, 5)
+    assert header["spans"]
+    assert {methods(header, 1)[metric] for metric in METRICS[2:4] + METRICS[8:]} == {"nvmlGpmMetricsGet"}
+    ticks_spoken = [tick for tick in stream if column(tick, "sm_active_pct", 1) is not None]
+    assert ticks_spoken
+    for tick in ticks_spoken:
+        assert [column(tick, metric, 1) for metric in METRICS[8:]] == [21, 51, 101]
+        assert column(tick, "pcie_tx_bytes_per_s", 1) == 201 << 20
+        assert column(tick, "sm_active_pct", 1, "seconds") > 0.09
+    assert PCIE not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"fields": "197,198"}, ["nvmlDeviceGetFieldValues [197, 198]"] * 2),
+        ({"fields": "197"}, ["nvmlDeviceGetFieldValues [197, 198]", PCIE]),
+        ({"fields": "197@1,198@1"}, [PCIE, PCIE]),
+        ({"gpm": 1, "gpm_refused": "20"}, [PCIE, "nvmlGpmMetricsGet"]),
+        ({"gpm": 1, "fields": "197,198", "gpm_refused": "20,21"}, ["nvmlDeviceGetFieldValues [197, 198]"] * 2),
+        ({}, [PCIE, PCIE]),
+    ],
+)
+def test_a_source_is_chosen_per_metric(
+    nvml_stub: StubEnvironment, settings: dict[str, Any], expected: list[str]
+) -> None:
+    """What GPM does not have comes from byte counters, and what these do not have from the call that blocks."""
+    with sampler(nvml_stub(**settings), period_s=0.1) as process:
+        (header,) = records(process, 1)
+    assert [methods(header)[metric] for metric in METRICS[2:4]] == expected
+
+
+def test_sources_differ_from_device_to_device(nvml_stub: StubEnvironment) -> None:
+    """A mixed machine has the best of each."""
+    with sampler(nvml_stub(gpus=2, fields="138@1,139@1,197@1,198@1")) as process:
+        (header,) = records(process, 1)
+    assert (methods(header, 0)["pcie_tx_bytes_per_s"], methods(header, 0)["nvlink_tx_bytes_per_s"]) == (PCIE, "")
+    assert methods(header, 1)["pcie_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [197, 198]"
+    assert methods(header, 1)["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]"
+    assert "nvlink_tx_bytes_per_s" not in header["devices"][1]["why"]
+
+
+def test_counters_stream_every_byte_over_a_wrap(nvml_stub: StubEnvironment) -> None:
+    """Rates times seconds are whole steps of the counters, which wrap at their second reading."""
+    with sampler(nvml_stub(fields="197,198,138,139", field_step=1000)) as process:
+        _, *stream = records(process, 6)
+        marks(process, 1)
+        (hurried,) = records(process, 1)
+    for metric, step, those in (
+        ("pcie_tx_bytes_per_s", 1000, stream),
+        ("nvlink_rx_bytes_per_s", 1000 * 1024, [hurried]),
+    ):
+        for tick in those:
+            steps = column(tick, metric) * column(tick, metric, of="seconds") / step
+            assert steps == pytest.approx(round(steps))
+            assert 1 <= round(steps) < 1000
+
+
+def test_nvlink_is_not_read_at_every_tick(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Its call is the dearest: once at the start, at a mark, and at the tick after it."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(fields="138,139", log=log)) as process:
+        header, *stream = records(process, 6)
+        marks(process, 1)
+        (hurried,) = records(process, 1)
+    assert methods(header)["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]"
+    assert [column(tick, "nvlink_tx_bytes_per_s") for tick in stream] == [None] * 5
+    assert column(hurried, "nvlink_tx_bytes_per_s") > 0
+    functions = [line.split()[4] for line in log.read_text().splitlines()]
+    before = functions[: functions.index("nvmlDeviceGetTotalEnergyConsumption")]
+    assert before.count("nvmlDeviceGetFieldValues") <= 4  # PCIe's and NVLink's at the start; bytes and time of the mark
+
+
+def test_a_call_that_hangs_in_a_running_stream_costs_its_metric_alone(nvml_stub: StubEnvironment) -> None:
+    """After a second its figures are null with the reason; other metrics of that device and other devices go on."""
+    settings = {"gpus": 2, "hang": f"{PCIE}:6@1"}
+    with sampler(nvml_stub(**settings)) as process:
+        _, *stream = records(process, 12)
+    assert column(stream[0], "pcie_tx_bytes_per_s", 1) == 2e6
+    hung = next(tick for tick in stream if column(tick, "pcie_tx_bytes_per_s", 1) is None)
+    reason = f"{PCIE}: did not return within 1 s"
+    assert hung["why"]["1"] | {"pcie_rx_bytes_per_s": reason, "pcie_tx_bytes_per_s": reason} == hung["why"]["1"]
+    following = [tick for tick in stream if tick["k"] > hung["k"]]
+    assert following
+    for tick in following:
+        assert tick["values"][1] == [41, 11 * GIB, None, None, 301, 1501, *NOTHING]
+        assert tick["values"][0] == [40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING]
+    starts_s = [tick["t_s"] for tick in following]
+    assert starts_s[-1] - starts_s[0] < 1  # it is waited for once
+
+
+def test_marks_of_eight_gpus_with_slow_counters_are_whole(nvml_stub: StubEnvironment) -> None:
+    """Energy calls of 15 ms each spread a mark over ticks and hold up none of its devices for long."""
+    with sampler(nvml_stub(gpus=8, energy_us=15_000), period_s=0.1) as process:
+        records(process, 2)
+        first, second = marks(process, 2)
+    for mark in (first, second):
+        assert [len(mark[name]) for name in ("t_s", "counters", "why")] == [8, 8, 8]
+        assert mark["t_s"][-1] - mark["t_s"][0] >= 7 * 0.015
+        assert mark["t_s"] == sorted(mark["t_s"])
+    spent = [second["counters"][index]["energy_j"] - first["counters"][index]["energy_j"] for index in range(8)]
+    assert spent == [5 + index for index in range(8)]
+
+
+def test_byte_counters_are_looked_at_between_ticks(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """However long the period, no look at them is due later than 40 ms after the one before."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(fields="197,198", log=log), period_s=0.2) as process:
+        records(process, 3)
+    lines = [line.split() for line in log.read_text().splitlines()]
+    counted = sum(line[4] == "nvmlDeviceGetFieldValues" for line in lines)
+    powered = sum(line[4] == "nvmlDeviceGetPowerUsage" for line in lines)
+    assert counted >= 4 * (powered - 1)
+
+
+@pytest.mark.parametrize(("ring", "value"), [("absent", 40), ("idle", None), ("70", None)])
+def test_utilization_comes_from_the_ring_of_samples(nvml_stub: StubEnvironment, ring: str, value: int | None) -> None:
+    """An idle ring is one too; without one the rate of the driver's last period is read at every tick."""
+    with sampler(nvml_stub(ring=ring)) as process:
+        header, tick = records(process, 2)
+    absent = ring == "absent"
+    assert methods(header)["utilization_pct"] == f"nvmlDeviceGet{'UtilizationRates' if absent else 'Samples'}"
+    assert column(tick, "utilization_pct") == value
+
+
+def test_a_library_without_the_newer_symbols_is_read_the_old_way(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """A driver that lacks GPM, fields and rings altogether still gives what it can, and the reasons."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    newer = (
+        *("DeviceGetFieldValues", "DeviceGetSamples", "DeviceGetTotalEnergyConsumption", "GpmQueryDeviceSupport"),
+        *("DeviceGetTotalEccErrors", "EventSetCreate", "DeviceGetComputeRunningProcesses_v3"),
+    )
+    hidden = [f"-Dnvml{name}=absent{name}" for name in newer]
+    source = Path(__file__).with_name("nvml_stub.c")
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", *hidden, "-Wl,-soname,libnvidia-ml.so.1", "-o", library, source], check=True
+    )
+    environment = {**nvml_stub(gpm=1, ring=50, fields="138,197,198"), "LD_LIBRARY_PATH": str(tmp_path)}
+    with sampler(environment) as process:
+        header, tick = records(process, 2)
+        (mark,) = marks(process, 1)
+    assert tick["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING]]
+    assert header["devices"][0]["why"] == {
+        metric: reason.replace("Not Supported", "Function Not Found") for metric, reason in NEITHER.items()
+    }
+    assert mark["counters"] == [{}]
+    assert set(mark["why"][0]) == set(Cumulative.NAMES)
+    assert all(reason.endswith("Function Not Found") for reason in mark["why"][0].values())
+
+
+def marks(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
+    """Order so many marks, one after another, and read on until the last has come."""
+    found: list[dict[str, Any]] = []
+    for _ in range(count):
+        assert process.stdin is not None
+        process.stdin.write("mark\n")
+        process.stdin.flush()
+        (record,) = records(process, 1)
+        while "mark" not in record:
+            (record,) = records(process, 1)
+        found.append(record)
+    return found
+
+
+def test_a_mark_reads_the_counters(nvml_stub: StubEnvironment) -> None:
+    """Energy in J, throttled time in s and NVLink in bytes are read when told to, per device."""
+    with sampler(nvml_stub(gpus=2, fields="74,75,138,139")) as process:
+        first, second = marks(process, 2)
+    assert (first["mark"], second["mark"]) == (1, 2)
+    assert [second["counters"][i]["energy_j"] - first["counters"][i]["energy_j"] for i in (0, 1)] == [5, 6]
+    assert set(first["counters"][0]) == {*Cumulative.NAMES, "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"}
+    assert first["why"] == second["why"] == [{}, {}]
+    assert second["counters"][1]["throttled_s"] > first["counters"][1]["throttled_s"]
+    assert second["t_s"][0] >= first["t_s"][1] >= first["t_s"][0]
+
+
+def test_a_mark_counts_errors_and_processes(nvml_stub: StubEnvironment) -> None:
+    """Memory errors and Xid errors add up on the device that has them; compute processes are those of the moment."""
+    with sampler(nvml_stub(gpus=2, ecc="1:1", xid="0:1", processes="3@1")) as process:
+        found = marks(process, 3)
+    names = ("ecc_uncorrected", "xids", "compute_processes")
+    for index, expected in enumerate([[(0, 0, 1), (0, 1, 1), (0, 2, 1)], [(0, 0, 3), (1, 0, 3), (2, 0, 3)]]):
+        assert [tuple(mark["counters"][index][name] for name in names) for mark in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("nvmlDeviceGetTotalEccErrors", "ecc_uncorrected"),
+        ("nvmlDeviceRegisterEvents", "xids"),
+        ("nvmlEventSetWait_v2", "xids"),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", "compute_processes"),
+    ],
+)
+def test_a_count_that_is_not_supported_is_a_reason(nvml_stub: StubEnvironment, call: str, name: str) -> None:
+    """A GPU without ECC has no memory errors to count, which is not 0 of them; the other GPU has."""
+    with sampler(nvml_stub(gpus=2, fields="74", unsupported=f"{call}@0")) as process:
+        found = marks(process, 2)
+    for mark in found:
+        assert mark["why"] == [{name: f"{call}: Not Supported"}, {}]
+        assert [set(counters) for counters in mark["counters"]] == [{*Cumulative.NAMES} - {name}, {*Cumulative.NAMES}]
+
+
+def test_a_gpu_without_processes_has_none(nvml_stub: StubEnvironment) -> None:
+    """An empty list is 0, not a refusal."""
+    with sampler(nvml_stub(processes="0")) as process:
+        (mark,) = marks(process, 1)
+    assert mark["counters"][0]["compute_processes"] == 0
+
+
+def test_a_mark_of_a_lost_gpu_has_its_reasons(nvml_stub: StubEnvironment) -> None:
+    """Every count of it tells the loss, bytes over NVLink included."""
+    with sampler(nvml_stub(gpus=2, fields="74,138,139", lost="1:25")) as process:
+        records(process, 12)
+        (mark,) = marks(process, 1)
+    assert mark["counters"][1] == {}
+    assert mark["why"][0] == {}
+    assert set(mark["why"][1]) == {*Cumulative.NAMES, "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"}
+    assert all(reason.endswith(": GPU is lost") for reason in mark["why"][1].values())
+    assert mark["why"][1]["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
+
+
+def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: StubEnvironment) -> None:
+    """Every source of it tells the loss, and the other device goes on."""
+    settings = {"gpm": 1, "gpm_refused": "20,21", "fields": "138,139,197,198", "ring": 50}
+    with sampler(nvml_stub(gpus=2, lost="1:60", **settings), period_s=0.1) as process:
+        _, *stream = records(process, 25)
+    assert stream[-1]["values"][1] == [None] * len(METRICS)
+    assert column(stream[-1], "pcie_tx_bytes_per_s", 0) is not None
+    reasons: dict[str, str] = {}
+    for tick in stream:
+        reasons.update(tick.get("why", {}).get("1", {}))
+    assert set(reasons) == set(METRICS)
+    assert all(reason.endswith("GPU is lost") for reason in reasons.values()), reasons
+
+
+def test_the_papers_profiler_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Utilisation, memory, PCIe out and in, device by device in one thread, and nothing else once it runs."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(gpus=2, gpm=1, fields="138", ring=50, log=log), "--method", "paper") as process:
+        header, *stream = records(process, 4)
+    calls = [line.split() for line in log.read_text().splitlines()]
+    first = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
+    order = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo_v2", PCIE, PCIE]
+    one_round = [(function, device) for device in ("0", "1") for function in order]
+    assert [(call[4], call[5]) for call in calls[first:]][:24] == one_round * 3
+    assert {call[2] for call in calls} == {str(process.pid)}
+    assert stream[-1]["values"][1] == [41, 11 * GIB, 2e6, 4e6, *[None] * 7]
+    assert set(header["devices"][0]["why"]) == set(METRICS[4:])
+    assert methods(header)["pcie_tx_bytes_per_s"] == PCIE
+
+
+def test_the_papers_profiler_never_makes_up_for_a_late_round(nvml_stub: StubEnvironment) -> None:
+    """Rounds begin a period apart or more, where deadlines would let one come sooner after a late one."""
+    with sampler(nvml_stub(gpus=2, pcie_us=1000), "--method", "paper") as process:
+        _, *stream = records(process, 25)
+    starts_s = [tick["t_s"] for tick in stream]
+    assert min(after - before for before, after in pairwise(starts_s)) >= 0.02 - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "period_s", "smallest"),
+    [({"gpm": 1}, 0.09, "0.1 s"), ({}, 0.019, "0.02 s"), ({"gpm": 1, "gpm_refused": "20"}, 0.05, "0.1 s")],
+)
+def test_a_period_below_what_the_sources_allow_is_refused(
+    nvml_stub: StubEnvironment, settings: dict[str, Any], period_s: float, smallest: str
+) -> None:
+    """The sampler ends with the smallest period, and the planner can ask for the same refusal."""
+    environment = nvml_stub(gpus=2, **settings)
+    with sampler(environment, period_s=period_s) as process:
+        (record,) = records(process, 1)
+        assert process.wait(10) == 0
+    assert record["error"].startswith(f"sampling period is {period_s:g} s; allowed are {smallest} and more")
+    script = (
+        "from pytest_llmgpu.profiling.devices import check_period\n"
+        f"check_period(0.1); check_period({period_s}, method='paper')\n"
+        f"try: check_period({period_s})\nexcept ValueError as error: print(error)"
+    )
+    asked = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert asked.stdout.strip() == record["error"]
+
+
+def test_byte_counters_allow_a_shorter_period(nvml_stub: StubEnvironment) -> None:
+    """Without GPM and the call that blocks no period is too short, and without NVML none is refused."""
+    with sampler(nvml_stub(fields="197,198"), period_s=0.005) as process:
+        assert "t0_s" in records(process, 1)[0]
+    with sampler(nvml_stub(gpm=1), "--method", "paper", period_s=0.005) as process:
+        assert "t0_s" in records(process, 1)[0]
+    environment = nvml_stub(init=9)
+    script = "from pytest_llmgpu.profiling.devices import check_period; check_period(1e-9)"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_it_tells_its_own_cpu_seconds(nvml_stub: StubEnvironment) -> None:
+    """Every tick has the CPU seconds used so far, which only grow."""
+    with sampler(nvml_stub()) as process:
+        _, *stream = records(process, 5)
+    spent = [tick["cpu_s"] for tick in stream]
+    assert spent == sorted(spent)
+    assert 0 < spent[0] < spent[-1] < 60
 
 
 def test_devices_come_in_the_order_asked_for(nvml_stub: StubEnvironment) -> None:
@@ -240,6 +584,25 @@ def test_devices_come_in_the_order_asked_for(nvml_stub: StubEnvironment) -> None
         header, tick = records(process, 2)
     assert [device["uuid"] for device in header["devices"]] == wanted
     assert [values[0] for values in tick["values"]] == [42, 40]
+
+
+@pytest.mark.parametrize("shown", ["2,0", "GPU-00000002,GPU-00000000-0000", "GPU-00000002,0,7,1"])
+def test_devices_that_cuda_counts_otherwise_are_read_as_cuda_counts_them(
+    nvml_stub: StubEnvironment, shown: str
+) -> None:
+    """By index, by shortened UUID or both: ticks and marks come in the order of CUDA_VISIBLE_DEVICES."""
+    environment = nvml_stub(gpus=4, processes="3@2")
+    script = (
+        "from pytest_llmgpu.profiling import nvml\n"
+        f"print(','.join(gpu.uuid for gpu in nvml.visible(nvml.inventory(), {shown!r})))"
+    )
+    asked = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    with sampler(environment, "--uuids", asked.stdout.strip()) as process:
+        header, tick = records(process, 2)
+        (mark,) = marks(process, 1)
+    assert [device["index"] for device in header["devices"]] == [2, 0]
+    assert [values[0] for values in tick["values"]] == [42, 40]
+    assert [counters["compute_processes"] for counters in mark["counters"]] == [3, 1]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def ends(pid: int) -> bool:
         os.close(handle)
 
 
-@pytest.mark.parametrize("gpus", [1, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 4, 16])
 def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> None:
     """A block's profile has each device's figures, every tick inside, and none missed that came."""
     with profiler(nvml_stub(gpus=gpus)) as nvml:
@@ -89,10 +90,117 @@ def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> N
             "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
             "power_w": 300 + index,
             "sm_clock_mhz": 1500 + index,
+            **dict.fromkeys(
+                (
+                    "nvlink_tx_bytes_per_s",
+                    "nvlink_rx_bytes_per_s",
+                    "sm_active_pct",
+                    "tensor_active_pct",
+                    "dram_active_pct",
+                )
+            ),
         }
-        assert device.why == {}
+        assert device.energy_j == 5 + index
+        assert {name for name, metric in device.metrics.items() if metric.max is None} == set(device.why) - {
+            "throttled_s"
+        }
     assert window.end_s is not None
     assert profile.duration_s == window.end_s - window.start_s
+
+
+def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvironment) -> None:
+    """Marks at both ends give energy, throttled time and all bytes over NVLink; the sampler's cost is at hand."""
+    with profiler(nvml_stub(fields="74,75,138,139", field_step=1_000_000)) as nvml:
+        with nvml.window() as window:
+            wait_for_ticks(nvml, 4)
+        recording = nvml._recording
+        assert recording is not None
+        first, last = recording._marks
+        assert window.end_s is not None
+        assert (nvml.cpu_s(window.start_s, window.end_s) or 0) > 0
+    assert window.profile is not None
+    device = window.profile.devices[0]
+    counted = last.counters[0]["nvlink_tx_bytes_per_s"] - first.counters[0]["nvlink_tx_bytes_per_s"]
+    metric = device.metrics["nvlink_tx_bytes_per_s"]
+    assert metric.mean == pytest.approx(counted / (last.t_s[0] - first.t_s[0]))
+    assert metric.coverage == 1.0
+    assert device.energy_j == 5.0
+    assert device.throttled_s is not None
+    assert device.throttled_s > 0
+
+
+def test_a_slice_marks_the_end_of_a_window_that_has_just_ended(nvml_stub: StubEnvironment) -> None:
+    """Whoever marks the start and takes a slice at the end has the counters."""
+    with profiler(nvml_stub()) as nvml:
+        nvml.mark()
+        start_s = time.monotonic()
+        wait_for_ticks(nvml, 10)
+        assert nvml.slice(start_s, time.monotonic()).devices[0].energy_j == 5.0
+
+
+def test_a_mark_without_a_sampler_is_nothing(nvml_stub: StubEnvironment) -> None:
+    """Before the start, after the end and after its death a mark does not raise."""
+    Profiler(PERIOD_S).mark()
+    with profiler(nvml_stub()) as nvml:
+        assert nvml.pid is not None
+        os.kill(nvml.pid, signal.SIGKILL)
+        nvml.mark()
+        wait_for_end(nvml)
+        nvml.mark()
+        nvml.close()
+        nvml.mark()
+
+
+def test_the_papers_method_reaches_the_sampler(nvml_stub: StubEnvironment) -> None:
+    """Its four figures are there, the others and the counters have the reason."""
+    nvml = Profiler(PERIOD_S, environment=nvml_stub(gpm=1), method="paper")
+    with nvml.window() as window:
+        wait_for_ticks(nvml, 3)
+    nvml.close()
+    assert window.profile is not None
+    device = window.profile.devices[0]
+    assert device.metrics["pcie_tx_bytes_per_s"].method == "nvmlDeviceGetPcieThroughput"
+    assert (device.metrics["sm_active_pct"].mean, device.energy_j) == (None, None)
+    assert set(device.why.values()) == {"the paper's profiler does not read it"}
+
+
+def test_the_papers_profiler_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Its calls follow each other and block, rounds begin a period apart or more, 12 % of the time is looked at."""
+    log = tmp_path / "calls"
+    blocking_us, period_s = 20_000, 1 / 6
+    settings = {"gpus": 2, "gpm": 1, "fields": "138,139", "ring": 50, "pcie_us": blocking_us, "log": log}
+    nvml = Profiler(period_s, environment=nvml_stub(**settings), method="paper")
+    with nvml.window() as window:
+        wait_for_ticks(nvml, 5)
+        recording = nvml._recording
+    nvml.close()
+    profile = window.profile
+    assert profile is not None
+    assert recording is not None
+    starts_s = [reading.t_s for reading in recording._kept]
+    assert min(after - before for before, after in pairwise(starts_s)) >= period_s - 1e-6
+    calls = [line.split() for line in log.read_text().splitlines()]
+    at = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
+    asked = [(int(begin), int(end), name, device) for begin, end, _, _, name, device in calls[at:]]
+    names = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo_v2", *["nvmlDeviceGetPcieThroughput"] * 2]
+    assert [call[2:] for call in asked[:16]] == [(name, device) for device in "01" for name in names] * 2
+    assert all(before[1] <= after[0] for before, after in pairwise(asked))
+    for index, device in enumerate(profile.devices):
+        for metric, mean in (("pcie_tx_bytes_per_s", 1e6), ("pcie_rx_bytes_per_s", 2e6)):
+            figures = device.metrics[metric]
+            assert (figures.method, figures.mean) == ("nvmlDeviceGetPcieThroughput", mean * (index + 1))
+            assert figures.coverage == pytest.approx(profile.samples * 0.020 / profile.duration_s, abs=0.03)
+            assert figures.coverage == pytest.approx(0.12, abs=0.05)
+        assert device.metrics["utilization_pct"].method == "nvmlDeviceGetUtilizationRates"
+        assert device.metrics["memory_used_bytes"].method == "nvmlDeviceGetMemoryInfo_v2"
+        assert (device.metrics["utilization_pct"].coverage, device.energy_j) == (None, None)
+
+
+def test_a_period_the_sources_do_not_allow_is_the_reason_of_the_profile(nvml_stub: StubEnvironment) -> None:
+    """A sampler that refuses its period names the smallest."""
+    with profiler(nvml_stub(gpm=1)) as nvml:
+        wait_for_end(nvml)
+        assert "allowed are 0.1 s and more" in (nvml.why or "")
 
 
 def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:

@@ -1,17 +1,26 @@
-"""What the sampler reads of each GPU: one `Source` per metric. A new metric is a new entry of `SOURCES`."""
+"""What the sampler reads of each GPU, and which of several ways there it takes.
+
+A metric comes from the first of its sources that the device answers, chosen once: one of `sources`, which lose
+nothing, or a call of `calls`. A new metric is a new entry of `METRICS` and of one of these.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from pytest_llmgpu.profiling.ask import Ask
-from pytest_llmgpu.profiling.nvml import NvmlMissingError, memory_used_bytes
+from pytest_llmgpu.profiling.calls import CALLS, PAPER, Call
+from pytest_llmgpu.profiling.counters import ByteCounters, NvLink
+from pytest_llmgpu.profiling.cumulative import Cumulative
+from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
+from pytest_llmgpu.profiling.sources import GPM_APART_S, Gpm, SampleRing, Source, Spoken
 
-__all__ = ["SOURCES", "Device", "Source", "open_devices"]
+__all__ = ["METRICS", "Device", "Method", "check_period", "choose", "open_devices"]
 
-_KB = 1000
-"""NVML's KB of PCIe throughput: undocumented, 1000 or 1024."""
+Method = Literal["auto", "paper"]
+"""The best sources of each device, or the calls of the paper's profiler to the letter."""
 
 _GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
 """PCIe generation to what one lane carries in one direction, encoding taken off."""
@@ -19,83 +28,160 @@ _GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
 _LINK_MARGIN = 1.1
 """A reading this many times above what the link can carry is in another unit (seen of one driver branch)."""
 
+_NOT_THE_PAPERS = "the paper's profiler does not read it"
 
-class Source(NamedTuple):
-    """Where one metric comes from."""
-
-    method: str
-    """The NVML call."""
-    read: Callable[[Any, Any], float]
-    """From (pynvml, device handle) to the value, in the unit of the metric's name."""
-    window_s: float | None = None
-    """How long the call looks and blocks; None for an instant reading or one whose own period is unknown.
-
-    A call that blocks gets a thread of its own and must be safe in threads: GetFieldValues and GPM are not.
-    """
-
-
-def _pcie_bytes_per_s(nvml: Any, handle: Any, direction: int) -> float:
-    return float(nvml.nvmlDeviceGetPcieThroughput(handle, direction) * _KB)
-
-
-SOURCES: dict[str, Source] = {
-    # The driver's own period, 1/6 s to 1 s by model, is not told.
-    "utilization_pct": Source(
-        "nvmlDeviceGetUtilizationRates", lambda nvml, handle: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    ),
-    "memory_used_bytes": Source(
-        "nvmlDeviceGetMemoryInfo_v2", lambda nvml, handle: float(memory_used_bytes(nvml, handle))
-    ),
-    "pcie_tx_bytes_per_s": Source(
-        "nvmlDeviceGetPcieThroughput",
-        lambda nvml, handle: _pcie_bytes_per_s(nvml, handle, nvml.NVML_PCIE_UTIL_TX_BYTES),
-        window_s=0.020,
-    ),
-    "pcie_rx_bytes_per_s": Source(
-        "nvmlDeviceGetPcieThroughput",
-        lambda nvml, handle: _pcie_bytes_per_s(nvml, handle, nvml.NVML_PCIE_UTIL_RX_BYTES),
-        window_s=0.020,
-    ),
-    "power_w": Source("nvmlDeviceGetPowerUsage", lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-    "sm_clock_mhz": Source(
-        "nvmlDeviceGetClockInfo", lambda nvml, handle: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-    ),
-}
-"""Metric name to its source, in the order of the sampler's columns."""
+METRICS = (*CALLS, *NvLink.IDS, "sm_active_pct", "tensor_active_pct", "dram_active_pct")
+"""The sampler's columns, in order."""
 
 
 class Device:
-    """One GPU: reads its metrics and remembers why one could not be read."""
+    """One GPU: how each metric of it is read, its readings, and why one could not be had."""
 
-    def __init__(self, nvml: Any, handle: Any, index: int, uuid: str) -> None:
+    def __init__(self, nvml: Any, handle: Any, index: int, uuid: str, method: Method = "auto") -> None:
         self.index = index
         self.uuid = uuid
+        self.method = method
         self.why: dict[str, str] = {}
         """Metric to the reason of its latest refusal."""
+        self.sources: list[Source] = []
+        """In the order of preference; nothing before `choose`."""
+        self.chosen: dict[str, Source | Call] = {}
+        """Metric to where it comes from; without those that nothing gives."""
         self._nvml = nvml
         self._handle = handle
         self._pcie_limit = _pcie_limit(nvml, handle)
+        self._cumulative = Cumulative(nvml, handle)
+
+    def open(self) -> bool:
+        """Open every source the device has; return whether some time must pass before one can be judged."""
+        if self.method == "paper":
+            self.why = dict.fromkeys(METRICS[len(PAPER) :], _NOT_THE_PAPERS)
+            return False
+        nvml, handle, limit, clock = self._nvml, self._handle, self._pcie_limit, time.monotonic
+        openings: list[tuple[Callable[[], Source], Sequence[str], str]] = [
+            (lambda: Gpm(nvml, handle, clock), list(Gpm.IDS), Gpm.method),
+            (lambda: ByteCounters(nvml, handle, limit, clock), list(ByteCounters.IDS), ByteCounters.method),
+            (lambda: NvLink(nvml, handle, clock), list(NvLink.IDS), NvLink.method),
+            (lambda: SampleRing(nvml, handle, clock), SampleRing.metrics, SampleRing.method),
+        ]
+        for opening, metrics, name in openings:
+            refused: dict[str, str] = {}
+            source = Ask(nvml, refused)(name, opening)
+            if source is None:
+                reason = refused[name].removeprefix("<lambda>: ")
+                self.why.update(dict.fromkeys(metrics, f"{name}: {reason}"))
+            else:
+                self.sources.append(source)
+        return any(isinstance(source, Gpm) for source in self.sources)
+
+    def choose(self) -> None:
+        """Choose for each metric the first source that gives it, and drop sources that are not needed."""
+        for source in self.sources:
+            given = source.metrics
+            if isinstance(source, Gpm):  # which of its metrics a model has shows in an answer only
+                spoken = self._hear(source, time.monotonic(), hurry=False)
+                given = list(spoken.values) if spoken is not None else []
+            for metric in given:
+                self.chosen.setdefault(metric, source)
+        for metric in PAPER if self.method == "paper" else CALLS:
+            self.chosen.setdefault(metric, CALLS[metric])
+        self.sources = [source for source in self.sources if source in self.chosen.values()]
+        self.why = {metric: reason for metric, reason in self.why.items() if metric not in self.chosen}
+
+    @property
+    def smallest_period_s(self) -> float:
+        """Shortest sampling period that all sources of this device keep up with."""
+        if self.method == "paper":
+            return 0.0  # its waits shrink to nothing instead
+        return max(
+            (source.window_s or 0.0) if isinstance(source, Call) else source.smallest_period_s
+            for source in self.chosen.values()
+        )
+
+    @property
+    def polled(self) -> bool:
+        """Whether it has counters that are to be looked at between ticks."""
+        return any(isinstance(source, ByteCounters) for source in self.sources)
 
     def read(self, metric: str) -> float | None:
-        """Return the metric's value now; None, with the reason in `why`, where NVML refuses or cannot be believed."""
-        source = SOURCES[metric]
+        """Return what the metric's call says now; None, with its reason, where it cannot be had or believed."""
+        call = CALLS[metric]
         try:
-            value = source.read(self._nvml, self._handle)
+            value = call.read(self._nvml, self._handle)
         except self._nvml.NVMLError as error:
-            self.why[metric] = f"{source.method}: {error}"
+            self.why[metric] = f"{call.method}: {error}"
             return None
+        return self._believed(metric, value, call.method)
+
+    def hear(self, now_s: float, *, hurry: bool = False) -> dict[str, tuple[float, float]]:
+        """Return per metric its value and the seconds it speaks for; without those that have nothing to say now."""
+        heard: dict[str, tuple[float, float]] = {}
+        for source in self.sources:
+            spoken = self._hear(source, now_s, hurry=hurry)
+            if spoken is None:
+                continue
+            for metric, value in spoken.values.items():
+                if self.chosen.get(metric) is source and self._believed(metric, value, source.method) is not None:
+                    heard[metric] = (value, spoken.seconds)
+        return heard
+
+    def poll(self, now_s: float) -> float | None:
+        """Look at the byte counters if it is time; return when it is next, None where there are none."""
+        next_s = None
+        for source in self.sources:
+            if isinstance(source, ByteCounters):
+                if now_s >= source.due_s:
+                    try:
+                        source.poll()
+                    except self._nvml.NVMLError as error:  # told by the next reading, if it lasts
+                        self.why.update(dict.fromkeys(source.metrics, f"{source.method}: {error}"))
+                next_s = source.due_s
+        return next_s
+
+    def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Return what the device has counted so far, bytes over NVLink included, and why a count is missing."""
+        if self.method == "paper":
+            return {}, dict.fromkeys(Cumulative.NAMES, _NOT_THE_PAPERS)
+        counters: dict[str, float] = {}
+        why: dict[str, str] = {}
+        for source in self.sources:
+            if isinstance(source, NvLink):
+                refused: dict[str, str] = {}
+                counters.update(Ask(self._nvml, refused)("", source.totals) or {})
+                for reason in refused.values():
+                    why.update(dict.fromkeys(source.metrics, f"{source.method}{reason.removeprefix('totals')}"))
+        counters.update(self._cumulative.read(why))
+        return counters, why
+
+    def _hear(self, source: Source, now_s: float, *, hurry: bool) -> Spoken | None:
+        try:
+            spoken = source.read(now_s, hurry=hurry)
+        except self._nvml.NVMLError as error:
+            mine = [metric for metric in source.metrics if self.chosen.get(metric, source) is source]
+            self.why.update(dict.fromkeys(mine, f"{source.method}: {error}"))
+            return None
+        if spoken is not None:
+            for metric, reason in spoken.why.items():
+                if self.chosen.get(metric, source) is source:
+                    self.why[metric] = reason
+        return spoken
+
+    def _believed(self, metric: str, value: float, method: str) -> float | None:
         if metric.startswith("pcie_") and self._pcie_limit is not None and value > self._pcie_limit:
-            self.why[metric] = f"{source.method}: {value:.4g} bytes/s is more than the link can carry"
+            self.why[metric] = f"{method}: {value:.4g} bytes/s is more than the link can carry"
             return None
         return value
 
 
-def open_devices(nvml: Any, uuids: Sequence[str] | None) -> tuple[list[Device], dict[str, str]]:
+def open_devices(
+    nvml: Any, uuids: Sequence[str] | None, method: Method = "auto"
+) -> tuple[list[Device], dict[str, str]]:
     """Find the GPUs to sample.
 
     Args:
         nvml: pynvml, initialised.
         uuids: Which GPUs, in which order; None for all, in NVML's order.
+        method: How they are to be read.
 
     Returns:
         The devices, and `gpu 3` to the reason it did not answer.
@@ -110,13 +196,52 @@ def open_devices(nvml: Any, uuids: Sequence[str] | None) -> tuple[list[Device], 
         handle = ask(f"gpu {index}", nvml.nvmlDeviceGetHandleByIndex, index)
         uuid = None if handle is None else ask(f"gpu {index}", nvml.nvmlDeviceGetUUID, handle)
         if uuid is not None:
-            found[uuid] = Device(nvml, handle, index, uuid)
+            found[uuid] = Device(nvml, handle, index, uuid, method)
     wanted = list(found) if uuids is None else uuids
     absent = [uuid for uuid in wanted if uuid not in found]
     if absent or not wanted:
         refused = "".join(f"; {gpu}: {reason}" for gpu, reason in why.items())
         raise NvmlMissingError(f"NVML shows no GPU{' ' if absent else ''}{', '.join(absent)}{refused}")
     return [found[uuid] for uuid in wanted], why
+
+
+def choose(devices: Sequence[Device], period_s: float) -> None:
+    """Open the sources of the devices and choose among them.
+
+    Raises:
+        ValueError: The period is shorter than what they allow.
+    """
+    soon = [device.open() for device in devices]
+    if any(soon):
+        time.sleep(GPM_APART_S)
+    for device in devices:
+        device.choose()
+    smallest_s = max(device.smallest_period_s for device in devices)
+    if period_s < smallest_s:
+        raise ValueError(
+            f"sampling period is {period_s:g} s; allowed are {smallest_s:g} s and more: "
+            "the sources of these GPUs need so long for a reading"
+        )
+
+
+def check_period(period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:
+    """Refuse a sampling period that the GPUs cannot keep; without NVML any is as good as another.
+
+    It takes a tenth of a second where there is GPM.
+
+    Args:
+        period_s: Seconds between readings.
+        uuids: Which GPUs; None for all.
+        method: How they are to be read.
+
+    Raises:
+        ValueError: It is shorter than the smallest allowed, which the message names.
+    """
+    try:
+        with session() as nvml:
+            choose(open_devices(nvml, uuids, method)[0], period_s)
+    except NvmlMissingError:
+        return
 
 
 def _pcie_limit(nvml: Any, handle: Any) -> float | None:

@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
+from pytest_llmgpu.profiling.figures import Span, moments, spans
+from pytest_llmgpu.profiling.marks import Mark, counted
+from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
 from pytest_llmgpu.result import DeviceProfile, Metric, Profile, Series
 
-__all__ = ["HISTORY_BYTES", "SERIES_POINTS", "Header", "HeaderDevice", "Reading", "Recording", "TickRecord"]
+__all__ = ["HISTORY_BYTES", "SERIES_POINTS", "Reading", "Recording"]
 
 HISTORY_BYTES = 64 << 20
-"""The oldest readings are dropped beyond this, unless a window that is still open needs them: 5 hours of 8 GPUs."""
+"""The oldest readings are dropped beyond this, unless a window that is still open needs them: 2 hours of 8 GPUs."""
 
 _READING_BYTES = 200
 """What a kept tick costs beside its values."""
@@ -23,45 +24,17 @@ _READING_BYTES = 200
 SERIES_POINTS = 2000
 """Most points a series keeps."""
 
+_MARKS = 1000
+"""Marks kept: two a window."""
+
+_REACH_S = 5.0
+"""A reading so long after a window's end says nothing of it any more: the ring's speak for a second."""
+
+_FULL = 0.95
+"""Where readings speak for so much of a window, a reason of another time is none of this one."""
+
 _Columns = dict[str, list[float | None]]
 """One device's values over the readings, by metric."""
-
-
-class HeaderDevice(msgspec.Struct, frozen=True):
-    """One GPU the sampler reads."""
-
-    index: int
-    uuid: str
-    why: dict[str, str]
-    """Metric to the reason it is never read."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """First line of the sampler's stream."""
-
-    t0_s: float
-    """CLOCK_MONOTONIC of the first deadline."""
-    period_s: float
-    metrics: list[str]
-    """Names of the values of each device, in order."""
-    methods: list[str]
-    windows_s: list[float | None]
-    """How long each reading looks; None for an instant or where it is not known."""
-    devices: list[HeaderDevice]
-    why: dict[str, str] = {}
-
-
-class TickRecord(msgspec.Struct, frozen=True):
-    """Every other line of the stream: the readings that began at one deadline."""
-
-    k: int
-    """Number of the deadline: t0 + k * period."""
-    t_s: float
-    """CLOCK_MONOTONIC when the readings began."""
-    values: list[list[float | None]]
-    """[device, metric]"""
-    why: dict[int, dict[str, str]] = {}
-    """Device's place in the header to metric to the reason, where it is new."""
 
 
 class Reading(NamedTuple):
@@ -71,6 +44,9 @@ class Reading(NamedTuple):
     t_s: float
     values: array[float]
     """[device * metric], NaN for None."""
+    seconds: array[float] | None
+    """[device * metric], NaN for None; None where no value has any."""
+    cpu_s: float | None
 
 
 class Recording:
@@ -80,9 +56,10 @@ class Recording:
         self.header = header
         self._why = [dict(device.why) for device in header.devices]
         self._kept: deque[Reading] = deque()
+        self._marks: deque[MarkRecord] = deque(maxlen=_MARKS)
         self._dropped = False
         values = len(header.devices) * len(header.metrics)
-        self._capacity = HISTORY_BYTES // (_READING_BYTES + 8 * values)
+        self._capacity = HISTORY_BYTES // (_READING_BYTES + (12 if header.spans else 8) * values)
 
     def add(self, tick: TickRecord, open_since_s: float = math.inf) -> None:
         """Keep a tick and drop what no slice needs any more.
@@ -91,20 +68,39 @@ class Recording:
             tick: Ticks come in the order of their deadlines.
             open_since_s: Start of the oldest window still open.
         """
-        values = array("d", (math.nan if value is None else value for row in tick.values for value in row))
-        self._kept.append(Reading(tick.k, tick.t_s, values))
+        seconds = _flat("f", tick.seconds) if tick.seconds else None
+        self._kept.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
         while len(self._kept) > self._capacity and self._kept[0].t_s < open_since_s:
             self._kept.popleft()
             self._dropped = True
 
+    def mark(self, mark: MarkRecord) -> None:
+        """Keep a mark; they come in order."""
+        self._marks.append(mark)
+
+    @property
+    def marks(self) -> int:
+        """Number of the latest mark; 0 before the first."""
+        return self._marks[-1].mark if self._marks else 0
+
+    def cpu_s(self, start_s: float, end_s: float) -> float | None:
+        """Return the CPU seconds the sampler used in that time, by the ticks inside; None with fewer than two."""
+        inside = [reading for reading in self._kept if start_s <= reading.t_s <= end_s and reading.cpu_s is not None]
+        if not inside or inside[0] is inside[-1]:
+            return None
+        first, last = inside[0], inside[-1]
+        return ((last.cpu_s or 0.0) - (first.cpu_s or 0.0)) / (last.t_s - first.t_s) * (end_s - start_s)
+
     def settled(self, start_s: float, end_s: float) -> bool:
         """Return whether no tick still to come can change the slice between these times."""
         if self.behind(end_s):
             return False
         # Without a reading inside, the one after may be nearer than the one before.
-        return self._kept[-1].t_s > end_s or any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
+        if self._kept[-1].t_s > end_s or self.header.spans:
+            return self._kept[-1].t_s > end_s
+        return any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
 
     def behind(self, end_s: float) -> bool:
         """Return whether the tick of the last deadline before that time has not come yet."""
@@ -141,6 +137,7 @@ class Recording:
             missed=self._missed(start_s, end_s),
             lateness_p99_s=self._lateness_p99(inside),
             devices=self._devices(readings, columns, start_s, end_s),
+            sampler_cpu_s=self.cpu_s(start_s, end_s),
             series=self._series(readings, columns, start_s),
             why=reasons,
         )
@@ -186,23 +183,46 @@ class Recording:
         end_s: float,
     ) -> list[DeviceProfile]:
         devices: list[DeviceProfile] = []
-        for device, why, column in zip(self.header.devices, self._why, columns, strict=True):
+        reaching = [reading for reading in self._kept if start_s < reading.t_s < end_s + _REACH_S] or readings
+        for place, (device, why, column) in enumerate(zip(self.header.devices, self._why, columns, strict=True)):
             metrics: dict[str, Metric] = {}
-            sources = zip(self.header.metrics, self.header.methods, self.header.windows_s, strict=True)
-            for metric, method, window_s in sources:
-                times = [
-                    reading.t_s for reading, value in zip(readings, column[metric], strict=True) if value is not None
+            reasons: dict[str, str] = {}
+            for number, metric in enumerate(self.header.metrics):
+                method, window_s = device.methods[number], device.windows_s[number]
+                known = [
+                    (reading.t_s, value)
+                    for reading, value in zip(readings, column[metric], strict=True)
+                    if value is not None
                 ]
-                values = [value for value in column[metric] if value is not None]
-                metrics[metric] = Metric(
-                    mean=math.fsum(values) / len(values) if values else None,
-                    max=max(values, default=None),
-                    method=method,
-                    coverage=None if window_s is None or not values else _coverage(times, window_s, start_s, end_s),
+                spoken = _spans(reaching, place * len(self.header.metrics) + number)
+                if spoken is None:
+                    figures = moments(known, window_s, method, start_s, end_s)
+                    complete = bool(readings) and None not in column[metric]
+                else:
+                    figures = spans(spoken, known[-1][1] if known else None, method, start_s, end_s)
+                    complete = (figures.coverage or 0.0) >= _FULL
+                if figures.mean is None:
+                    reasons[metric] = f"{method or 'NVML'}: no reading speaks for this window"
+                # A reason from another time says nothing of a window in which every reading came.
+                if not complete and metric in why:
+                    reasons[metric] = why[metric]
+                metrics[metric] = figures
+            marks = [
+                Mark(mark.t_s[place], mark.counters[place], mark.why[place], (min(mark.t_s), max(mark.t_s)))
+                for mark in self._marks
+            ]
+            counts = counted(marks, metrics, reasons, start_s, end_s)
+            devices.append(
+                DeviceProfile(
+                    index=device.index,
+                    uuid=device.uuid,
+                    metrics=metrics,
+                    energy_j=counts.pop("energy_j", None),
+                    throttled_s=counts.pop("throttled_s", None),
+                    counters=counts,
+                    why=reasons,
                 )
-            # A reason from another time says nothing of a window in which every reading came.
-            reasons = {metric: why[metric] for metric in why if None in column[metric] or not readings}
-            devices.append(DeviceProfile(index=device.index, uuid=device.uuid, metrics=metrics, why=reasons))
+            )
         return devices
 
     def _series(self, readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
@@ -217,12 +237,18 @@ class Recording:
         )
 
 
-def _coverage(times: Sequence[float], window_s: float, start_s: float, end_s: float) -> float:
-    """Return the fraction of [start, end] that readings of [t, t + window] look at."""
-    if end_s <= start_s:
-        return 0.0
-    covered = math.fsum(max(0.0, min(time_s + window_s, end_s) - max(time_s, start_s)) for time_s in times)
-    return min(1.0, covered / (end_s - start_s))
+def _spans(readings: Sequence[Reading], at: int) -> list[Span] | None:
+    """Return what that column's readings say of the time before them; None where they speak for no span."""
+    found = [
+        Span(reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
+        for reading in readings
+        if reading.seconds is not None and not math.isnan(reading.seconds[at])
+    ]
+    return found or None
+
+
+def _flat(kind: str, rows: Sequence[Sequence[float | None]]) -> array[float]:
+    return array(kind, (math.nan if value is None else value for row in rows for value in row))
 
 
 def _thinned(count: int, columns: Sequence[Sequence[Any]]) -> list[int]:

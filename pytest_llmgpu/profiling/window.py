@@ -20,7 +20,9 @@ from typing import IO
 import msgspec
 
 from pytest_llmgpu import child
-from pytest_llmgpu.profiling.recording import Header, Recording, TickRecord
+from pytest_llmgpu.profiling.devices import Method
+from pytest_llmgpu.profiling.recording import Recording
+from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
 from pytest_llmgpu.result import Profile
 
 __all__ = ["Profiler", "Window"]
@@ -31,6 +33,10 @@ _STREAM_S = 2.0
 """How long a slice waits for the stream to pass its end."""
 _END_S = 1.0
 """How long a sampler that was told to end may take before it is killed."""
+_FRESH_S = 0.1
+"""How long after its end a window can still be marked."""
+_FRESH = 0.01
+"""Or so much of its length, as `marks` has it."""
 _NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
@@ -58,7 +64,11 @@ class Profiler:
     """
 
     def __init__(
-        self, period_s: float, uuids: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
+        self,
+        period_s: float,
+        uuids: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        method: Method = "auto",
     ) -> None:
         """Prepare a profiler; nothing runs before `start`.
 
@@ -66,6 +76,7 @@ class Profiler:
             period_s: Seconds between readings.
             uuids: GPUs to read and report, in this order; None for all in NVML's order.
             environment: The sampler's environment; None for this process's own.
+            method: `auto` for the best sources each device has, `paper` for the calls of the paper's profiler.
 
         Raises:
             ValueError: The period is not a positive number of seconds.
@@ -75,6 +86,7 @@ class Profiler:
         self.period_s = period_s
         self.held_bytes: Mapping[str, int] = _NOTHING_HELD
         """UUID to bytes that are taken out of memory_used_bytes, unless a slice is told otherwise."""
+        self._method = method
         self._uuids = None if uuids is None else list(uuids)
         self._environment = dict(environment) if environment is not None else None
         self._changed = threading.Condition()  # guards everything below
@@ -82,6 +94,8 @@ class Profiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._recording: Recording | None = None
         self._open: list[float] = []
+        self._marks = 0
+        self._marked_s = -math.inf
         self._failure: str | None = None
         self._ended = False
         self._closing = False
@@ -113,6 +127,32 @@ class Profiler:
                 self._listener.start()
             self._changed.wait_for(lambda: self._recording is not None or self._ended, _HEADER_S)
 
+    def mark(self, *, wait: bool = False) -> None:
+        """Have the sampler read the cumulative counters now: energy, throttled time, bytes over NVLink.
+
+        A slice that begins and ends near a mark has them. `window` marks both ends; a slice marks the end of a window
+        that has just ended by itself.
+
+        Args:
+            wait: Return once they are read, which takes some milliseconds a device, or after 2 s.
+        """
+        with self._changed:
+            process = self._process
+            if self._recording is None or self._ended or self._closing or process is None or process.stdin is None:
+                return
+            with suppress(OSError, ValueError):  # it has ended, which its listener is about to tell
+                os.write(process.stdin.fileno(), b"mark\n")  # nothing buffered that closing would have to write
+                self._marks += 1
+                self._marked_s = time.monotonic()
+            if wait:
+                recording, marks = self._recording, self._marks
+                self._changed.wait_for(lambda: self._ended or recording.marks >= marks, _STREAM_S)
+
+    def cpu_s(self, start_s: float, end_s: float) -> float | None:
+        """Return the CPU seconds the sampler used between two times; None where it was not sampling."""
+        with self._changed:
+            return None if self._recording is None else self._recording.cpu_s(start_s, end_s)
+
     def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
         """Return the profile between two times, waiting a little until the stream has passed the end.
 
@@ -126,10 +166,15 @@ class Profiler:
         """
         if end_s < start_s:
             raise ValueError(f"window ends at {end_s} s, before its start at {start_s} s")
+        if self._marked_s < end_s and time.monotonic() < end_s + max(_FRESH_S, _FRESH * (end_s - start_s)):
+            self.mark()
         with self._changed:
             recording = self._recording
             if recording is not None:
-                self._changed.wait_for(lambda: self._ended or recording.settled(start_s, end_s), _STREAM_S)
+                marks = self._marks
+                self._changed.wait_for(
+                    lambda: self._ended or (recording.settled(start_s, end_s) and recording.marks >= marks), _STREAM_S
+                )
                 why = {}
                 if self._failure is not None:
                     why = {"sampler": self._failure}
@@ -150,6 +195,7 @@ class Profiler:
     def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
         """Profile a block: `with profiler.window() as window: ...`, then `window.profile`."""
         self.start()
+        self.mark()
         window = Window(time.monotonic())
         with self._changed:
             self._open.append(window.start_s)
@@ -157,6 +203,7 @@ class Profiler:
             yield window
         finally:
             window.end_s = time.monotonic()
+            self.mark()
             window.profile = self.slice(window.start_s, window.end_s, held_bytes)
             with self._changed:
                 self._open.remove(window.start_s)
@@ -200,7 +247,7 @@ class Profiler:
 
     def _spawn(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         command = child.command("pytest_llmgpu.profiling.sampler")
-        command += ["--period", repr(self.period_s), "--parent", str(os.getpid())]
+        command += ["--period", repr(self.period_s), "--method", self._method, "--parent", str(os.getpid())]
         if self._uuids is not None:
             command += ["--uuids", ",".join(self._uuids)]
         return subprocess.Popen(
@@ -220,6 +267,8 @@ class Profiler:
                 self._failure = msgspec.json.decode(line, type=_Refusal).error
             elif self._recording is None:
                 self._recording = Recording(msgspec.json.decode(line, type=Header))
+            elif line.startswith(b'{"mark":'):
+                self._recording.mark(msgspec.json.decode(line, type=MarkRecord))
             else:
                 tick = msgspec.json.decode(line, type=TickRecord)
                 self._recording.add(tick, min(self._open, default=math.inf))
