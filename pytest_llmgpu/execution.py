@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import graphs, memory, oom, scoring
+from pytest_llmgpu import graphs, logits, memory, oom, scoring
 from pytest_llmgpu.batching import Batch, Plan, Requests, plan
 from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, typical_difference
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
@@ -27,6 +27,11 @@ Prepare = Callable[[Plan], Workspace | None]
 _TRIALS = 3
 _WAITING = 0.5
 """Launching takes less than so much of a forward only where the GPU, not the CPU, is what it waits for."""
+
+_OF_FORWARDS = 3
+_OF_GRAPHS_BYTES = 256 << 20
+"""What must be free beside the weights to try graphs: so many times what an eager forward of the median batch takes,
+for the longest batch in the pool of the graphs and eagerly; and what the graphs themselves and their streams take."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -44,7 +49,14 @@ class Choice(msgspec.Struct, frozen=True):
 
 @contextmanager
 def chosen(
-    loaded: Loaded, requests: Requests, batch_size: int, *, asked: str, dtype: str, prepare: Prepare
+    loaded: Loaded,
+    requests: Requests,
+    batch_size: int,
+    *,
+    asked: str,
+    dtype: str,
+    prepare: Prepare,
+    workload: str = logits.LEAN,
 ) -> Iterator[Choice]:
     """While entered, forwards run as is best.
 
@@ -55,8 +67,11 @@ def chosen(
         asked: `auto`, `on` (where they can be recorded) or `off`.
         dtype: Of the model, which decides how equal answers must be.
         prepare: Called with every plan before it runs.
+        workload: One of `logits.WORKLOADS`.
     """
     against = graphs.reason_against(loaded.model, loaded.devices) if loaded.recordable else "the strategy forbids them"
+    if workload == logits.FULL_LOGITS:
+        against = "--llmgpu-scoring=harness keeps a KV cache, which a recorded forward does not"
     if asked == "on" and not against:
         graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
         workspace = prepare(graphed)
@@ -68,7 +83,7 @@ def chosen(
     if asked == "off" or against:
         yield Choice("eager", f"no CUDA graphs: {against or 'they were switched off'}", eager, workspace)
         return
-    against = _gpu_is_busy(loaded, eager)
+    against = _gpu_is_busy(loaded, eager) or _no_room(loaded)
     if against is None:
         graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
         # Before the trial: a graph has the workspace's address.
@@ -119,6 +134,21 @@ def _gpu_is_busy(loaded: Loaded, eager: Plan) -> str | None:
     launching, done = _largest(loaded, statistics.median(launching_s[1:])), statistics.median(done_s[1:])
     if _agree(loaded, launching < _WAITING * done):
         return f"eager: the GPU is the bottleneck, kernels are launched in {_ms(launching)} of {_ms(done)}"
+    return None
+
+
+def _no_room(loaded: Loaded) -> str | None:
+    """Return why graphs are not even tried: several ranks that run out of memory in the trial cannot be led back.
+
+    The forwards of `_gpu_is_busy` have shown what one takes.
+    """
+    held, most = memory.allocated(loaded.devices), memory.peaks(loaded.devices)
+    missing = [
+        _OF_FORWARDS * ((peak or 0) - (now or 0)) + _OF_GRAPHS_BYTES - spare
+        for now, peak, spare in zip(held, most, memory.spare(loaded.devices), strict=True)
+    ]
+    if (short := _largest(loaded, float(max(missing)))) > 0:
+        return f"eager: {short / 2**20:,.0f} MiB too little is free to try CUDA graphs"
     return None
 
 

@@ -9,27 +9,24 @@ where they are with `--strategy`, `--dataset` and `--model`.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import os
-import pickle
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu import by_hand, execution, memory, models, oom, scoring, strategies
+from pytest_llmgpu import by_hand, door, execution, memory, models, scoring, strategies, traffic
 from pytest_llmgpu.batching import Plan
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.launchers.protocol import FinishedBatch
 from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
-from pytest_llmgpu.result import Accuracy, Batches, Failure, Outcome, Phase
+from pytest_llmgpu.result import Accuracy, Batches, Collective, Phase
 from pytest_llmgpu.strategies.protocol import Workspace
 from pytest_llmgpu.tasks.hellaswag import Item
 
@@ -38,9 +35,20 @@ if TYPE_CHECKING:
 
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
-__all__ = ["RankState", "ScoreReply", "call", "give", "load", "main", "reset", "score"]
-
-_PR_SET_PDEATHSIG = 1
+__all__ = [
+    "RankState",
+    "ScoreReply",
+    "TrafficReply",
+    "account",
+    "call",
+    "give",
+    "load",
+    "main",
+    "measure",
+    "reset",
+    "score",
+    "warm_up",
+]
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +70,14 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     workspace: Workspace | None
 
 
+class TrafficReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sends when a case is scored once."""
+
+    collectives: list[Collective] | None
+    """None where it could not be counted."""
+    why: str | None = None
+
+
 class RankState:
     """What a rank keeps between commands."""
 
@@ -78,6 +94,10 @@ class RankState:
         self.held_bytes: Sequence[int] = ()
         self.items: dict[str, Sequence[Item]] = {}
         self.requests: dict[str, scoring.Requests] = {}
+        self.steps: Generator[None, None, ScoreReply] | None = None
+        """The case that is warmed up and not measured yet."""
+        self.plan: Plan | None = None
+        """What the latest case scored."""
 
     def use(self) -> list[DeviceUse]:
         """Return what the devices held at most since the case began; nothing before they are known."""
@@ -121,11 +141,56 @@ def give(state: RankState, sha256: str, items: Sequence[Item]) -> None:
 
 def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
     """Score a dataset at one batch size."""
+    warm_up(state, sha256, batch_size)
+    return measure(state)
+
+
+def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
+    """Get everything ready for `measure`; the devices are idle when this returns, so that counters can be read."""
+    if state.steps is not None:
+        state.steps.close()
+    state.phase = "forward"
+    state.steps = _steps(state, sha256, batch_size)
+    next(state.steps)
+
+
+def measure(state: RankState) -> ScoreReply:
+    """Score what was warmed up."""
+    assert state.steps is not None
+    steps, state.steps = state.steps, None
+    try:
+        next(steps)
+    except StopIteration as stop:
+        reply: ScoreReply = stop.value
+        return reply
+    raise AssertionError("a case has one measured step")
+
+
+def account(state: RankState) -> TrafficReply:
+    """Count what the case that was measured last sends, in forwards of their own."""
+    assert state.case is not None
+    assert state.strategy is not None
+    assert state.loaded is not None
+    assert state.plan is not None
+    loaded, plan = state.loaded, state.plan
+    if loaded.world_size == 1 and len(loaded.devices) == 1:
+        return TrafficReply(collectives=[])
+    rows = max(batch.rows for batch in plan.batches)
+    if rows < traffic.MOST_ROWS:
+        # The forwards that count have more rows than a workspace for this case has room for.
+        state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
+    try:
+        return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
+    except ValueError as error:
+        return TrafficReply(collectives=None, why=str(error))
+
+
+def _steps(state: RankState, sha256: str, batch_size: int) -> Generator[None, None, ScoreReply]:
+    """Warm up, stop, and score when told to go on."""
     assert state.case is not None
     assert state.source is not None
     assert state.strategy is not None
     assert state.loaded is not None
-    state.phase = "forward"
     loaded, items = state.loaded, state.items[sha256]
     if sha256 not in state.requests:
         longest = models.max_length(loaded.config)
@@ -146,17 +211,27 @@ def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
 
     model, home, devices = loaded.model, loaded.input_device, loaded.devices
     with execution.chosen(
-        loaded, requests, batch_size, asked=case.cuda_graphs, dtype=case.dtype, prepare=prepare
+        loaded,
+        requests,
+        batch_size,
+        asked=case.cuda_graphs,
+        dtype=case.dtype,
+        prepare=prepare,
+        workload=case.workload,
     ) as choice:
-        plan = choice.plan
-        scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices)
+        state.plan = plan = choice.plan
+        scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices, workload=case.workload)
+        warmup_s = time.monotonic() - began
+        yield
         started = time.monotonic()
-        scores = scoring.score(model, plan, on_batch=finished, input_device=home, devices=devices)
+        scores = scoring.score(
+            model, plan, on_batch=finished, input_device=home, devices=devices, workload=case.workload
+        )
         ended = time.monotonic()
     return ScoreReply(
         started_s=started,
         ended_s=ended,
-        warmup_s=started - began,
+        warmup_s=warmup_s,
         plan_sha256=plan.sha256,
         execution=choice.execution,
         execution_choice=choice.why,
@@ -174,54 +249,6 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     return fn(state.loaded, *args)
 
 
-def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
-    """Return an exception as plain records: a pickled exception may not unpickle, and needs its library to."""
-    evidence = oom.evidence_of(error)
-    lines = str(error).strip().splitlines() or [""]
-    failure = Failure(
-        phase=phase,
-        message=f"{type(error).__name__}: {lines[0]}".rstrip(": "),
-        evidence=evidence.rule if evidence else f"{type(error).__name__} was raised",
-        requested_bytes=evidence.requested_bytes if evidence else None,
-        free_bytes=evidence.free_bytes if evidence else None,
-        allocated_bytes=evidence.allocated_bytes if evidence else None,
-        tokens_requested=evidence.tokens_requested if evidence else None,
-        tokens_granted=evidence.tokens_granted if evidence else None,
-    )
-    return ("oom" if evidence else "error"), failure
-
-
-def serve(commands: Connection, answers: Connection, batches: Connection) -> None:
-    """Answer commands in turn until the parent closes its end.
-
-    An answer says how many batches were streamed before it, so that the parent can hear them out first.
-    """
-    streamed = 0
-
-    def stream(batch: FinishedBatch) -> None:
-        nonlocal streamed
-        batches.send_bytes(pickle.dumps(tuple(batch)))
-        streamed += 1
-
-    state = RankState(on_batch=stream)
-    while True:
-        try:
-            command = commands.recv_bytes()
-        except EOFError:
-            return
-        try:
-            fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
-            answer = fn(state, *args)
-            payload = pickle.dumps((streamed, True, answer))
-        except BaseException as error:  # noqa: BLE001 - the rank's door: everything becomes a plain record
-            traceback.print_exc()
-            payload = pickle.dumps((streamed, False, (*failure_of(error, state.phase), state.use())))
-            # The traceback's frames keep the tensors of the failed forward alive.
-            traceback.clear_frames(error.__traceback__)
-            del error
-        answers.send_bytes(payload)
-
-
 def run_by_hand(ordered: by_hand.Ordered) -> ScoreReply:
     """Measure one case of a report in this process, which is one rank of it."""
     first = os.environ.get("RANK", "0") == "0"
@@ -229,13 +256,6 @@ def run_by_hand(ordered: by_hand.Ordered) -> ScoreReply:
     load(state, ordered.case, ordered.source, ordered.strategy)
     give(state, ordered.dataset.sha256, ordered.dataset.items)
     return score(state, ordered.dataset.sha256, ordered.case.batch_size)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux: prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this rank is gone")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -251,10 +271,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.serve:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         parent, commands, answers, batches = arguments.serve
-        die_with_parent(parent)
+        door.die_with_parent(parent)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)
-        serve(
+        door.serve(
+            RankState,
             Connection(commands, writable=False),
             Connection(answers, readable=False),
             Connection(batches, readable=False),

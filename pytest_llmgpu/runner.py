@@ -13,15 +13,16 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import metrics, rank, strategies
+from pytest_llmgpu import evidence, metrics, rank, strategies, traffic
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.group import RankGroup, slowest
 from pytest_llmgpu.launchers.protocol import Launcher, RankFailedError
 from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.window import Profiler
-from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile
+from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 from pytest_llmgpu.tasks.hellaswag import Item
 
@@ -30,7 +31,7 @@ __all__ = ["Progress", "Request", "Runner"]
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs: the case, finished batches, planned batches, seconds since it was asked for."""
 
-_NO_TRAFFIC = "exact traffic is not counted yet: see the profile's PCIe figures"
+_NO_TRAFFIC = "traffic is counted of completed cases only"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +75,10 @@ class Runner:
         self._load_s: float | None = None
         self._phase: Phase = "load"
         self._began_s = 0.0
+        self._used_before: Mapping[str, int] = {}
+        """UUID to the bytes in use before the ranks were started."""
+        self._profiles: list[Profile] = []
+        """Of the cases that completed: the first of the same devices is a yardstick for their clocks."""
         self._out_of_memory: dict[str, int] = {}
         self._built: dict[str, str | None] = {}
         """Place of each strategy that was built to the reason why it could not be, None where it could."""
@@ -92,6 +97,7 @@ class Runner:
         try:
             execution = self._measure(request, launch)
             result.case = msgspec.structs.replace(case, execution=execution)
+            self._account(request, result)
         except RankFailedError as error:
             result.outcome, result.failure = error.outcome, error.failure
             if error.outcome == "oom":
@@ -135,14 +141,17 @@ class Runner:
         group.ask(rank.reset, phase="load", timeout_s=request.timeout_s)
         self._phase, self._began_s = "forward", time.monotonic()
         began = self._began_s
+        group.ask(rank.warm_up, case.dataset_sha256, case.batch_size, phase="forward", timeout_s=request.timeout_s)
+        # Now and after the last batch the devices are idle: counters that are read then say what the batches sent.
+        self._profiler_of(request.machine).mark(wait=True)
         replies: list[rank.ScoreReply] = group.ask(
-            rank.score,
-            case.dataset_sha256,
-            case.batch_size,
+            rank.measure,
             phase="forward",
             timeout_s=request.timeout_s,
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
+        # Before answers are compared, which takes longer than a mark may wait: the devices are idle now.
+        self._profiler_of(request.machine).mark()
         launch.wall_s = time.monotonic() - began
         assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
         _compare_ranks(replies, case)
@@ -155,13 +164,38 @@ class Runner:
             launch.tokens_requested = workspace.tokens_requested
             launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
-        launch.profile = self._profiler_of(request.machine).slice(started, ended)
+        launch.profile = self._judged(self._profiler_of(request.machine).slice(started, ended), request)
+        self._profiles.append(launch.profile)
         launch.memory = [
             _device_memory(use, request.machine, launch.profile, reply.workspace)
             for reply in replies
             for use in reply.memory
         ]
         return replies[0].execution
+
+    def _account(self, request: Request, result: CaseResult) -> None:
+        """Add what the program itself sent; what was measured stays, whatever comes of this."""
+        assert self._group is not None
+        try:
+            replies: list[rank.TrafficReply] = self._group.ask(
+                rank.account, phase="forward", timeout_s=request.timeout_s
+            )
+        except RankFailedError as error:
+            self._abandon()
+            result.why["traffic"] = f"the forwards in which it is counted failed: {error}"
+            return
+        ranks = [reply.collectives for reply in replies if reply.collectives is not None]
+        if len(ranks) < len(replies):
+            result.why["traffic"] = next(reply.why for reply in replies if reply.why) or "it could not be counted"
+            return
+        try:
+            traffic.check(ranks)
+        except ValueError as error:
+            self._abandon()
+            result.outcome, result.failure = "error", Failure(phase="forward", message=str(error))
+        sequences = sum(result.launches[-1].batches.sequences)
+        result.traffic = Traffic(ranks=ranks, wire_bytes_per_sequence=traffic.wire_bytes_per_sequence(ranks, sequences))
+        del result.why["traffic"]
 
     def _load(self, request: Request) -> RankGroup:
         case = request.case
@@ -170,6 +204,7 @@ class Runner:
         self.close()
         strategy = strategies.make(request.strategy)
         self._build(strategy, request)
+        self._used_before = nvml.used_bytes([gpu.uuid for gpu in request.machine.gpus])
         began = time.monotonic()
         self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
         replies: list[list[DeviceUse]] = self._group.ask(
@@ -208,9 +243,15 @@ class Runner:
         profiler = self._profiler_of(request.machine)
         held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
         # A rank that did not load has told what it holds with its failure; one that is gone told it when it loaded.
-        launch.profile = profiler.slice(self._began_s, ended_s, held or None)
+        launch.profile = self._judged(profiler.slice(self._began_s, ended_s, held or None), request)
         launch.memory = [_device_memory(device, request.machine, launch.profile) for device in use]
         profiler.held_bytes = {}
+
+    def _judged(self, profile: Profile, request: Request) -> Profile:
+        """Return a profile with what speaks against it."""
+        ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # a process a GPU, or one for all of them
+        first = evidence.first_alike(self._profiles, profile)
+        return msgspec.structs.replace(profile, invalid=evidence.invalid(profile, first, ours, self._used_before))
 
     def _abandon(self) -> None:
         if self._group is not None:
@@ -263,7 +304,7 @@ def _device_memory(
     used = seen.metrics.get("memory_used_bytes") if seen else None
     why = dict(use.why)
     if workspace is None:
-        why["workspace_bytes"] = "the strategy has no workspace outside torch's allocator"
+        why["workspace_bytes"] = "no workspace outside torch's allocator was told of"
     if used is None or used.max is None:
         reason = (seen.why.get("memory_used_bytes") if seen else None) or profile.why.get("profile", "no sample")
         why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), reason)

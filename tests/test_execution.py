@@ -10,7 +10,7 @@ import tiny_model
 import torch
 from torch import distributed
 
-from pytest_llmgpu import execution, graphs, memory, oom, scoring
+from pytest_llmgpu import execution, graphs, logits, memory, oom, scoring
 from pytest_llmgpu.batching import Plan, Request, Requests
 from pytest_llmgpu.execution import Choice
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
@@ -28,6 +28,8 @@ class _Gpu:
         self.capturing_s = 0.020
         self.error = 0.0
         """By how much hidden states of graphs are off, as a fraction."""
+        self.peak_bytes = 120 << 20
+        """20 MiB of an eager forward's own."""
         self.graphed = False
         self.recorded: set[tuple[int, ...]] = set()
         self._now_s = 0.0
@@ -90,6 +92,9 @@ def gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> _Gpu:
         monkeypatch.setattr(module, "time", gpu)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     monkeypatch.setattr(memory, "reset", lambda _devices: None)
+    monkeypatch.setattr(memory, "allocated", lambda devices: [100 << 20 for _ in devices])
+    monkeypatch.setattr(memory, "peaks", lambda devices: [gpu.peak_bytes for _ in devices])
+    monkeypatch.setattr(memory, "spare", lambda devices: [400 << 20 for _ in devices])
     monkeypatch.setattr(graphs, "GraphedDecoder", type("_DecoderOf", (_Decoder,), {"gpu": gpu}))
     return gpu
 
@@ -143,6 +148,25 @@ def test_without_graphs_forwards_are_eager_with_the_reason(
     assert choice.why.startswith(why)
     assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
     assert choice.workspace == _workspace(choice.plan)
+
+
+@pytest.mark.parametrize("asked", ["auto", "on"])
+@pytest.mark.usefixtures("gpu")
+def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, asked: str) -> None:
+    """Scored as the harness does nothing is tried, and the sentence names the option."""
+    with execution.chosen(
+        _loaded(model),
+        _requests(),
+        _BATCH_SIZE,
+        asked=asked,
+        dtype="float16",
+        prepare=_workspace,
+        workload=logits.FULL_LOGITS,
+    ) as choice:
+        pass
+    assert choice.execution == "eager"
+    assert choice.why.startswith("no CUDA graphs: --llmgpu-scoring=harness keeps a KV cache")
+    assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
 
 
 def test_graphs_that_were_asked_for_are_not_weighed(model: Any, gpu: _Gpu) -> None:
@@ -232,6 +256,15 @@ def test_how_equal_answers_must_be_is_the_dtypes(model: Any, gpu: _Gpu, dtype: s
     """What is rounding in bfloat16 is a difference in float32."""
     gpu.error = 1e-2
     assert _choose(_loaded(model), "auto", dtype=dtype).execution == expected
+
+
+def test_where_memory_is_short_graphs_are_not_tried(model: Any, gpu: _Gpu) -> None:
+    """A trial that runs out of memory on one of several ranks would end a case that fits eagerly."""
+    gpu.peak_bytes = 148 << 20
+    assert _choose(_loaded(model), "auto").execution == "cuda_graphs"
+    gpu.peak_bytes = 149 << 20
+    choice = _choose(_loaded(model), "auto")
+    assert (choice.execution, choice.why) == ("eager", "eager: 3 MiB too little is free to try CUDA graphs")
 
 
 def test_no_room_for_padded_rows_leaves_the_case_eager(model: Any, gpu: _Gpu) -> None:

@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.session  # noqa: F401
-from pytest_llmgpu import environment, models, oom, rank, report, strategies
+from pytest_llmgpu import environment, logits, models, oom, rank, report, strategies
 from pytest_llmgpu.environment import TorchFacts
+from pytest_llmgpu.metrics import decode
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.strategies.iok import KernelInjection
@@ -302,6 +303,25 @@ def test_the_collapse_of_the_study(bundled: ModelSource, monkeypatch: pytest.Mon
     assert right.workspace.tokens_granted == right.workspace.tokens_requested
     assert collapsed.workspace is not None
     assert collapsed.workspace.tokens_granted == 23
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_the_harness_way_of_scoring_gives_the_kernels_numbers(
+    bundled: ModelSource, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """Asked for a cache the kernels keep to their workspace's: more logits are all that is more."""
+    replies = []
+    items = hellaswag.load("bundled", rootdir=Path.cwd(), limit=8).items
+    for workload in logits.WORKLOADS.values():
+        begin_anew(monkeypatch)
+        state = rank.RankState(on_batch=lambda _: None)
+        case = msgspec.structs.replace(_CASE, workload=workload)
+        rank.load(state, case, bundled, "emulated_iok:EmulatedInjection")
+        rank.give(state, "items", items)
+        replies.append(rank.score(state, "items", batch_size))
+    lean, full = (decode(reply.accuracy.loglikelihoods) for reply in replies)
+    assert full == pytest.approx(lean, rel=1e-5)
+    assert replies[0].workspace == replies[1].workspace
 
 
 def test_two_ranks_answer_as_the_plain_model(

@@ -13,7 +13,7 @@ import pytest
 import tiny_model
 from report_factory import make_case, make_failed, make_report, make_result
 
-from pytest_llmgpu import models, rank, report
+from pytest_llmgpu import logits, models, rank, report
 from pytest_llmgpu.by_hand import find
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.metrics import decode
@@ -92,6 +92,33 @@ def test_a_case_from_elsewhere_runs_where_its_files_are_named(
     answer = by_hand(name, "mp-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
     assert answer["accuracy"]["items"] == tiny_model.ITEMS
     assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
+
+
+def test_a_case_is_scored_as_it_says(
+    measured: tuple[Path, Case], by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every logit in the warm-up and in what is measured where the case has them, and to the same choices."""
+    folder, case = measured
+    chosen: list[str] = []
+    way = logits.way
+
+    def spy(model: Any, workload: str) -> Any:
+        chosen.append(workload)
+        return way(model, workload)
+
+    monkeypatch.setattr(logits, "way", spy)
+    answers = []
+    for number, workload in enumerate(logits.WORKLOADS.values()):
+        _write(msgspec.structs.replace(case, workload=workload), f"{number}.json")
+        files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+        answers.append(by_hand(f"{number}.json", "mp-bs2", *files))
+    lean, full = answers
+    assert chosen == [logits.LEAN] * 2 + [logits.FULL_LOGITS] * 2
+    assert decode(full["accuracy"]["loglikelihoods"]) == pytest.approx(
+        decode(lean["accuracy"]["loglikelihoods"]), rel=1e-5
+    )
+    assert full["accuracy"]["predictions"] == lean["accuracy"]["predictions"]
+    assert full["execution_choice"].startswith("no CUDA graphs: ")
 
 
 def test_files_that_are_not_there_are_asked_for(measured: tuple[Path, Case], by_hand: ByHand) -> None:
@@ -247,14 +274,15 @@ def test_a_case_of_two_processes_runs_under_torchrun(
     right = by_hand("report.json", "mp-bs2", *files)
     _write(msgspec.structs.replace(case, strategy="tp", backend="transformers", devices=2))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    printed = subprocess.run(
+    done = subprocess.run(
         [sys.executable, *torchrun, "-m", "pytest_llmgpu.rank", "report.json", "tp-bs2", *files],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
-    found = json.loads(printed)
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["plan_sha256"] == right["plan_sha256"]
     assert decode(found["accuracy"]["loglikelihoods"]) == pytest.approx(
         decode(right["accuracy"]["loglikelihoods"]), rel=1e-5

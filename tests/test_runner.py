@@ -17,8 +17,8 @@ from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.profiling.window import Profiler
-from pytest_llmgpu.rank import ScoreReply
-from pytest_llmgpu.result import Batches, CaseResult, DeviceProfile, Failure, Metric, Profile
+from pytest_llmgpu.rank import ScoreReply, TrafficReply
+from pytest_llmgpu.result import Batches, CaseResult, Collective, DeviceProfile, Failure, Metric, Profile, Traffic
 from pytest_llmgpu.runner import Request, Runner
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Workspace
@@ -74,6 +74,10 @@ class _FakeProfiler(Profiler):
     def __init__(self) -> None:
         super().__init__(1.0)
         self.windows: list[tuple[float, float, dict[str, int]]] = []
+        self.did: list[str] = []
+
+    def mark(self, *, wait: bool = False) -> None:
+        self.did.append(f"mark, {wait=}")
 
     def start(self) -> None:
         pass
@@ -97,7 +101,10 @@ def _case(batch_size: int, **fields: Any) -> Case:
     )
 
 
-def _request(case: Case) -> Request:
+_MP, _TP = "pytest_llmgpu.strategies.mp:LayerParallel", "pytest_llmgpu.strategies.tp:TensorParallel"
+
+
+def _request(case: Case, strategy: str = _MP) -> Request:
     source = ModelSource(
         name="m",
         directory=None,
@@ -111,17 +118,19 @@ def _request(case: Case) -> Request:
         case=case,
         machine=_MACHINE,
         source=source,
-        strategy="pytest_llmgpu.strategies.mp:LayerParallel",
+        strategy=strategy,
         items=(),
         timeout_s=60.0,
         load_timeout_s=60.0,
     )
 
 
-def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | list[DeviceUse] | None:
+def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | TrafficReply | list[DeviceUse] | None:
     if fn is rank.load:
         return [DeviceUse(uuid="GPU-c", held_bytes=2), DeviceUse(uuid="GPU-a")]
-    if fn is not rank.score:
+    if fn is rank.account:
+        return TrafficReply(collectives=[])
+    if fn is not rank.measure:
         return None
     return ScoreReply(
         started_s=100.0,
@@ -159,6 +168,65 @@ def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResul
     assert profiler.windows == [(100.0, 103.0, {"GPU-c": 2, "GPU-a": 0})]
 
 
+def test_counters_are_read_between_warm_up_and_measurement(recorded: list[CaseResult]) -> None:
+    """What the warm-up sends is not the case's, and the devices are idle while counters are read."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        profiler.did.append(fn.__name__)
+        return _reply(fn, args)
+
+    runner, profiler = _runner(_FakeLauncher(answer))
+    runner.run(_request(_case(4)), recorded.append)
+    # The second at once: what is done with the answers takes longer than a mark may wait.
+    assert profiler.did[-5:] == ["warm_up", "mark, wait=True", "measure", "mark, wait=False", "account"]
+
+
+_SENT = Collective(collective="all_reduce", calls=3, payload_bytes=80, wire_bytes=120)
+
+
+def test_traffic_is_every_rank_s_own(recorded: list[CaseResult]) -> None:
+    """What is sent per sequence is of all ranks together."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return TrafficReply(collectives=[_SENT]) if fn is rank.account else _reply(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    result = runner.run(_request(_case(4), _TP), recorded.append)
+    assert result.traffic == Traffic(ranks=[[_SENT], [_SENT]], wire_bytes_per_sequence=2 * 120 / 8)
+    assert "traffic" not in result.why
+
+
+def test_ranks_that_send_nothing_fail_with_all_that_was_measured(recorded: list[CaseResult]) -> None:
+    """A tensor parallel model without a collective is measured wrongly, and what shows it stays."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4), _TP), recorded.append)
+    assert (result.outcome, set(launcher.ended)) == ("error", {"killed"})
+    assert result.failure is not None
+    assert "no collective was seen" in result.failure.message
+    assert result.launches[0].batches.latency_s == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseResult], raised: bool) -> None:
+    """An op that is not known, or a forward that fails, costs the account alone, and says so."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is not rank.account:
+            return _reply(fn, args)
+        if raised:
+            raise RankFailedError("oom", Failure(phase="forward", message="c10d::new is not known"))
+        return TrafficReply(collectives=None, why="c10d::new is not known")
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4), _TP), recorded.append)
+    assert (result.outcome, result.traffic) == ("completed", None)
+    assert "c10d::new is not known" in result.why["traffic"]
+    assert set(launcher.ended) == ({"killed"} if raised else set())
+    assert runner.run(_request(_case(8), _TP), recorded.append).outcome == "completed"
+
+
 def test_memory_is_told_per_device_by_its_nvml_index(recorded: list[CaseResult]) -> None:
     """CUDA's order need not be NVML's: devices are joined by UUID, and a missing reading says why."""
     runner, _ = _runner(_FakeLauncher(_reply))
@@ -192,7 +260,7 @@ def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[Case
     """Larger or equal sizes of the same measurement are skipped; smaller ones and other measurements run."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if fn is rank.score and args[1] >= 8:
+        if fn is rank.warm_up and args[1] >= 8:
             raise RankFailedError("oom", Failure(phase="forward", message="CUDA out of memory"))
         return _reply(fn, args)
 
@@ -208,7 +276,7 @@ def test_a_failure_keeps_the_batches_that_were_heard(recorded: list[CaseResult])
     """What was measured before the end is in the result, with memory and profile."""
 
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
-        if fn is rank.score:
+        if fn is rank.measure:
             assert launcher.on_batch is not None
             launcher.on_batch(0, FinishedBatch(1.5, 4, 40, 44, 9))
             use = [DeviceUse(uuid="GPU-c", peak_allocated_bytes=9)]
@@ -229,7 +297,7 @@ def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> Non
     """Ctrl-C in the middle of a case leaves a row that says so."""
 
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
-        if fn is rank.score:
+        if fn is rank.measure:
             raise KeyboardInterrupt
         return [] if fn is rank.load else None
 
@@ -283,7 +351,7 @@ def test_held_bytes_are_known_as_soon_as_a_model_is_loaded(recorded: list[CaseRe
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if fn is rank.load:
             return [DeviceUse(uuid="GPU-c", held_bytes=3)]
-        if fn is rank.score:
+        if fn is rank.measure:
             assert profiler.held_bytes == {"GPU-c": 3}
             raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
         return _reply(fn, args)
@@ -297,7 +365,7 @@ def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
     """A bug or a full disk is an error that is recorded and goes on, not something a person stopped."""
 
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
-        if fn is rank.score:
+        if fn is rank.measure:
             raise OSError("no space left on device")
         return [] if fn is rank.load else None
 
@@ -377,7 +445,7 @@ def test_the_rank_with_the_least_room_decides_what_was_granted(recorded: list[Ca
         workspace = Workspace(tokens_requested=74, tokens_granted=next(granted), workspace_bytes=5)
         return msgspec.structs.replace(answer, workspace=workspace)
 
-    request = msgspec.structs.replace(_request(_case(4)), strategy="pytest_llmgpu.strategies.tp:TensorParallel")
+    request = _request(_case(4), _TP)
     launch = _runner(_FakeLauncher(reply))[0].run(request, recorded.append).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
     assert {memory.workspace_bytes for memory in launch.memory} == {5}
@@ -393,7 +461,7 @@ def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult]) 
             return answer
         return msgspec.structs.replace(answer, accuracy=report_factory.make_accuracy(1.0, 1, [0], next(numbers)))
 
-    request = msgspec.structs.replace(_request(_case(4)), strategy="pytest_llmgpu.strategies.tp:TensorParallel")
+    request = _request(_case(4), _TP)
     result = _runner(_FakeLauncher(reply))[0].run(request, recorded.append)
     assert result.outcome == "error"
     assert result.failure is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_llmgpu import models, scoring
+from pytest_llmgpu import logits, models, scoring
 from pytest_llmgpu.batching import Request, Requests
 from pytest_llmgpu.tasks.hellaswag import Item
 
@@ -79,11 +79,11 @@ def test_loglikelihoods_are_those_of_the_full_logits(model: Any, batch_size: int
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a chunk's end nor writing over the logits changes a number."""
-    monkeypatch.setattr(scoring, "_CHUNK_BYTES", 4 * VOCABULARY * 5)
-    logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
+    monkeypatch.setattr(logits, "_CHUNK_BYTES", 4 * VOCABULARY * 5)
+    values = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
     targets = torch.arange(rows) % VOCABULARY
-    expected = torch.log_softmax(logits.float(), dim=-1)[torch.arange(rows), targets]
-    assert torch.equal(scoring._log_probabilities(logits, targets), expected)
+    expected = torch.log_softmax(values.float(), dim=-1)[torch.arange(rows), targets]
+    assert torch.equal(logits._log_probabilities(values, targets), expected)
 
 
 def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:
@@ -129,10 +129,92 @@ def test_what_comes_after_the_head_still_runs() -> None:
 
 def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
     """A user's own forward after a case sees all logits, also after a failure."""
-    head = scoring.EndingHead(model)
+    head = logits.EndingHead(model)
     with pytest.raises(KeyError), head:
         raise KeyError
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCABULARY)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> None:
+    """Every choice that is made by them is the same, whichever way was chosen."""
+    plan = scoring.plan(_requests(*MIXED), batch_size)
+    lean, harness = (
+        scoring.score(model, plan, input_device=CPU, workload=workload).loglikelihoods
+        for workload in logits.WORKLOADS.values()
+    )
+    assert [row[0] for row in harness] == pytest.approx([row[0] for row in lean], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_harness_way_computes_every_logit_beside_a_cache(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is as there: [B, S, V] in the model's dtype twice, and keys and values of all layers until the end."""
+    model = _llama().to(dtype)
+    seen: list[tuple[Any, ...]] = []
+    caches: list[Any] = []
+    log_softmax = torch.log_softmax
+
+    def spy(logits: Any, *arguments: Any, **named: Any) -> Any:
+        alive = sum(ref() is not None for ref in caches)
+        answer = log_softmax(logits, *arguments, **named)
+        seen.append((tuple(logits.shape), logits.dtype, tuple(answer.shape), answer.dtype, alive))
+        return answer
+
+    def at_the_end(_: Any, __: Any, out: Any) -> None:
+        keys = [layer.keys for layer in out.past_key_values.layers]
+        assert [tuple(key.shape) for key in keys] == [(5, 2, 7, 16)] * 2
+        caches.append(weakref.ref(out.past_key_values))
+
+    monkeypatch.setattr(torch, "log_softmax", spy)
+    model.register_forward_hook(at_the_end)
+    plan = scoring.plan(_requests(*MIXED), 5)
+    scoring.score(model, plan, input_device=CPU, workload=logits.FULL_LOGITS)
+    full = (5, 7, VOCABULARY)
+    assert seen == [(full, dtype, full, dtype, 0)], "as HFLM, which lets the cache go before the log-softmax"
+    assert len(caches) == 1
+
+
+def test_the_lean_way_keeps_no_cache(model: Any) -> None:
+    """Nobody reads it, so it is not made."""
+    caches: list[Any] = []
+    hook = model.register_forward_hook(lambda _, __, out: caches.append(out.past_key_values))
+    scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
+    hook.remove()
+    assert caches == [None]
+
+
+@pytest.mark.parametrize("workload", logits.WORKLOADS.values())
+def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
+    """A first forward of another kind would leave the measured one to pay for its plans."""
+    shapes: list[set[tuple[int, ...]]] = []
+    plan = scoring.plan(_requests(*MIXED), 2)
+    for run in (scoring.warm_up, scoring.score):
+        shapes.append(set())
+        hook = model.get_output_embeddings().register_forward_hook(
+            lambda _, __, logits: shapes[-1].add(tuple(logits.shape))
+        )
+        run(model, plan, input_device=CPU, workload=workload)
+        hook.remove()
+    assert shapes[0] == shapes[1]
+
+
+def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -> None:
+    """Rows of another shape are never mistaken for those that are scored."""
+
+    class Short(torch.nn.Module):
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
+
+    with pytest.raises(ValueError, match="Short does not answer with the logits of every position"):
+        scoring.score(Short(), scoring.plan(_requests(*MIXED), 2), input_device=CPU, workload=logits.FULL_LOGITS)
+
+
+def test_an_unknown_workload_is_refused(model: Any) -> None:
+    """A report of a newer version is not scored in another way than it says."""
+    with pytest.raises(ValueError, match="workload 'prefill' is not allowed: allowed are loglikelihood, "):
+        logits.way(model, "prefill")
 
 
 def test_broken_numbers_are_an_error_not_a_choice() -> None:
@@ -147,7 +229,7 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
 def test_a_model_without_an_output_head_is_refused() -> None:
     """A bare decoder cannot say how likely a token is."""
     with pytest.raises(ValueError, match="LlamaModel has no output head"):
-        scoring.EndingHead(_llama().model)
+        logits.EndingHead(_llama().model)
 
 
 def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:

@@ -1,0 +1,136 @@
+"""Which logits of a batch exist, and the log-probabilities that are picked of them.
+
+Shapes: B rows of a batch, S tokens of its longest row, N predicted tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FULL_LOGITS", "LEAN", "WORKLOADS", "EndingHead", "FullLogits", "Way", "way"]
+
+LEAN, FULL_LOGITS = "loglikelihood", "loglikelihood_full_logits"
+
+WORKLOADS = {"lean": LEAN, "harness": FULL_LOGITS}
+"""What `--llmgpu-scoring` says to `Case.workload`."""
+
+_CHUNK_BYTES = 64 * 2**20
+"""Bound of the float32 log-probabilities that exist at once, beside logits of another dtype."""
+
+
+class EndingHead:
+    """While entered, the model's output head sees only the hidden states that predict an ending's token.
+
+    The head's input [B, S, H] is replaced by its rows [1, N, H] just before the head, so that everything else of the
+    model's forward, what comes after the head included, runs as it is: scaling and capping of logits, heads split over
+    devices, accelerate's hooks. The [B, S, V] tensor never exists.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        head = model.get_output_embeddings()  # type: ignore[operator]  # every transformers model has it
+        if head is None:
+            raise ValueError(f"{type(model).__name__} has no output head: a causal language model is needed")
+        self._model = model
+        self._head: torch.nn.Module = head
+        self.rows_N: torch.Tensor | None = None
+        """Rows of [B * S, H] that the next forward computes logits of."""
+
+    def __enter__(self) -> EndingHead:  # noqa: PYI034 - typing.Self needs Python 3.11
+        # Before every other hook: tensor parallelism replicates the head's input in one.
+        self._handle = self._head.register_forward_pre_hook(self._gather, prepend=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._handle.remove()
+
+    def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, N, V] of these rows of the hidden states."""
+        self.rows_N = rows_N
+        # No mask: with padding on the right and causal attention, nothing that is scored sees it.
+        logits_1NV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=False).logits
+        if logits_1NV.shape[:2] != (1, len(rows_N)):
+            raise ValueError(
+                f"{type(self._model).__name__} does not call its output head: its logits have shape {logits_1NV.shape}"
+            )
+        return logits_1NV
+
+    def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """Return the float32 log-probability [N] of the target of each row."""
+        return _log_probabilities(self.forward(ids_BS, rows_N)[0], targets_N)
+
+    def _gather(self, _head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        assert self.rows_N is not None
+        hidden_BSH, *others = inputs
+        # They differ only where the last layer and the head are on different devices, as with tied embeddings.
+        rows_N = self.rows_N.to(hidden_BSH.device, non_blocking=True)
+        return hidden_BSH.flatten(0, 1).index_select(0, rows_N).unsqueeze(0), *others
+
+
+class FullLogits:
+    """Scores as lm-evaluation-harness 0.4.13 does, so that a batch needs the memory that it needs there.
+
+    The model computes the logits of every position and keeps its KV cache until its forward ends (`HFLM._model_call`
+    leaves `use_cache` as the model has it); their log-softmax, in the model's dtype, exists beside them. What was
+    picked is summed in float32, where the harness sums in the model's dtype: no memory, and fewer ties. Strategy iok
+    has its KV cache in its workspace whatever it is told, and only its logits differ.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> FullLogits:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave everything as it is: nothing was changed."""
+
+    def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - all rows, asked or not
+        """Return the logits [B, S, V] of every position."""
+        logits_BSV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=True).logits
+        if logits_BSV.shape[:2] != ids_BS.shape:
+            raise ValueError(
+                f"{type(self._model).__name__} does not answer with the logits of every position: they have shape "
+                f"{logits_BSV.shape}"
+            )
+        return logits_BSV
+
+    def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability [N] of the target of each row, rounded to the model's dtype, as float32."""
+        import torch
+
+        logp_BSV = torch.log_softmax(self.forward(ids_BS, rows_N), dim=-1)
+        return logp_BSV.flatten(0, 1)[rows_N, targets_N].float()
+
+
+Way = EndingHead | FullLogits
+
+
+def way(model: torch.nn.Module, workload: str) -> Way:
+    """Return how log-likelihoods are computed for a `Case.workload`; enter it before the first forward."""
+    if workload not in WORKLOADS.values():
+        raise ValueError(f"workload {workload!r} is not allowed: allowed are {', '.join(WORKLOADS.values())}")
+    return FullLogits(model) if workload == FULL_LOGITS else EndingHead(model)
+
+
+def _log_probabilities(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Return the float32 log-probability [N] of each row's target; the logits may be overwritten."""
+    import torch
+
+    if logits_NV.dtype == torch.float32 and logits_NV.device.type == "cpu":
+        # In place, which takes half the time: a row is written once its sum is known (ATen's vec_log_softmax_lastdim).
+        torch.log_softmax(logits_NV, dim=-1, out=logits_NV)
+        return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+    rows = max(1, _CHUNK_BYTES // (4 * logits_NV.shape[-1]))
+    picked = [
+        torch.log_softmax(logits_nV, dim=-1, dtype=torch.float32).gather(1, targets_n.unsqueeze(1)).squeeze(1)
+        for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True)
+    ]
+    return torch.cat(picked)
