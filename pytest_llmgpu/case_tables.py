@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
 from tabulate import tabulate
 
 from pytest_llmgpu.case import Case
+from pytest_llmgpu.device_figures import (
+    COMMUNICATION,
+    MEMORY,
+    Figure,
+    digits,
+    mean_and_largest,
+    of_devices,
+    why_missing,
+)
 from pytest_llmgpu.metrics import measured
 from pytest_llmgpu.report import Environment
 from pytest_llmgpu.result import CaseResult
 
-__all__ = ["WIDTH", "Painter", "Rows", "device_table", "layout", "painter", "time_table"]
+__all__ = ["WIDTH", "Painter", "Rows", "device_tables", "layout", "painter", "time_table"]
 
 WIDTH = 100
 """Columns of a terminal that everything fits in, with three strategies."""
@@ -23,7 +29,6 @@ WIDTH = 100
 Painter = Callable[[str, str], str]
 """Text and the number of an ANSI style to the text in that style."""
 
-_GIB = 2**30
 _LONG_S = 600  # from here on people think in minutes
 
 _RED, _GREEN, _YELLOW = "31", "32", "33"
@@ -41,25 +46,6 @@ _USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed"}
 
 Rows = dict[tuple[int, int], dict[str, CaseResult]]
 """Batch size and number of the measurement to the result of each column."""
-
-
-class _Figure(msgspec.Struct, frozen=True):
-    """A column of the devices' table."""
-
-    title: str
-    key: str
-    """Name of the metric of the profile, or of the field of `DeviceMemory`."""
-    unit: float
-    """What one of the title's units is in the report's."""
-
-
-_FIGURES = (
-    _Figure("GPU busy\n%", "utilization_pct", 1),
-    _Figure("PCIe TX\nGB/s", "pcie_tx_bytes_per_s", 1e9),
-    _Figure("PCIe RX\nGB/s", "pcie_rx_bytes_per_s", 1e9),
-    _Figure("torch peak\nGiB", "peak_allocated_bytes", _GIB),
-    _Figure("NVML peak\nGiB", "nvml_used_max_bytes", _GIB),
-)
 
 
 def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
@@ -102,11 +88,11 @@ def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
         title += f" / {metric}"
     legend = "   ".join(text for mark, text in _LEGEND.items() if mark in marks)
     table = _table(["batch size", *columns], body, ["right"] * (1 + len(columns)))
-    return "\n".join([title, table, *textwrap.wrap(legend, WIDTH)])
+    return "\n".join([title, table, *_wrap(legend)])
 
 
-def device_table(cases: Sequence[CaseResult], environment: Environment) -> str:
-    """Return utilisation, communication and memory of the completed cases, or a line that says why there are none."""
+def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
+    """Return communication and memory of the completed cases, or a line that says why there are none."""
     columns, rows = layout(cases)
     order = [(title, row, rows[row][title]) for title in columns for row in rows if title in rows[row]]
     order = [(title, row, result) for title, row, result in order if result.outcome == "completed"]
@@ -114,28 +100,61 @@ def device_table(cases: Sequence[CaseResult], environment: Environment) -> str:
         return ""
     if cases[0].case.device == "cpu":
         return "No communication or memory table: this ran on a CPU, and NVML and torch's counters see GPUs only."
-    values = {figure: [_values(result, figure) for _, _, result in order] for figure in _FIGURES}
     reasons: dict[str, list[str]] = {}
-    for figure in [figure for figure in _FIGURES if not any(values[figure])]:
+    tables = [
+        _device_table("Communication per GPU", COMMUNICATION, order, reasons, environment),
+        _device_table("Memory per GPU", MEMORY, order, reasons, environment),
+    ]
+    lines = [wrapped for why, names in reasons.items() for wrapped in _wrap(f"No {', '.join(names)}: {why}.")]
+    return "\n\n".join(filter(None, [*tables, "\n".join(lines)]))
+
+
+def _device_table(
+    title: str,
+    figures: Sequence[Figure],
+    order: Sequence[tuple[str, tuple[int, int], CaseResult]],
+    reasons: dict[str, list[str]],
+    environment: Environment,
+) -> str:
+    """Return a table of the figures that there are, and add to `reasons` those that there are not."""
+    results = [result for _, _, result in order]
+    spread = any(result.case.devices > 1 for result in results)
+    values = {
+        figure: [of_devices(result, figure) for result in results] for figure in figures if spread or not figure.several
+    }
+    for figure in [figure for figure, found in values.items() if not any(found)]:
         del values[figure]
-        reason = _reason([result for _, _, result in order], figure, environment)
-        reasons.setdefault(reason, []).append(figure.title.partition("\n")[0])
-    lines = []
-    if values:
-        written = [_column(column) for column in values.values()]
-        titles = [
-            title if number == 0 or order[number - 1][0] != title else "" for number, (title, *_) in enumerate(order)
-        ]
-        body = [
-            [title, _row_name(row), *cells] for title, (_, row, _), *cells in zip(titles, order, *written, strict=True)
-        ]
-        several = any(len(of_devices) > 1 for column in values.values() for of_devices in column)
-        lines.append("Communication and memory per GPU" + (": mean over the GPUs (largest)" if several else ""))
-        headers = ["strategy", "batch\nsize", *(figure.title for figure in values)]
-        lines.append(_table(headers, body, ["left"] + ["right"] * (len(headers) - 1)))
-    for reason, names in reasons.items():
-        lines += textwrap.wrap(f"No {', '.join(names)}: {reason}.", WIDTH)
+        if figure.key != "workspace_bytes":  # most strategies have none, which is nothing to explain
+            why = why_missing(results, figure, environment)
+            reasons.setdefault(why, []).append(figure.name)
+    if not values:
+        return ""
+    written = {figure: mean_and_largest(column) for figure, column in values.items()}
+    names = [name if number == 0 or order[number - 1][0] != name else "" for number, (name, *_) in enumerate(order)]
+    firsts = [[name, _row_name(row)] for name, (_, row, _) in zip(names, order, strict=True)]
+    table, left_out = _fitted(firsts, written)
+    several = any(len(each) > 1 for column in values.values() for each in column)
+    lines = [f"{title}{': mean over the GPUs (largest)' if several else ''}", table]
+    if left_out:
+        lines.append(f"For want of width without {', '.join(figure.name for figure in left_out)}.")
     return "\n".join(lines)
+
+
+def _fitted(firsts: Sequence[Sequence[str]], written: Mapping[Figure, Sequence[str]]) -> tuple[str, list[Figure]]:
+    """Return the table of the figures that fit the width, and those left out for it."""
+    figures = list(written)
+    left_out: list[Figure] = []
+    while True:
+        body = [
+            [*first, *cells] for first, *cells in zip(firsts, *(written[figure] for figure in figures), strict=True)
+        ]
+        headers = ["strategy", "batch\nsize", *(figure.title for figure in figures)]
+        table = _table(headers, body, ["left"] + ["right"] * (len(headers) - 1))
+        spare = max(figures, key=lambda figure: figure.spare)
+        if max(map(len, table.splitlines())) <= WIDTH or not spare.spare:
+            return table, left_out
+        figures.remove(spare)
+        left_out.append(spare)
 
 
 def painter(color: bool) -> Painter:
@@ -169,43 +188,6 @@ def _title(case: Case, columns: Sequence[Case]) -> str:
     return " ".join(filter(None, [case.strategy, backend, *options]))
 
 
-def _values(result: CaseResult, figure: _Figure) -> list[float]:
-    """Return a figure of each device in each launch; of a sampled metric its mean over the window."""
-    if figure.key.endswith("_bytes"):
-        found = [getattr(memory, figure.key) for launch in result.launches for memory in launch.memory]
-    else:
-        profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-        metrics = [device.metrics.get(figure.key) for profile in profiles for device in profile.devices]
-        found = [metric.mean for metric in metrics if metric is not None]
-    return [value / figure.unit for value in found if value is not None]
-
-
-def _column(values: Sequence[Sequence[float]]) -> list[str]:
-    """Return `mean (largest)` per case, with the decimals that the column's smallest mean needs."""
-    means = [statistics.fmean(of_devices) if of_devices else None for of_devices in values]
-    digits = _digits(min((mean for mean in means if mean), default=1.0))
-    return [
-        ""
-        if mean is None
-        else f"{mean:.{digits}f} ({max(of_devices):.{digits}f})"
-        if len(of_devices) > 1
-        else f"{mean:.{digits}f}"
-        for mean, of_devices in zip(means, values, strict=True)
-    ]
-
-
-def _reason(results: Sequence[CaseResult], figure: _Figure, environment: Environment) -> str:
-    """Return why a figure is missing, from the nearest `why` that says so."""
-    for launch in (launch for result in results for launch in result.launches):
-        maps = [launch.why, *(memory.why for memory in launch.memory)]
-        if launch.profile is not None:
-            maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
-        for why in maps:
-            if reason := why.get(figure.key) or why.get("profile"):
-                return reason.rstrip(".")
-    return environment.why.get("nvml", "no sample was taken")
-
-
 def _wrong(result: CaseResult) -> bool:
     return result.accuracy_check is not None and result.accuracy_check.ok is False
 
@@ -221,13 +203,12 @@ def _seconds_format(values_s: Sequence[float]) -> Callable[[float], str]:
     """Return a format with one unit and the decimals that the smallest value needs, so that a column compares."""
     smallest = min(values_s, default=0.0)
     unit, name = (60, "min") if smallest >= _LONG_S else (1, "s")
-    digits = _digits(smallest / unit)
-    return lambda value_s: f"{value_s / unit:.{digits}f} {name}"
+    places = digits(smallest / unit)
+    return lambda value_s: f"{value_s / unit:.{places}f} {name}"
 
 
-def _digits(value: float) -> int:
-    """Return the decimals, 3 at most, that leave about three significant digits."""
-    return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH)
 
 
 def _table(headers: Sequence[str], body: Sequence[Sequence[str]], align: Sequence[str]) -> str:

@@ -6,8 +6,9 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.accuracy_findings import capital, of_accuracy, said, sentence
-from pytest_llmgpu.result import CaseResult, Failure, Finding, Profile
+from pytest_llmgpu.accuracy_findings import capital, of_accuracy, said
+from pytest_llmgpu.profile_findings import disturbances, of_profile
+from pytest_llmgpu.result import CaseResult, Failure, Finding
 
 __all__ = ["findings"]
 
@@ -15,28 +16,33 @@ _GIB = 2**30
 _LAST_WORDS_LENGTH = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
 _SLOWER = 0.98  # a batch size within 2 % of the best is as fast as it, by the noise between launches
-_MISSED_SAMPLES = 0.05  # a profile that lacks more of its ticks than this may have missed what it is for
 
 
-def findings(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]:
+def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bool = False) -> list[Finding]:
     """Return what to say of a result.
 
     Args:
         result: with its derived figures, its accuracy check and its comparison.
         earlier: results of the same session before it, with their findings: what is true of a whole series or of the
             machine is said once.
+        searching: whether the largest batch size that fits is looked for (--llmgpu-find-max-batch).
     """
     series = [other for other in earlier if other is not result and other.case.series == result.case.series]
-    if result.outcome == "completed":
-        return [*of_accuracy(result, earlier), *_of_speed(result, series), *_of_profile(result, earlier)]
-    if result.outcome == "oom":
-        return [_out_of_memory(result, series)]
     if result.outcome == "skipped_after_oom":
         return []  # the out-of-memory case before it has said all
-    return [_failed(result)]
+    if result.outcome == "completed":
+        found = [*of_accuracy(result, earlier), *_of_speed(result, series)]
+    elif result.outcome != "oom":
+        found = [_failed(result)]
+    elif any(other.outcome == "oom" and other.case.batch_size > result.case.batch_size for other in series):
+        found = []  # the larger size has said it; this one was run to find the limit
+    else:
+        found = [_out_of_memory(result, series, searching=searching)]
+    found += disturbances(result, earlier)
+    return [*found, *of_profile(result, earlier)] if result.outcome == "completed" else found
 
 
-def _out_of_memory(result: CaseResult, series: Sequence[CaseResult]) -> Finding:
+def _out_of_memory(result: CaseResult, series: Sequence[CaseResult], *, searching: bool) -> Finding:
     case, failure = result.case, result.failure
     fitted = [other.case.batch_size for other in series if other.outcome == "completed"]
     largest = max((size for size in fitted if size < case.batch_size), default=None)
@@ -57,9 +63,9 @@ def _out_of_memory(result: CaseResult, series: Sequence[CaseResult]) -> Finding:
     if case.dtype == "float32":
         remedies.append("halve it with --llmgpu-dtype=float16")
     advice = ", or ".join(remedies)
-    if not loading and largest and largest + 1 < case.batch_size:
+    if not loading and not searching and largest and largest + 1 < case.batch_size:
         advice = (
-            f"The limit lies between {largest} and {case.batch_size}: narrow it with --llmgpu-batch-sizes, {advice}"
+            f"The limit lies between {largest} and {case.batch_size}: --llmgpu-find-max-batch finds it. Else {advice}"
         )
     return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{capital(advice)}.")
 
@@ -128,51 +134,6 @@ def _of_speed(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Find
             text=f"Batching stopped paying: {slower:.0f} % fewer sequences a second than at batch size "
             f"{best.case.batch_size} ({_rate(result.sequences_per_s)} against {_rate(best.sequences_per_s)}).",
             next_step=f"Serve with batch size {best.case.batch_size}: larger ones cost memory and time.",
-        )
-
-
-def _of_profile(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    if result.case.device != "cuda":
-        return
-    for launch in result.launches:
-        profile = launch.profile
-        reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
-        if profile is None or reason:
-            if not said("no-profile", earlier):
-                yield Finding(
-                    code="no-profile",
-                    severity="info",
-                    text=sentence(f"No GPU profile: {reason or 'no reason was recorded'}"),
-                    next_step="For utilisation, communication and memory of the devices, make NVML usable "
-                    "(in a container: the `utility` driver capability).",
-                )
-            continue
-        yield from _of_window(profile, earlier)
-
-
-def _of_window(profile: Profile, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    if profile.invalid:
-        yield Finding(
-            code="profile-invalid",
-            severity="warning",
-            text=sentence(f"The measurement was disturbed: {'; '.join(profile.invalid)}"),
-            next_step="Measure again with the GPUs to yourself before you trust these figures.",
-        )
-    ticks = profile.samples + profile.missed
-    if not profile.samples and profile.duration_s < 2 * profile.period_s:
-        if not said("profile-too-short", earlier):
-            yield Finding(
-                code="profile-too-short",
-                severity="info",
-                text=f"No sample: it took {profile.duration_s:.2g} s; samples are {profile.period_s:.2g} s apart.",
-                next_step="Score more items (--llmgpu-limit) or shorten --llmgpu-sample-period.",
-            )
-    elif profile.missed > _MISSED_SAMPLES * ticks:
-        yield Finding(
-            code="profile-gaps",
-            severity="info",
-            text=f"{profile.missed:,} of {ticks:,} samples of the GPU profile are missing.",
-            next_step="Leave a CPU core to the sampler, or lengthen --llmgpu-sample-period.",
         )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import msgspec
-
+from pytest_llmgpu.blocks import blocks, captions, dataset, listed, model
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.case_tables import WIDTH, Painter, device_table, layout, painter, time_table
+from pytest_llmgpu.case_tables import WIDTH, Painter, device_tables, layout, painter, time_table
 from pytest_llmgpu.comparison import YARDSTICK, written
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.report import Report
@@ -17,24 +15,20 @@ from pytest_llmgpu.result import CaseResult, Comparison, Finding
 
 __all__ = ["headline", "progress", "tables"]
 
-_GIB = 2**30
 _SAME_KIND = 3  # findings of one kind that are shown before the rest is counted
 
 _RED, _YELLOW, _BOLD = "31", "33", "1"
 _SEVERITIES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}  # worst first
-
-_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
-"""Fields of a case that may differ within a table; how the forwards ran is an answer that each batch size may get."""
 
 
 def headline(machine: Machine, cases: Sequence[Case]) -> str:
     """Return one line that says what is going to be measured on what."""
     parts = [machine.describe()]
     if cases:
-        parts += _listed(_model(case) for case in cases)
-        parts.append(", ".join(_listed(case.dtype for case in cases)))
-        parts += _listed(_dataset(case) for case in cases)
-        strategies = _listed(case.strategy for case in cases)
+        parts += listed(model(case) for case in cases)
+        parts.append(", ".join(listed(case.dtype for case in cases)))
+        parts += listed(dataset(case) for case in cases)
+        strategies = listed(case.strategy for case in cases)
         parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
         sizes = sorted({case.batch_size for case in cases})
         parts.append(("batch size " if len(sizes) == 1 else "batch sizes ") + ", ".join(map(str, sizes)))
@@ -65,12 +59,23 @@ def tables(report: Report, color: bool = False) -> str:
     Cases that differ in more than strategy and batch size get a block of their own, under a caption.
     """
     paint = painter(color)
-    blocks = _blocks(report.cases)
+    tabled = blocks(report.cases)
     parts: list[str] = []
-    for caption, cases in zip(_captions(blocks, report), blocks, strict=True):
+    for caption, cases in zip(captions(tabled, report), tabled, strict=True):
         timed = "\n".join([time_table(cases, paint), *_comparisons(cases)])
-        parts += [paint(caption, _BOLD), timed, device_table(cases, report.environment)]
+        largest = "\n".join(_capacities(cases, report))
+        parts += [paint(caption, _BOLD), timed, device_tables(cases, report.environment), largest]
     return "\n\n".join(filter(None, [*parts, *_findings(report.cases, paint)]))
+
+
+def _capacities(cases: Sequence[CaseResult], report: Report) -> Iterator[str]:
+    """Yield the largest batch size of each series of a block, where there is more to say than that all fitted."""
+    asked = report.options.get("--llmgpu-find-max-batch") is True
+    series = {result.case.series for result in cases}
+    for capacity in report.capacity:
+        known = capacity.smallest_oom is not None or capacity.prediction is not None
+        if capacity.series in series and (asked or known):
+            yield textwrap.fill(f"{capacity.strategy}: {capacity.text}", WIDTH, subsequent_indent="  ")
 
 
 def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
@@ -119,44 +124,6 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     return parts
 
 
-def _blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
-    blocks: dict[str, list[CaseResult]] = {}
-    for result in cases:
-        fields = msgspec.to_builtins(result.case)
-        for name in (*_COLUMN_FIELDS, "batch_size"):
-            del fields[name]
-        if result.case.device == "cpu":
-            del fields["devices"]  # processes, of which each strategy has as many as it needs
-        blocks.setdefault(json.dumps(fields, sort_keys=True), []).append(result)
-    return list(blocks.values())
-
-
-def _captions(blocks: Sequence[Sequence[CaseResult]], report: Report) -> list[str]:
-    """Return what each block measured; blocks that read the same also get the fields in which they differ."""
-    cases = [block[0].case for block in blocks]
-    plain = [_caption(case, report) for case in cases]
-    fields = [msgspec.to_builtins(case) for case in cases]
-    captions = []
-    for caption, own in zip(plain, fields, strict=True):
-        alike = [other for other, others in zip(fields, plain, strict=True) if others == caption]
-        differing = [
-            f"{name} {value[:12] if isinstance(value, str) else value}"
-            for name, value in own.items()
-            if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
-        ]
-        captions.append(", ".join([caption, *differing]))
-    return captions
-
-
-def _caption(case: Case, report: Report) -> str:
-    names = _listed(gpu.name for gpu in report.environment.gpus)
-    where = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
-    parts = [_model(case), case.dtype, where, _dataset(case)]
-    if case.gpu_memory_bytes is not None:
-        parts.append(f"{case.gpu_memory_bytes / _GIB:.1f} GiB allowed of each")
-    return ", ".join(parts)
-
-
 def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
     """Yield the findings, worst first; those that ask for the same step share it."""
     kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
@@ -175,18 +142,6 @@ def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
             for line in lines
         )
         yield paint(severity.upper().ljust(9), _SEVERITIES[severity]) + text[9:]
-
-
-def _model(case: Case) -> str:
-    return f"{case.model} (random weights)" if case.load_format == "dummy" else case.model
-
-
-def _dataset(case: Case) -> str:
-    return f"{case.dataset} dataset" + ("" if case.limit is None else f" (first {case.limit:,} items)")
-
-
-def _listed(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
 
 
 def _clock(seconds: float) -> str:

@@ -13,13 +13,14 @@ from report_factory import (
     make_profile,
     make_report,
     make_result,
+    make_traffic,
     paper_results,
 )
 
 from pytest_llmgpu.accuracy import check
-from pytest_llmgpu.case_tables import WIDTH, device_table, painter, time_table
+from pytest_llmgpu.case_tables import WIDTH, device_tables, painter, time_table
 from pytest_llmgpu.report import Environment
-from pytest_llmgpu.result import CaseResult, DeviceProfile, Outcome
+from pytest_llmgpu.result import CaseResult, DeviceMemory, DeviceProfile, Outcome
 
 _PLAIN = painter(color=False)
 _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
@@ -173,31 +174,98 @@ def test_colours_only_where_asked_for() -> None:
 
 def test_communication_and_memory_are_means_with_the_largest_device() -> None:
     """The last GPU of the test's data is 10 % busier, and 1 GiB fuller."""
-    profile, memory = make_profile(4, tx=1e9, rx=2e9, busy=40.0), make_memory(4, peak=16 * GIB, used=18 * GIB)
-    lines = device_table([make_result(1.0, None, profile, memory, batch_size=8)], _ENVIRONMENT).splitlines()
-    assert lines[0] == "Communication and memory per GPU: mean over the GPUs (largest)"
-    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "16.2", "(17.0)", "18.2", "(19.0)"]
-    assert lines[4].split() == cells
+    profile, memory = (
+        make_profile(4, tx=1e9, rx=2e9, busy=40.0, nvlink=3e9),
+        make_memory(4, peak=16 * GIB, used=18 * GIB),
+    )
+    result = make_result(1.0, None, profile, memory, traffic=make_traffic(), batch_size=8)
+    communication, held = (table.splitlines() for table in device_tables([result], _ENVIRONMENT).split("\n\n"))
+    assert communication[0] == "Communication per GPU: mean over the GPUs (largest)"
+    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "3.08", "(3.30)", "40.0"]
+    assert communication[4].split() == cells
+    assert held[0] == "Memory per GPU: mean over the GPUs (largest)"
+    names = ["strategy", "batch", "weights", "activations", "cached", "rest", "torch peak", "NVML peak"]
+    assert re.split(" {2,}", held[1]) == names
+    cells = [
+        "15.0",
+        "(15.0)",
+        "1.25",
+        "(2.00)",
+        *["0.00", "(0.00)", "2.00", "(2.00)"],
+        "16.2",
+        "(17.0)",
+        "18.2",
+        "(19.0)",
+    ]
+    assert held[4].split() == ["mp", "8", *cells]
+
+
+def memory_lines(devices: int, **fields: int) -> list[str]:
+    """Return the memory table of a case: 15 GiB of weights, 16 GiB of live tensors, 17 of torch's, 19 in use."""
+    defaults: dict[str, Any] = {
+        "weights_bytes": 15 * GIB,
+        "peak_allocated_bytes": 16 * GIB,
+        "peak_reserved_bytes": 17 * GIB,
+        "nvml_used_max_bytes": 19 * GIB,
+    }
+    memory = [DeviceMemory(index=index, **{**defaults, **fields}) for index in range(devices)]
+    text = device_tables([make_result(1.0, None, make_profile(devices), memory)], _ENVIRONMENT)
+    return text.split("\n\n")[1].splitlines()
+
+
+@pytest.mark.parametrize(("workspace", "parts"), [(None, 15 + 1 + 1 + 2), (GIB // 2, 15 + 1 + 0.5 + 1.5)])
+def test_memory_is_split_into_its_parts(workspace: int | None, parts: float) -> None:
+    """Weights, activations, workspace, what the allocator keeps where there is room for it, and the rest."""
+    lines = memory_lines(1, **({} if workspace is None else {"workspace_bytes": workspace}))
+    names = re.split(" {2,}", lines[1])[2:]
+    shown = dict(zip(names, map(float, lines[4].split()[2:]), strict=True))
+    assert (shown.pop("NVML peak"), shown.pop("torch peak")) == (19.0, 16.0)
+    assert shown["weights"] + shown["activations"] == 16.0
+    assert ("cached" in shown, shown.get("workspace")) == (workspace is None, workspace and 0.5)
+    assert sum(shown.values()) == parts
+
+
+@pytest.mark.parametrize(
+    ("workspace", "left_out"), [(GIB // 2, "cached, torch peak"), (None, "cached"), (120 * GIB, "cached")]
+)
+def test_columns_that_do_not_fit_are_named(workspace: int | None, left_out: str) -> None:
+    """What others add up to goes first; weights, activations, workspace and NVML's peak stay."""
+    fields = {} if workspace is None else {"workspace_bytes": workspace, "nvml_used_max_bytes": 17 * GIB + workspace}
+    lines = memory_lines(
+        4, peak_allocated_bytes=15 * GIB + GIB // 16, peak_reserved_bytes=15 * GIB + GIB // 8, **fields
+    )
+    assert lines[-1] == f"For want of width without {left_out}."
+    assert max(map(len, lines)) <= WIDTH
+    for name in ("weights", "activations", "NVML peak", *(["workspace"] if workspace else [])):
+        assert name in lines[1]
+
+
+def test_a_part_of_memory_that_is_not_known_is_told_with_its_reason() -> None:
+    """Figures of different moments leave their part out, and the others are shown."""
+    result = make_result(1.0, None, make_profile(1), make_memory(1, peak=16 * GIB, used=10 * GIB), devices=1)
+    text = device_tables([result], _ENVIRONMENT)
+    assert "No rest: nvml_used_max_bytes is 6,442,450,944 bytes less than peak_reserved_bytes" in text
+    assert "activations" in text
 
 
 def test_one_gpu_has_no_largest() -> None:
     """Brackets that repeat the mean are left out."""
-    text = device_table([make_result(1.0, None, make_profile(1), make_memory(1), devices=1)], _ENVIRONMENT)
-    assert text.splitlines()[0] == "Communication and memory per GPU"
+    text = device_tables([make_result(1.0, None, make_profile(1), make_memory(1), devices=1)], _ENVIRONMENT)
+    assert text.splitlines()[0] == "Communication per GPU"
     assert "(" not in text
 
 
 def test_three_strategies_fit_the_width() -> None:
     """Nothing wraps in a terminal of 100 columns."""
     results = _checked(paper_results())
-    lines = [*time_table(results, _PLAIN).splitlines(), *device_table(results, _ENVIRONMENT).splitlines()]
+    lines = [*time_table(results, _PLAIN).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
     assert max(map(len, lines)) <= WIDTH
-    assert len(lines) == 11 + 4 + 20
+    assert len(lines) == 11 + 2 * (4 + 20) + 1
 
 
 def test_a_cpu_has_a_line_and_no_table_of_blanks() -> None:
     """It says why there is nothing."""
-    text = device_table([make_result(1.0, **_CPU)], _ENVIRONMENT)
+    text = device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT)
     assert text.startswith("No communication or memory table: this ran on a CPU")
     assert "\n" not in text
 
@@ -213,9 +281,9 @@ def test_missing_nvml_is_told_with_its_reason(place: str) -> None:
         result.launches[0].why["profile"] = "no NVML here"
     else:
         environment.why["nvml"] = "no NVML here"
-    lines = device_table([result], environment).splitlines()
+    lines = device_tables([result], environment).splitlines()
     assert lines[-1] == "No GPU busy, PCIe TX, PCIe RX: no NVML here."
-    assert "PCIe" not in lines[1]
+    assert lines[0] == "Memory per GPU"
     assert "16.0" in lines[4]
 
 
@@ -227,13 +295,13 @@ def test_a_metric_that_the_gpu_lacks_is_told_with_its_reason() -> None:
     why = {"pcie_tx_bytes_per_s": "Not Supported", "pcie_rx_bytes_per_s": "Not Supported"}
     devices = [DeviceProfile(index=0, uuid="GPU-0", metrics=metrics, why=why)]
     result = make_result(1.0, None, msgspec.structs.replace(profile, devices=devices), make_memory(1), devices=1)
-    text = device_table([result], _ENVIRONMENT)
+    text = device_tables([result], _ENVIRONMENT)
     assert "GPU busy" in text.splitlines()[1]
     assert text.splitlines()[-1] == "No PCIe TX, PCIe RX: Not Supported."
 
 
 def test_cases_that_did_not_complete_are_left_out() -> None:
     """Half a case's traffic compares with nothing."""
-    assert device_table([make_failed("oom")], _ENVIRONMENT) == ""
-    text = device_table([make_result(1.0, None, make_profile()), make_failed("oom", batch_size=2)], _ENVIRONMENT)
-    assert len(text.splitlines()) == 6
+    assert device_tables([make_failed("oom")], _ENVIRONMENT) == ""
+    text = device_tables([make_result(1.0, None, make_profile()), make_failed("oom", batch_size=2)], _ENVIRONMENT)
+    assert len(text.split("\n\n")[0].splitlines()) == 5

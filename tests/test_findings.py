@@ -447,35 +447,26 @@ def test_batching_is_judged_among_cases_that_ran_alike() -> None:
     assert "batching-stopped-paying" not in _codes(results[1])
 
 
-def test_a_machine_without_nvml_is_said_once() -> None:
-    """Not for every case, and not on a CPU, where nobody expects a profile."""
-    blind = make_profile(0, samples=0, why={"profile": "NVML Shared Library Not Found"})
-    results = _judge([make_result(8.0 / size, None, blind, batch_size=size) for size in (1, 2)])
-    assert [_codes(result) for result in results] == [["no-profile"], []]
-    assert "NVML Shared Library Not Found" in results[0].findings[0].text
-    assert _codes(_judge([make_result(1.0, None, blind, **_CPU)])[0]) == []
+def test_a_profile_is_judged_with_the_rest() -> None:
+    """What is wrong with the profile of a completed case is among its findings; of one that failed nobody asks."""
+    gaps = make_profile(samples=90, missed=10)
+    failed = make_failed("crashed", Failure(phase="forward", message="x"))
+    failed.launches[0].profile = gaps
+    assert [_codes(result) for result in _judge([make_result(1.0, None, gaps), failed])] == [
+        ["profile-gaps"],
+        ["crashed"],
+    ]
 
 
-def test_a_profile_with_gaps_says_so() -> None:
-    """More than one sample in twenty is missing."""
-    assert _codes(_judge([make_result(1.0, None, make_profile(samples=96, missed=4))])[0]) == []
-    finding = _only(_judge([make_result(1.0, None, make_profile(samples=90, missed=10))]), "profile-gaps")
-    assert finding.text == "10 of 100 samples of the GPU profile are missing."
-
-
-def test_a_case_shorter_than_a_sample_says_so_once() -> None:
-    """The bundled model on a GPU is done before the first tick."""
-    short = make_profile(0, samples=0, duration_s=0.05)
-    results = _judge([make_result(8.0 / size, None, short, batch_size=size) for size in (1, 2)])
-    assert [_codes(result) for result in results] == [["profile-too-short"], []]
-    assert "0.05 s" in results[0].findings[0].text
-
-
-def test_a_disturbed_window_warns() -> None:
-    """A stranger's process on the GPU makes the figures worthless, and is named."""
-    finding = _only(_judge([make_result(1.0, None, make_profile(invalid=["GPU 0: 2 processes"]))]), "profile-invalid")
-    assert finding.severity == "warning"
-    assert "GPU 0: 2 processes" in finding.text
+@pytest.mark.parametrize("outcome", ["oom", "crashed"])
+def test_what_disturbed_a_case_stands_beside_its_failure(outcome: Outcome) -> None:
+    """Somebody else's memory, or a GPU that is lost, may be why it failed; whatever came of the case it is told."""
+    disturbed = make_profile(invalid=["memory in use before the start: GPU 0 had 90.00 GiB"])
+    failed = make_failed(outcome, Failure(phase="forward", message="x"), batch_size=2)
+    failed.launches[0].profile = disturbed
+    results = _judge([make_result(1.0, None, disturbed), failed])
+    expected = "out-of-memory" if outcome == "oom" else outcome
+    assert [_codes(result) for result in results] == [["profile-invalid"], [expected, "profile-invalid"]]
 
 
 def test_a_cpus_seconds_are_no_ground_for_advice() -> None:

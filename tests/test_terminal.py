@@ -90,7 +90,8 @@ def test_tables_come_before_findings_and_the_worst_finding_first() -> None:
         for part in (
             "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset",
             "Time for 10,042 items / acc_norm",
-            "Communication and memory per GPU",
+            "Communication per GPU",
+            "Memory per GPU",
             "FAILURE  iok-bs32: Accuracy (acc_norm) is 26.0 %",
             "INFO     mp-bs64: Batching stopped paying",
             "INFO     iok-bs64: Out of memory at batch size 64",
