@@ -5,20 +5,25 @@ It needs neither torch nor pytest, so that a report can be judged on a laptop.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import math
 import os
 import stat
 import tempfile
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pytest_llmgpu import unpacking, validation
+from pytest_llmgpu.capacity import Capacity
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.verdicts import Verdicts
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -29,9 +34,10 @@ __all__ = [
     "Session",
     "check_writable",
     "dump",
+    "encode",
     "load",
     "next_id",
-    "schema",
+    "parse",
 ]
 
 SCHEMA_VERSION = 1
@@ -111,7 +117,9 @@ class Report(msgspec.Struct, kw_only=True):
     commit: Commit = Commit()
     cases: list[CaseResult] = []
     """In the order they ran."""
-    verdicts: None = None
+    capacity: list[Capacity] = []
+    """The largest batch size of each series of cases, as measured and as predicted."""
+    verdicts: Verdicts | None = None
     """What a gate said; None as long as nothing was compared."""
 
 
@@ -161,9 +169,7 @@ def dump(report: Report, path: Path) -> None:
         ValueError: a figure is NaN or infinite, which JSON cannot hold. The message names the field.
         OSError: the file cannot be written; what was there before is still there.
     """
-    data = (_text(msgspec.to_builtins(report), "$", "") + "\n").encode()
-    if path.name.endswith(".gz"):
-        data = gzip.compress(data, mtime=0)  # no time stamp: equal reports are equal files
+    data = encode(report, compressed=path.name.endswith(".gz"))
     target = path.resolve()  # a symbolic link stays one
     target.parent.mkdir(parents=True, exist_ok=True)
     # Not tempfile's: its mode 0600 would stay on the report and shut other users out.
@@ -178,6 +184,16 @@ def dump(report: Report, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def encode(report: Report, *, compressed: bool) -> bytes:
+    """Return the bytes of a report's file: equal reports are equal bytes.
+
+    Raises:
+        ValueError: a figure is NaN or infinite, which JSON cannot hold. The message names the field.
+    """
+    data = (_text(msgspec.to_builtins(report), "$", "") + "\n").encode()
+    return gzip.compress(data, mtime=0) if compressed else data  # no time stamp
+
+
 def load(path: Path) -> Report:
     """Read a report, compressed or not, whatever its name ends in.
 
@@ -185,41 +201,64 @@ def load(path: Path) -> Report:
         ValueError: one line that names the file, what is wrong with it and where.
     """
     try:
-        data = path.read_bytes()
-        if data.startswith(b"\x1f\x8b"):
-            data = gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
+        data = unpacking.read(path)
+    except OSError as error:
         raise ValueError(f"report {path}: cannot be read: {_reason(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"report {path}: {error}") from None
+    return parse(data, str(path))
+
+
+def parse(data: bytes, name: str) -> Report:
+    """Return the report in the bytes of a file, compressed or not.
+
+    Args:
+        data: what the file holds.
+        name: what people call it, for messages.
+
+    Raises:
+        ValueError: one line that names the report, what is wrong with it and where.
+    """
+    try:
+        data = unpacking.unpack(data)
+    except ValueError as error:
+        raise ValueError(f"report {name}: {error}") from None
+    with _no_collection():
+        return _decode(data, name)
+
+
+def _decode(data: bytes, name: str) -> Report:
     try:
         version = msgspec.json.decode(data, type=_Head).schema_version
     except msgspec.ValidationError as error:
-        raise ValueError(f"report {path}: is no report of pytest-llmgpu: {_reason(error)}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"report {path}: is no JSON: {_reason(error)}") from None
+        raise ValueError(f"report {name}: is no report of pytest-llmgpu: {_reason(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"report {name}: is no JSON: {_reason(error)}") from None
     if version > SCHEMA_VERSION:
         raise ValueError(
-            f"report {path}: schema_version {version} is newer than {SCHEMA_VERSION}, "
+            f"report {name}: schema_version {version} is newer than {SCHEMA_VERSION}, "
             "the newest this version reads; upgrade pytest-llmgpu"
         )
     if version < 1:
-        raise ValueError(f"report {path}: schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
+        raise ValueError(f"report {name}: schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
     try:
-        return msgspec.json.decode(data, type=Report)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"report {path}: breaks schema_version {version}: {_reason(error)}") from None
+        report = msgspec.json.decode(data, type=Report)
+        validation.check(report.cases)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"report {name}: breaks schema_version {version}: {_reason(error)}") from None
+    return report
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report as this version writes it: every field is there. `load` takes older ones."""
-    described = msgspec.json.schema(Report)
-    for record in described["$defs"].values():
-        if "properties" in record:
-            record["required"] = list(record["properties"])
-    described["$defs"]["Report"]["properties"]["schema_version"]["const"] = SCHEMA_VERSION
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"pytest-llmgpu report, version {SCHEMA_VERSION}",
-    } | described
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the search for cycles: records have none, and looking for them takes most of the time of decoding."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _text(value: Any, place: str, indent: str) -> str:

@@ -17,6 +17,7 @@ from pytest_llmgpu.result import (
     Accuracy,
     Batches,
     CaseResult,
+    Collective,
     DeviceMemory,
     DeviceProfile,
     Failure,
@@ -24,6 +25,7 @@ from pytest_llmgpu.result import (
     Metric,
     Outcome,
     Profile,
+    Traffic,
 )
 
 GIB = 2**30
@@ -85,7 +87,7 @@ def make_answers(right: Sequence[bool], loglikelihoods: Sequence[float] | None =
 
 
 def make_profile(
-    count: int = 4, *, tx: float = 0.085e9, rx: float = 0.084e9, busy: float = 25.0, **fields: Any
+    count: int = 4, *, tx: float = 0.085e9, rx: float = 0.084e9, busy: float = 25.0, nvlink: float = 0.0, **fields: Any
 ) -> Profile:
     """Return a profile in which the last device is 10 % above the others."""
     means = {
@@ -93,6 +95,7 @@ def make_profile(
         "pcie_tx_bytes_per_s": tx,
         "pcie_rx_bytes_per_s": rx,
         "memory_used_bytes": 18.0 * GIB,
+        "nvlink_tx_bytes_per_s": nvlink,
     }
     seen = []
     for index in range(count):
@@ -111,6 +114,12 @@ def make_profile(
         "devices": seen,
     }
     return Profile(**{**defaults, **fields})
+
+
+def make_traffic(ranks: int = 4, wire_bytes_per_sequence: float = 40e6) -> Traffic:
+    """Return what ranks that all-reduce send, each the same."""
+    sent = Collective(collective="all_reduce", calls=960, payload_bytes=1 << 30, wire_bytes=3 << 29)
+    return Traffic(ranks=[[sent]] * ranks, wire_bytes_per_sequence=wire_bytes_per_sequence)
 
 
 def make_memory(devices: int = 4, *, peak: float = 16 * GIB, used: float = 18 * GIB) -> list[DeviceMemory]:
@@ -135,6 +144,7 @@ def make_result(
     profile: Profile | None = None,
     memory: Sequence[DeviceMemory] = (),
     sequences: int = 64,
+    traffic: Traffic | None = None,
     **fields: Any,
 ) -> CaseResult:
     """Return a completed result whose batches took `seconds` in all; the batch size divides the sequences."""
@@ -155,7 +165,7 @@ def make_result(
         memory=list(memory),
         profile=profile,
     )
-    result = CaseResult(id=case.id, key=case.key, case=case, outcome="completed", launches=[launch])
+    result = CaseResult(id=case.id, key=case.key, case=case, outcome="completed", launches=[launch], traffic=traffic)
     derive(result)
     return result
 
@@ -194,6 +204,7 @@ def paper_results() -> list[CaseResult]:
                     make_accuracy(0.26 if lost else 0.828),
                     make_profile(tx=traffic, rx=0.9 * traffic, busy=25.0 if strategy == "mp" else 80.0),
                     make_memory(peak=(15 + size / 8) * GIB, used=(17 + size / 8) * GIB),
+                    traffic=make_traffic(wire_bytes_per_sequence=traffic / 200),
                     strategy=strategy,
                     batch_size=size,
                 )

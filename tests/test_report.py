@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import math
 import os
+import random
 import stat
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,10 @@ from report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.report import Commit, Report, Session, check_writable, dump, load, next_id, schema
-from pytest_llmgpu.result import Comparison, Failure, Metric
+from pytest_llmgpu import unpacking
+from pytest_llmgpu.json_schema import schema
+from pytest_llmgpu.report import Commit, Report, Session, check_writable, dump, encode, load, next_id, parse
+from pytest_llmgpu.result import Collective, Comparison, Failure, Metric, Traffic
 
 
 def _full_report() -> Report:
@@ -236,10 +242,17 @@ def _written(document: object) -> bytes:
         (_written({"schema_version": 2, "cases": []}), "schema_version 2 is newer than 1.*upgrade"),
         (_written({"schema_version": 0, "cases": []}), "schema_version 0 does not exist; allowed are 1 to 1"),
         (_written({"schema_version": 1, "cases": []}), "breaks schema_version 1.*created"),
-        (gzip.compress(b"{}", mtime=0)[:-4], "cannot be read"),
-        (gzip.compress(b"{}" * 1000, mtime=0)[:15], "cannot be read"),
-        (b"\x1f\x8bgarbage", "cannot be read"),
-        (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, "cannot be read: Error -3"),
+        (_written({"schema_version": 1, "cases": [], "x": math.nan}), r"is no JSON.*byte"),
+        (_written({"schema_version": 1, "cases": [], "x": -math.inf}), r"is no JSON.*byte"),
+        (b'{"schema_version": 1, "cases": [1e999]}', r"breaks schema_version 1: Number out of range - at `\$\.cases"),
+        (b'{"schema_version": ' + b"1" * 5000 + b', "cases": []}', r"is no report.*out of range - at `\$\.schema_v"),
+        (b'{"schema_version": 1, "cases": ' + b"[" * 2_000_000, "is no JSON: maximum recursion depth"),
+        (b'{"schema_version": 1, "cases": [], "x": ' + b'{"a":' * 400_000, "is no JSON: maximum recursion depth"),
+        (gzip.compress(b"{}", mtime=0)[:-4], "cannot be decompressed: the file ends before its gzip stream does"),
+        (gzip.compress(b"{}" * 1000, mtime=0)[:15], "cannot be decompressed: the file ends before"),
+        (gzip.compress(b"{}", mtime=0) + b"more", "cannot be decompressed: Error -3"),
+        (b"\x1f\x8bgarbage", "cannot be decompressed: Error -3"),
+        (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, "cannot be decompressed: Error -3"),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_line(data: bytes, reason: str) -> None:
@@ -257,6 +270,129 @@ def test_a_broken_field_is_named_with_its_place() -> None:
     Path("report.json").write_text(json.dumps(document), encoding="utf-8")
     with pytest.raises(ValueError, match=r"Expected `int`, got `str` - at `\$\.cases\[1\]\.case\.batch_size`"):
         load(Path("report.json"))
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_file_made_to_fill_the_memory_is_refused(compressed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes that decompress to gigabytes end with a line; up to the limit a report loads."""
+    data = encode(_full_report(), compressed=False)
+    monkeypatch.setattr(unpacking, "LIMIT_BYTES", len(data))
+    Path("report.json").write_bytes(gzip.compress(data) if compressed else data)
+    assert load(Path("report.json")) == _full_report()
+    Path("bomb.json").write_bytes(gzip.compress(data + b" ") if compressed else data + b" ")
+    what = "holds more than [0-9,]+ bytes decompressed" if compressed else "is larger than [0-9,]+ bytes"
+    with pytest.raises(ValueError, match=rf"^report bomb\.json: {what}, the most that is read$"):
+        load(Path("bomb.json"))
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked_whole() -> None:
+    """Of a gigabyte of zeros no more than the limit is ever held."""
+    zeros = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(zeros.compress(bytes(2**20)) for _ in range(64)) + zeros.flush()
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="holds more than 1,000,000 bytes"):
+        unpacking.unpack(bomb, limit_bytes=1_000_000)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4_000_000
+
+
+def test_parts_that_were_compressed_one_after_the_other_are_one_file() -> None:
+    """What `cat a.gz b.gz` makes is a gzip file, padded or not."""
+    data = encode(_full_report(), compressed=False)
+    parts = gzip.compress(data[:1000]) + gzip.compress(data[1000:]) + bytes(512)
+    assert parse(parts, "report.json.gz") == _full_report()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("cases.0.launches.0.batches.latency_s.2", -0.5, "at least 0, got -0.5"),
+        ("cases.0.launches.0.batches.tokens.0", -1, "at least 0, got -1"),
+        ("cases.0.launches.0.batches.sequences", [1, 1, 1], "4 values, got 3"),
+        ("cases.0.launches.0.wall_s", -1e-9, "at least 0, got -1e-09"),
+        ("cases.0.launches.0.memory.1.peak_allocated_bytes", -1, "at least 0, got -1"),
+        ("cases.0.launches.0.profile.duration_s", -60.0, "at least 0, got -60.0"),
+        ("cases.0.launches.0.accuracy.acc_norm", 82.8, "a fraction from 0 to 1, got 82.8"),
+        ("cases.0.launches.0.accuracy.predictions", [0], "5 values, got 1"),
+        ("cases.0.launches.0.accuracy.labels", [0] * 6, "5 values, got 6"),
+        ("cases.0.launches.0.accuracy.loglikelihoods", "AAA", "base64, got another text"),
+        ("cases.0.launches.0.accuracy.loglikelihoods", "\xe4AAA", "base64, got another text"),
+        ("cases.0.launches.0.accuracy.loglikelihoods", "AAA=", "numbers of 4 bytes, got 2 bytes"),
+        ("cases.0.traffic.ranks.1.0.wire_bytes", -8, "at least 0, got -8"),
+        ("cases.0.traffic.wire_bytes_per_sequence", -8, "at least 0, got -8"),
+        ("cases.0.inference_s", -3.0, "at least 0, got -3.0"),
+        ("cases.1.case.batch_size", 0, "at least 1, got 0"),
+        ("cases.2.id", "mp-bs1", r"an id of its own, got 'mp-bs1', which \$\.cases\[0\] has"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_named_with_its_place(place: str, value: object, reason: str) -> None:
+    """Nothing is judged by a negative time, a column that lost a row, or two cases of one id."""
+    report = _full_report()
+    sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8)
+    report.cases[0].traffic = Traffic(ranks=[[], [sent]], wire_bytes_per_sequence=8.0)
+    document: Any = _document(report)
+    assert parse(_written(document), "report.json") == report
+    part = document
+    *steps, last = [int(step) if step.isdecimal() else step for step in place.split(".")]
+    for step in steps:
+        part = part[step]
+    part[last] = value
+    written = "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in place.split("."))
+    with pytest.raises(ValueError, match=reason) as caught:
+        parse(_written(document), "report.json")
+    assert str(caught.value).startswith("report report.json: breaks schema_version 1: Expected ")
+    assert str(caught.value).endswith(f" - at `${written}`")
+
+
+def test_whatever_breaks_in_a_file_is_one_line() -> None:
+    """No damage to a file, in its text or compressed, gets past as anything but a line that names the file."""
+    chance = random.Random(5)
+    whole = encode(_full_report(), compressed=False)
+    refused = 0
+    for number in range(600):
+        data = bytearray(gzip.compress(whole) if number % 3 == 0 else whole)
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            parse(bytes(data[: chance.randrange(len(data))] if number % 5 == 0 else data), "damaged.json")
+        except ValueError as error:
+            assert str(error).startswith("report damaged.json: ")  # noqa: PT017 - not every damage breaks a file
+            assert "\n" not in str(error)  # noqa: PT017
+            refused += 1
+    assert refused > 300
+
+
+def test_reading_leaves_the_garbage_collector_as_it_was() -> None:
+    """A broken report does not leave the caller without it."""
+    for enabled in (False, True):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(ValueError, match="is no JSON"):
+                parse(b"", "report.json")
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+
+
+def test_every_field_with_a_docstring_has_it_in_the_schema() -> None:
+    """Who reads `llmgpu schema` finds the unit and the meaning of a figure there."""
+    defined = schema()["$defs"]
+    batches = defined["Batches"]["properties"]["latency_s"]
+    assert batches["description"].startswith("Host clock from before a batch leaves the host")
+    assert defined["Gpu"]["properties"]["index"]["description"] == ("NVML's index: by PCI bus. CUDA's may differ.")
+    assert "description" not in defined["Gpu"]["properties"]["name"]
+    assert "\n" not in defined["Case"]["properties"]["execution"]["description"]
+
+
+def test_without_sources_the_schema_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation of bytecode only loses the texts and nothing else."""
+
+    def missing(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("inspect.getsource", missing)
+    jsonschema.validate(_document(_full_report()), schema())
 
 
 @pytest.mark.parametrize(("name", "reason"), [("missing.json", "No such file"), (".", "Is a directory")])

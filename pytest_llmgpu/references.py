@@ -1,0 +1,186 @@
+"""Which report is meant: by a path, a number, `latest`, a name, a commit, or a file of another commit of git."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pytest_llmgpu import report, unpacking
+from pytest_llmgpu.report import Report
+from pytest_llmgpu.storage import LATEST, Stored, stored
+
+__all__ = ["BASELINE", "AbsentError", "Source", "resolve"]
+
+BASELINE = "baseline"
+"""Name of the store's baseline: what `llmgpu promote` keeps is a copy of a report."""
+
+_SUFFIXES = (".json", ".json.gz")
+_GIT = "git:"
+_GIT_TIMEOUT_S = 120.0  # a partial clone fetches the file now
+_SHOWN = 5
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_SHA = re.compile(r"(?=.*[a-z])[0-9a-z]{4,40}|[0-9]{7,40}")
+"""How much of a commit is needed: fewer than 7 digits and no letter are the number of a report."""
+
+
+class AbsentError(ValueError):
+    """There is nothing where a report could be; a broken one is no absent one."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes of a report, read once: what is hashed is what is judged."""
+
+    name: str
+    """What people call it: a path, or `git:main:reports/base.json`."""
+    data: bytes
+    """As they are in the file, compressed or not."""
+    stored: Stored | None = None
+    """Where it comes from the store."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the file."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    def report(self) -> Report:
+        """Return the report; ValueError in one line where it is none."""
+        return report.parse(self.data, self.name)
+
+
+def resolve(reference: str, storage: Path, *, machine: str | None = None, repository: Path = Path()) -> Source:
+    """Read the report that a person means.
+
+    Args:
+        reference: a path; `git:REV:PATH`, the file as that commit has it; or one of the store: its number, `latest`,
+            its name, or the beginning of its commit, with `MACHINE/` before it where several machines have one.
+            `latest` is the one that was measured last, not the one that was promoted last.
+        storage: folder of the store.
+        machine: what `storage.hardware` says of the machine at hand, whose reports are meant first.
+        repository: folder inside the working tree of git.
+
+    Raises:
+        AbsentError: there is no such report.
+        ValueError: there is more than one, with the candidates, or it cannot be read.
+    """
+    if reference.startswith(_GIT):
+        return _of_git(reference, repository)
+    path = Path(reference)
+    found = _find(reference, stored(storage), machine)
+    is_there = _is_there(path)
+    if len(found) + is_there > 1:
+        candidates = [f"./{reference}"] * is_there + _shown(found)
+        raise ValueError(f"{reference!r} can mean {', '.join(candidates)}")
+    if found:
+        return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])
+    if is_there or reference.endswith(_SUFFIXES):
+        return _of_path(path)
+    kept = len(stored(storage))
+    holds = f"which holds {kept:,}: see llmgpu list" if kept else "which is empty"
+    raise AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {holds}")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a file, say
+        return False
+
+
+def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[Stored]:
+    """Return the reports of the store that a reference can mean, on the machine at hand if there are any there."""
+    folder, slash, rest = reference.rpartition("/")
+    if slash:
+        return _find(rest, [one for one in kept if one.machine == folder], None)
+    if reference == LATEST:
+        newest = {one.machine: one for one in sorted(kept, key=_recency)}
+        found = list(newest.values())
+    else:
+        number = int(reference) if _NUMBER.fullmatch(reference) else None
+        commit = reference.lower() if _SHA.fullmatch(reference.lower()) else None
+        found = [
+            one
+            for one in kept
+            if (number is not None and number == one.number)
+            or reference == one.name
+            or (commit is not None and one.commit is not None and _begins(one.commit, commit))
+        ]
+    return [one for one in found if one.machine == machine] or found
+
+
+def _recency(one: Stored) -> tuple[str, bool, int]:
+    # Not the number alone: a copy made by promotion has the highest one, and the time of its original.
+    return (one.created, one.name != BASELINE, one.number)
+
+
+def _begins(kept: str, given: str) -> bool:
+    """Return whether one commit is the beginning of the other: the file's name holds a few letters of it."""
+    return kept.startswith(given) or given.startswith(kept)
+
+
+def _shown(found: Sequence[Stored]) -> list[str]:
+    """Return how each of several reports can be named without doubt, and what else its file's name says."""
+    lines = [
+        f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found[:_SHOWN]
+    ]
+    more = len(found) - _SHOWN
+    return [*lines, f"and {more:,} more"] if more > 0 else lines
+
+
+def _of_path(path: Path) -> Source:
+    try:
+        return Source(name=str(path), data=unpacking.read(path))
+    except FileNotFoundError as error:
+        raise AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise ValueError(f"report {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"report {path}: {error}") from None
+
+
+def _of_git(reference: str, repository: Path) -> Source:
+    revision, colon, path = reference[len(_GIT) :].partition(":")
+    if not (revision and colon and path) or revision.startswith("-") or re.search(r"[\0\n]", reference):
+        raise ValueError(f"{reference!r}: git:REV:PATH is needed, such as git:origin/main:baselines/report.json")
+    begun = _git(repository, "rev-parse", "--git-dir")
+    if begun.returncode:
+        raise ValueError(f"{reference}: git: {_first_line(begun.stderr)}")
+    commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    if commit.returncode:
+        raise ValueError(f"{reference}: git knows no commit {revision!r} here; it may have to be fetched first")
+    blob = b"%s:%s\n" % (commit.stdout.strip(), path.encode())
+    head, _, content = _git(repository, "cat-file", "--batch", text=blob).stdout.partition(b"\n")
+    kind = re.fullmatch(rb"[0-9a-f]+ (\w+) (\d+)", head)
+    if kind is None:
+        raise AbsentError(f"{reference}: {revision!r} has no file {path!r}; paths start at the repository's root")
+    if kind[1] != b"blob":
+        raise ValueError(f"{reference}: is no file")
+    return Source(name=reference, data=content[: int(kind[2])])
+
+
+def _git(repository: Path, *arguments: str, text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Return git's answer; ValueError where git is missing or hangs."""
+    command = ["git", "--no-optional-locks", "-C", str(repository), *arguments]
+    try:
+        return subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},  # nobody is there to type a password
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"git did not answer within {_GIT_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise ValueError(f"git cannot be run: {error.strerror}") from None
+
+
+def _first_line(text: bytes) -> str:
+    return (text.decode(errors="replace").strip() or "no message").splitlines()[0]

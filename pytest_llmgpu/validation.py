@@ -1,0 +1,103 @@
+"""What must hold of a report's figures beyond their types, for a file that another tool or a person has changed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Launch
+
+__all__ = ["check"]
+
+_COLUMNS = ("latency_s", "sequences", "tokens", "padded_tokens")
+_SIZES = ("batch_size", "devices")
+_DERIVED = ("inference_s", "sequences_per_s", "tokens_per_s")
+_LAUNCH_TIMES = ("load_s", "warmup_s", "wall_s")
+_MEMORY = (
+    *("weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "workspace_bytes"),
+    *("held_bytes", "nvml_used_max_bytes", "nvml_used_mean_bytes"),
+)
+_WINDOW = ("period_s", "duration_s", "samples", "missed")
+_COUNTED = ("calls", "payload_bytes", "wire_bytes")
+_SENT = ("wire_bytes_per_sequence",)
+_FLOAT32_BYTES = 4
+
+
+def check(cases: Sequence[CaseResult]) -> None:
+    """Raise ValueError for the first figure that cannot be, with its place: `$.cases[3].launches[0].wall_s`.
+
+    Two cases of one id, negative times, bytes and counts, fractions outside 0 to 1, columns of unequal length, and
+    log-likelihoods that do not decode.
+    """
+    seen: dict[str, int] = {}
+    for number, result in enumerate(cases):
+        place = f"$.cases[{number}]"
+        if (first := seen.setdefault(result.id, number)) != number:
+            _refuse(f"{place}.id", f"an id of its own, got {result.id!r}, which $.cases[{first}] has")
+        _at_least(result.case, _SIZES, f"{place}.case", 1)
+        _at_least(result, _DERIVED, place)
+        for launch_number, launch in enumerate(result.launches):
+            _check_launch(launch, f"{place}.launches[{launch_number}]")
+        if result.traffic is not None:
+            _at_least(result.traffic, _SENT, f"{place}.traffic")
+            for rank, collectives in enumerate(result.traffic.ranks):
+                for kind, collective in enumerate(collectives):
+                    _at_least(collective, _COUNTED, f"{place}.traffic.ranks[{rank}][{kind}]")
+
+
+def _check_launch(launch: Launch, place: str) -> None:
+    _at_least(launch, _LAUNCH_TIMES, place)
+    _check_batches(launch.batches, f"{place}.batches")
+    if launch.accuracy is not None:
+        _check_accuracy(launch.accuracy, f"{place}.accuracy")
+    for number, memory in enumerate(launch.memory):
+        _at_least(memory, _MEMORY, f"{place}.memory[{number}]")
+    if launch.profile is not None:
+        _at_least(launch.profile, _WINDOW, f"{place}.profile")
+
+
+def _check_batches(batches: Batches, place: str) -> None:
+    length = len(batches.latency_s)
+    for name in _COLUMNS:
+        column = getattr(batches, name)
+        _length(column, length, f"{place}.{name}")
+        if min(column, default=0) < 0:
+            number = next(number for number, value in enumerate(column) if value < 0)
+            _refuse(f"{place}.{name}[{number}]", f"a figure of at least 0, got {column[number]}")
+
+
+def _check_accuracy(accuracy: Accuracy, place: str) -> None:
+    for name in ("acc", "acc_norm"):
+        value = getattr(accuracy, name)
+        if not 0 <= value <= 1:
+            _refuse(f"{place}.{name}", f"a fraction from 0 to 1, got {value}")
+    _length(accuracy.predictions, accuracy.items, f"{place}.predictions")
+    _length(accuracy.predictions_norm, accuracy.items, f"{place}.predictions_norm")
+    if accuracy.labels is not None:
+        _length(accuracy.labels, accuracy.items, f"{place}.labels")
+    try:
+        size = len(base64.b64decode(accuracy.loglikelihoods, validate=True))
+    except (binascii.Error, ValueError) as error:  # ValueError: letters beyond ASCII
+        _refuse(f"{place}.loglikelihoods", f"base64, got another text ({error})")
+    else:
+        if size % _FLOAT32_BYTES:
+            _refuse(f"{place}.loglikelihoods", f"numbers of {_FLOAT32_BYTES} bytes, got {size} bytes")
+
+
+def _at_least(record: Any, names: tuple[str, ...], place: str, least: int = 0) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < least:
+            _refuse(f"{place}.{name}", f"a figure of at least {least}, got {value}")
+
+
+def _length(column: Sequence[object], length: int, place: str) -> None:
+    if len(column) != length:
+        _refuse(place, f"{length} values, got {len(column)}")
+
+
+def _refuse(place: str, expected: str) -> None:
+    # As msgspec says it of a wrong type.
+    raise ValueError(f"Expected {expected} - at `{place}`")
