@@ -1,0 +1,139 @@
+"""What judging costs: two reports of many cases, read and compared in a process of its own; prints JSON.
+
+The reports are made up: as many batches and items a case as asked for, noise of 1 % in each batch, a few items flipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+
+LIMIT_S = 2.0
+LIMIT_MB = 400.0
+
+JUDGE = """
+import datetime, gc, json, resource, sys, time
+gc.disable()  # as the command does: it ends before there is anything to collect
+from pathlib import Path
+from pytest_llmgpu.gate import exit_status, judge
+from pytest_llmgpu.policy import Policy
+from pytest_llmgpu.report import load
+began, cpu = time.perf_counter(), time.process_time()
+base, head = (load(Path(name)) for name in sys.argv[1:])
+read = time.perf_counter()
+policy = Policy()
+verdicts = judge(base, head, policy, today=datetime.date(2026, 1, 1))
+judged = time.perf_counter()
+cpu = time.process_time() - cpu
+counts = {}
+for row in verdicts.rows:
+    counts[row.verdict] = counts.get(row.verdict, 0) + 1
+print(json.dumps({
+    "read_s": round(read - began, 3),
+    "judge_s": round(judged - read, 3),
+    "total_s": round(judged - began, 3),
+    "cpu_s": round(cpu, 3),
+    "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    "rows": len(verdicts.rows),
+    "verdicts": counts,
+    "exit_status": exit_status(verdicts, policy),
+    "torch_imported": "torch" in sys.modules,
+}))
+"""
+
+
+def main() -> int:
+    """Make the reports, judge them, print; 1 where a limit is broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--items", type=int, default=16)
+    parser.add_argument("--launches", type=int, default=1)
+    asked = parser.parse_args()
+    sizes = {"cases": asked.cases, "batches": asked.batches, "items": asked.items, "launches": asked.launches}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("base.json", "head.json")]
+        for seed, path in enumerate(paths):
+            write(path, seed, **sizes)
+        sizes["file_mb"] = round(paths[0].stat().st_size / 1e6)
+        command = [sys.executable, "-c", JUDGE, *map(str, paths)]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    ok = found["total_s"] < LIMIT_S and found["peak_mb"] < LIMIT_MB
+    json.dump({**sizes, **found, "limit_s": LIMIT_S, "limit_mb": LIMIT_MB, "ok": ok}, sys.stdout, indent=2)
+    print()
+    return 0 if ok else 1
+
+
+def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int) -> None:
+    """Write a report that differs from another seed's in its noise."""
+    from pytest_llmgpu.case import Case
+    from pytest_llmgpu.metrics import derive
+    from pytest_llmgpu.report import Environment, Report, dump
+    from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Launch, Traffic
+
+    chance = random.Random(seed)  # noqa: S311 - noise, no secret
+    results = []
+    for number in range(cases):
+        case = Case(
+            strategy=("mp", "tp", "iok")[number % 3],
+            batch_size=1 + number % 64,
+            model=f"model-{number // 64}",
+            dtype="float16",
+            device="cuda",
+            devices=4,
+            dataset="bundled",
+            dataset_sha256="d" * 64,
+            tokenizer_sha256="e" * 64,
+        )
+        labels = [item % 4 for item in range(items)]
+        chosen = [label if chance.random() < 0.99 else 3 - label for label in labels]
+        right = sum(map(int.__eq__, chosen, labels)) / items
+        accuracy = Accuracy(
+            acc=right,
+            acc_norm=right,
+            items=items,
+            predictions=chosen,
+            predictions_norm=chosen,
+            loglikelihoods=base64.b64encode(array("f", [-1.0] * 4 * items).tobytes()).decode(),
+            stderr=None,
+            labels=labels,
+        )
+        measured = [
+            Launch(
+                plan_sha256="f" * 64,
+                batches=Batches(
+                    latency_s=[(0.1 + 0.01 * batch) * chance.gauss(1, 0.01) for batch in range(batches)],
+                    sequences=[case.batch_size] * batches,
+                    tokens=[100 * case.batch_size + batch for batch in range(batches)],
+                    padded_tokens=[110 * case.batch_size + batch for batch in range(batches)],
+                ),
+                accuracy=accuracy,
+                memory=[DeviceMemory(index=index, peak_allocated_bytes=2**34) for index in range(4)],
+            )
+            for _ in range(launches)
+        ]
+        sent = [Collective(collective="all_reduce", calls=64, payload_bytes=2**20, wire_bytes=2**21)]
+        result = CaseResult(
+            id=f"{case.id}#{number}",
+            nodeid=f"benchmarks/test_inference.py::test_hellaswag[{number}]",
+            key=case.key,
+            case=case,
+            outcome="completed",
+            launches=measured,
+            traffic=Traffic(ranks=[sent] * 4, wire_bytes_per_sequence=1.0),
+        )
+        derive(result)
+        results.append(result)
+    machine = Environment(python="3.12", platform="Linux")
+    dump(Report(created="2026-01-02T03:04:05Z", plugin_version=None, environment=machine, cases=results), path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

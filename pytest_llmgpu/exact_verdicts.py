@@ -1,0 +1,165 @@
+"""Whether what one run settles has changed: exact traffic, the links it took, and the peak of memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import Literal
+
+from pytest_llmgpu.policy import MemoryRule
+from pytest_llmgpu.result import CaseResult, Traffic
+from pytest_llmgpu.verdicts import Row, Verdict
+
+__all__ = ["memory_row", "path_row", "traffic_row"]
+
+_FASTER = ("nvlink", "pcie", "host")
+"""Links from the fastest to the slowest; `host` is PCIe by way of the host's memory."""
+
+_NAMED = 3
+"""Most changes that a reason names: it has two lines."""
+
+
+def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
+    """Judge the traffic: any change of calls, payload or wire bytes of any kind on any rank is a change.
+
+    REGRESSED where any of them grew, IMPROVED where none did. A word on why there is nothing to compare otherwise.
+    """
+    if (missing := _missing(head, "traffic", base.traffic, head.traffic, gated=gated)) is not None:
+        return missing
+    assert base.traffic is not None
+    assert head.traffic is not None
+    same = base.traffic.ranks == head.traffic.ranks  # else the kinds may only be in another order
+    now_sent = _wire_bytes(head.traffic)
+    sent = now_sent if same else _wire_bytes(base.traffic)
+    wire = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "margin": 0.0}
+    before, after = (_by_rank(side) if not same else Counter() for side in (base.traffic, head.traffic))
+    if before == after:
+        return Row.of(head, "traffic", "OK", "sends exactly what the baseline sends.", gated=gated, **wire)
+    places = before.keys() | after.keys()
+    grew = any(after[place] > before[place] for place in places)
+    shrank = any(after[place] < before[place] for place in places)
+    then, now = _by_kind(before), _by_kind(after)
+    changed = [
+        f"{kind} {then[kind, figure]:,} -> {now[kind, figure]:,} {figure}"
+        for kind, figure in sorted(then.keys() | now.keys())
+        if then[kind, figure] != now[kind, figure]
+    ]
+    what = "; ".join(changed[:_NAMED]) or "the ranks share it out otherwise"
+    more = f"; and {len(changed) - _NAMED} more figures" if len(changed) > _NAMED else ""
+    word = ("other things" if shrank else "more") if grew else "less"
+    return Row.of(
+        head,
+        "traffic",
+        "REGRESSED" if grew else "IMPROVED",
+        f"sends {word} than the baseline: {what}{more}.",
+        gated=gated,
+        **wire,
+    )
+
+
+def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
+    """Judge which links carried the traffic: NVLink before PCIe before PCIe by way of the host."""
+    if head.traffic is not None and not any(head.traffic.ranks):
+        return "nothing is sent"
+    link, now = _link(base), _link(head)
+    if (missing := _missing(head, "path", link, now, gated=gated)) is not None:
+        return missing
+    assert link is not None
+    assert now is not None
+    rank = _FASTER.index(now) - _FASTER.index(link)
+    verdict: Verdict = "OK" if not rank else "REGRESSED" if rank > 0 else "IMPROVED"
+    reason = f"traffic moved from {link} to {now}." if rank else f"traffic goes over {now} as before."
+    return Row.of(head, "path", verdict, reason, gated=gated)
+
+
+def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
+    """Judge the peak of the fullest device: live tensors, and workspace outside torch's allocator.
+
+    Equal runs have equal peaks, but for the allocator's rounding, which the margin covers. Several launches give the
+    range of the ratio: it has to lie wholly above the margin to be REGRESSED.
+    """
+    then, now = _peaks(base), _peaks(head)
+    if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
+        return missing
+    before, after = statistics.median(then), statistics.median(now)
+    margin = max(rule.margin, rule.absolute_bytes / before)
+    low, high = min(now) / max(then), max(now) / min(then)
+    if low > 1 + margin:
+        verdict: Verdict = "REGRESSED"
+    elif high < 1 - margin:
+        verdict = "IMPROVED"
+    elif high <= 1 + margin:
+        verdict = "OK"
+    else:
+        verdict = "INCONCLUSIVE"
+    changed = (
+        "" if after == before else f" ({(after - before) / 2**20:+,.0f} MiB, margin {margin * before / 2**20:,.0f} MiB)"
+    )
+    spread = "\nThe launches differ by more than the margin." if verdict == "INCONCLUSIVE" else ""
+    return Row.of(
+        head,
+        "memory",
+        verdict,
+        f"peak of the fullest device is {after / 2**30:.2f} GiB, was {before / 2**30:.2f} GiB{changed}.{spread}",
+        gated=rule.gate,
+        base=before,
+        head=after,
+        ratio=after / before,
+        low=low,
+        high=high,
+        margin=margin,
+        n=min(len(then), len(now)),
+    )
+
+
+def _missing(
+    head: CaseResult, metric: Literal["traffic", "path", "memory"], before: object, after: object, *, gated: bool
+) -> Row | str | None:
+    """Return a row or a few words where a side lacks the figure: one that was there and is gone is no silence."""
+    if before and after:
+        return None
+    if before:
+        told = head.traffic.path.text if metric == "path" and head.traffic is not None and head.traffic.path else None
+        why = (told or head.why.get(metric, "the report does not say why")).rstrip(".")
+        return Row.of(head, metric, "MISSING", f"{metric} is known for the baseline only: {why}.", gated=gated)
+    return f"{metric} is new" if after else f"{metric} was not measured"
+
+
+def _link(result: CaseResult) -> str | None:
+    path = result.traffic.path if result.traffic is not None else None
+    return path.link if path is not None else None
+
+
+def _peaks(result: CaseResult) -> list[int]:
+    """Return the peak of the fullest device for each launch that knows it."""
+    peaks = []
+    for launch in result.launches:
+        sizes = [
+            device.peak_allocated_bytes + (device.workspace_bytes or 0)
+            for device in launch.memory
+            if device.peak_allocated_bytes
+        ]
+        if sizes:
+            peaks.append(max(sizes))
+    return peaks
+
+
+def _by_kind(figures: Counter[tuple[int, str, str]]) -> Counter[tuple[str, str]]:
+    sums: Counter[tuple[str, str]] = Counter()
+    for (_, kind, figure), value in figures.items():
+        sums[kind, figure] += value
+    return sums
+
+
+def _by_rank(traffic: Traffic) -> Counter[tuple[int, str, str]]:
+    figures: Counter[tuple[int, str, str]] = Counter()
+    for number, rank in enumerate(traffic.ranks):
+        for entry in rank:
+            figures[number, entry.collective, "calls"] += entry.calls
+            figures[number, entry.collective, "payload bytes"] += entry.payload_bytes
+            figures[number, entry.collective, "wire bytes"] += entry.wire_bytes
+    return figures
+
+
+def _wire_bytes(traffic: Traffic) -> float:
+    return float(sum([entry.wire_bytes for rank in traffic.ranks for entry in rank]))

@@ -1,0 +1,146 @@
+"""What a report is worth against a baseline: every case and metric gets a verdict, and all of them an exit status.
+
+Outcome before numbers: a case that no longer fits in memory is a regression even where every number improved.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from pytest_llmgpu import case_verdicts
+from pytest_llmgpu import policy as policies
+from pytest_llmgpu.matching import software_differences
+from pytest_llmgpu.policy import Policy
+from pytest_llmgpu.report import Report
+from pytest_llmgpu.statistics import Calibration
+from pytest_llmgpu.verdicts import COMPARED, Armed, Baseline, Row, Verdicts
+
+__all__ = ["exit_status", "fails", "judge"]
+
+_LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
+
+
+def judge(
+    base: Report | None,
+    head: Report,
+    policy: Policy,
+    *,
+    today: datetime.date,
+    calibration: Calibration | None = None,
+    baseline: Baseline | None = None,
+) -> Verdicts:
+    """Hold a report against a baseline. The same arguments give the same verdicts, to the byte.
+
+    Args:
+        base: the baseline; None where there is none.
+        head: the candidate.
+        policy: margins and what is allowed.
+        today: day on which known regressions expire.
+        calibration: noise between launches of this runner; None: it counts as 5 %.
+        baseline: where `base` came from; None: only its commit is named.
+    """
+    with _no_collector():
+        return _judge(base, head, policy, today, calibration or Calibration(), baseline)
+
+
+def fails(row: Row, policy: Policy) -> bool:
+    """Return whether a row alone makes its test fail: it lost, it is gone, or it is not told and has to be."""
+    if not row.gated or row.known is not None:
+        return False
+    if row.verdict == "MISSING":
+        return not policy.allow_missing
+    if row.metric == "outcome" and row.verdict == "INVALID":
+        return True  # it was interrupted: no policy on noise lets that pass
+    if row.verdict in {"INCONCLUSIVE", "INVALID"}:
+        return policy.on_inconclusive == "fail"
+    return row.verdict in _LOST or row.verdict == "NOT_COMPARABLE"
+
+
+def exit_status(verdicts: Verdicts, policy: Policy) -> int:
+    """Return the status of a gate that stands alone.
+
+    0 ok, 1 regressed, 3 inconclusive where the policy fails on it, 4 not comparable, 5 nothing compared or, where the
+    policy asks for it, something gated that was not. 2 is for bad usage and comes from whoever reads the arguments.
+    """
+    failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
+    if failing & {*_LOST, "MISSING"}:
+        return 1
+    if "NOT_COMPARABLE" in failing:
+        return 4
+    if verdicts.baseline is None:
+        return 0 if policy.allow_no_baseline else 5
+    if not verdicts.armed.gated or (policy.require_armed and verdicts.armed.gated_unarmed):
+        return 5
+    return 3 if failing else 0
+
+
+def _judge(
+    base: Report | None,
+    head: Report,
+    policy: Policy,
+    today: datetime.date,
+    calibration: Calibration,
+    baseline: Baseline | None,
+) -> Verdicts:
+    said = case_verdicts.said(base, head, policy, calibration)
+    known, warnings = _known(said.rows, policy, today)
+    if base is not None:
+        baseline = baseline or Baseline(commit=base.commit.sha)
+        soft = software_differences(base.environment, head.environment)
+        warnings = [*(f"differs from the baseline: {text}" for text in soft), *warnings]
+    unarmed = said.unarmed + said.left_out
+    unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
+    armed = Armed(
+        compared=sum(row.verdict in COMPARED for row in known),
+        gated=sum(row.verdict in COMPARED and row.gated for row in known),
+        unarmed=dict(sorted(unarmed.items())),
+        gated_unarmed=said.gated_unarmed + sum(row.verdict not in COMPARED and row.gated for row in known),
+    )
+    return Verdicts(
+        baseline=baseline if base is not None else None,
+        policy=policies.dump(policy),
+        policy_sha256=policies.sha256(policy),
+        calibration_sha256=calibration.sha256,
+        armed=armed,
+        warnings=warnings,
+        rows=known,
+    )
+
+
+def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
+    """Mark the rows that the policy knows; an entry that expired or that nothing needs is named."""
+    warnings = []
+    reasons: dict[tuple[str, str], str] = {}
+    for entry in policy.known:
+        name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
+        lost = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric) and row.verdict in _LOST]
+        if entry.expires < today:
+            warnings.append(f"{name} expired on {entry.expires}: it counts again")
+        elif not lost:
+            warnings.append(f"{name} was not seen: take it out of the policy")
+        else:
+            reasons[entry.case, entry.metric] = entry.reason
+    marked = [
+        msgspec.structs.replace(row, known=reasons[row.id, row.metric])
+        if row.verdict in _LOST and (row.id, row.metric) in reasons
+        else row
+        for row in rows
+    ]
+    return marked, warnings
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Judge without Python's cycle collector, which would walk through both reports again and again for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

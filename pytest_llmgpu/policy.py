@@ -1,0 +1,292 @@
+"""What a gate is told: margins, what to do where nothing can be said, and regressions that are known.
+
+Written as TOML: `[tool.llmgpu.gate]` of a pyproject.toml, or a file of its own with the same keys at its top.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from pytest_llmgpu.verdicts import MetricName
+
+__all__ = [
+    "AccuracyRule",
+    "ExactRule",
+    "Known",
+    "MemoryRule",
+    "Override",
+    "Policy",
+    "Rules",
+    "TimeRule",
+    "dump",
+    "find",
+    "load",
+    "sha256",
+]
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+_PYPROJECT = "pyproject.toml"
+
+_ALLOWED = {
+    "on_inconclusive": ("pass", "fail"),
+    "accuracy.metric": ("acc", "acc_norm"),
+    "].metric": get_args(MetricName),
+}
+"""End of a key to the words it takes."""
+
+
+class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bar for time."""
+
+    gate: bool = True
+    """False: reported, never a reason to fail."""
+    margin: float = 0.02
+    """Slowdown that is allowed, as a fraction."""
+    absolute_s: float = 0.0
+    """Seconds of the whole case that are allowed where the margin is less."""
+
+
+class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bar for right answers. Losing more items than chance explains is a regression however small the loss."""
+
+    gate: bool = True
+    metric: Literal["acc", "acc_norm"] = "acc_norm"
+    margin: float = 0.005
+    """Loss, as a fraction of the items, that has to be ruled out before the answers count as OK."""
+    floor: float | None = None
+    """Least accuracy, whatever the baseline says; None: only what the candidate's own check says."""
+
+
+class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bar for the peak of the fullest device."""
+
+    gate: bool = True
+    margin: float = 0.005
+    """Growth that is allowed, as a fraction."""
+    absolute_bytes: int = 64 * 2**20
+    """Bytes that are allowed where the margin is less."""
+
+
+class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether any change counts, for what one run settles."""
+
+    gate: bool = True
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for one case."""
+
+    time: TimeRule = TimeRule()
+    accuracy: AccuracyRule = AccuracyRule()
+    memory: MemoryRule = MemoryRule()
+    traffic: ExactRule = ExactRule()
+    path: ExactRule = ExactRule()
+    predictions: ExactRule = ExactRule(gate=False)
+    """Items answered otherwise. Other kernels may flip a few; `accuracy` says whether that did harm."""
+    largest_batch: ExactRule = ExactRule()
+
+
+class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Other bars for some cases; a later entry wins. Fields that an entry leaves out stay as they are."""
+
+    strategy: str | None = None
+    """Strategy it is for; None: any."""
+    test: str | None = None
+    """Pattern of the node ids it is for, `*` for anything; None: any."""
+    time: dict[str, Any] = {}
+    accuracy: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
+    traffic: dict[str, Any] = {}
+    path: dict[str, Any] = {}
+    predictions: dict[str, Any] = {}
+    largest_batch: dict[str, Any] = {}
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A regression that is accepted until a day."""
+
+    case: str
+    """Id of the case: `tp-bs8`; of a series its strategy."""
+    metric: MetricName
+    reason: str
+    expires: datetime.date
+    """Last day on which it is accepted."""
+
+
+class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a gate is told."""
+
+    confidence: float = 0.95
+    """With which each end of an interval holds, and 1 less the chance of a false alarm in a metric's family of rows."""
+    on_inconclusive: Literal["pass", "fail"] = "pass"
+    allow_missing: bool = False
+    """Let cases and figures pass that the baseline has and the candidate lacks."""
+    allow_no_baseline: bool = False
+    """Let a run pass in which nothing could be compared for want of a baseline."""
+    require_armed: bool = False
+    """Fail where anything that is gated could not be compared."""
+    override: list[Override] = []
+    known: list[Known] = []
+
+    def rules(self, strategy: str, nodeid: str | None) -> Rules:
+        """Return what holds for a case of this strategy and test."""
+        rules: Rules = self
+        for entry in self.override:
+            right_test = entry.test in {None, nodeid} or fnmatchcase(nodeid or "", entry.test or "")
+            if entry.strategy in {None, strategy} and right_test:
+                rules = _overridden(rules, entry)
+        return rules
+
+
+def find(folder: Path) -> Path | None:
+    """Return the folder's pyproject.toml if it is there: what to `load` where nobody names a policy."""
+    path = folder / _PYPROJECT
+    return path if path.is_file() else None
+
+
+def load(path: Path | None) -> Policy:
+    """Read a policy; None, and a pyproject.toml without one, give the defaults.
+
+    Raises:
+        ValueError: one line that names the file, the key, and what is allowed.
+    """
+    if path is None:
+        return Policy()
+    try:
+        # msgspec's and not tomllib, which Python 3.10 lacks: there it finds tomli, which pytest brings along.
+        table = msgspec.toml.decode(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"policy {path}: cannot be read: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"policy {path}: is no TOML: {' '.join(str(error).split())}") from None
+    except ImportError:
+        raise ValueError(f"policy {path}: Python 3.10 needs the package tomli to read TOML") from None
+    if path.name == _PYPROJECT or "tool" in table:
+        _check_tables(path, table)
+        for name in ("tool", "llmgpu", "gate"):
+            table = table.get(name, {}) if isinstance(table, dict) else table
+    try:
+        return _policy(table)
+    except ValueError as error:
+        raise ValueError(f"policy {path}: {error}") from None
+
+
+def _check_tables(path: Path, table: dict[str, Any]) -> None:
+    """Refuse a table that somebody meant for the policy: under another name it would be silently the default."""
+    tools = table.get("tool", {})
+    tools = tools if isinstance(tools, dict) else {}
+    ours = tools.get("llmgpu", {})
+    wrong = [f"tool.{name}" for name in tools if name.startswith(("llmgpu-", "llmgpu_", "pytest-llmgpu"))]
+    wrong += [f"tool.llmgpu.{name}" for name in ours if name != "gate"] if isinstance(ours, dict) else []
+    if wrong:
+        raise ValueError(f"policy {path}: [{wrong[0]}] is not allowed: allowed is [tool.llmgpu.gate]")
+
+
+def dump(policy: Policy) -> str:
+    """Return the policy as TOML, every key with the value in force; `load` reads it back."""
+    fields: dict[str, Any] = msgspec.to_builtins(policy, builtin_types=(datetime.date,))
+    plain = {key: value for key, value in fields.items() if not isinstance(value, (dict, list))}
+    lines = _pairs(plain)
+    for key in sorted(fields.keys() - plain.keys()):
+        if isinstance(fields[key], dict):
+            lines += ["", f"[{key}]", *_pairs(fields[key])]
+    for key in ("override", "known"):
+        for entry in fields[key]:
+            lines += ["", f"[[{key}]]", *_pairs(entry)]
+    return "\n".join(lines) + "\n"
+
+
+def sha256(policy: Policy) -> str:
+    """Return the digest of the policy's text, as `dump` gives it."""
+    return hashlib.sha256(dump(policy).encode()).hexdigest()
+
+
+def _policy(table: Any) -> Policy:
+    policy = _converted(table, Policy, "")
+    bounds = [("confidence", policy.confidence, 0.5, 1.0), *_bounded("", policy)]
+    for number, entry in enumerate(policy.override):
+        if entry.strategy is None and entry.test is None:
+            raise ValueError(f"override[{number}] is for no strategy and no test: name one of them")
+        bounds += _bounded(f"override[{number}].", _overridden(policy, entry, number))
+    for place, value, low, high in bounds:
+        if not low <= value < high:  # NaN is neither
+            raise ValueError(f"{place} = {value}: allowed is {low:g} up to but not {high:g}")
+    return policy
+
+
+def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
+    """Return where a number stands, the number, its least value, and the first that is too large."""
+    floor = rules.accuracy.floor
+    return [
+        (f"{place}time.margin", rules.time.margin, 0.0, 10.0),
+        (f"{place}time.absolute_s", rules.time.absolute_s, 0.0, math.inf),
+        (f"{place}accuracy.margin", rules.accuracy.margin, 0.0, 1.0),
+        (f"{place}accuracy.floor", 0.0 if floor is None else floor, 0.0, 1.0 + 1e-9),
+        (f"{place}memory.margin", rules.memory.margin, 0.0, 10.0),
+        (f"{place}memory.absolute_bytes", rules.memory.absolute_bytes, 0.0, math.inf),
+    ]
+
+
+def _overridden(rules: Rules, entry: Override, number: int = 0) -> Rules:
+    changed: dict[str, Any] = {}
+    for name in Rules.__struct_fields__:
+        if table := getattr(entry, name):
+            before = getattr(rules, name)
+            merged = {**msgspec.to_builtins(before), **table}
+            changed[name] = _converted(merged, type(before), f"override[{number}].{name}.")
+    # A Policy is more than its rules: what holds for one case has no overrides of its own.
+    return Rules(**{name: changed.get(name, getattr(rules, name)) for name in Rules.__struct_fields__})
+
+
+def _converted(table: Any, record: type[_Record], place: str) -> _Record:
+    """Return TOML's values as a record; ValueError names an unknown key and those that are allowed."""
+    _refuse_unknown(table, record, place)
+    try:
+        return msgspec.convert(table, record)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$.")
+        key = f"{place}{where.rstrip('`')}" or "the table"
+        allowed = next((names for end, names in _ALLOWED.items() if key.endswith(end)), None)
+        also = f": allowed are {', '.join(allowed)}" if allowed and "enum" in text else ""
+        raise ValueError(f"{key}: {text[:1].lower()}{text[1:]}{also}") from None
+
+
+def _refuse_unknown(table: Any, record: type[msgspec.Struct], place: str) -> None:
+    if not isinstance(table, Mapping):
+        return  # the conversion says so
+    for key, value in table.items():
+        if key not in record.__struct_fields__:
+            raise ValueError(f"{place}{key} is no key: allowed are {', '.join(sorted(record.__struct_fields__))}")
+        if record is Policy:
+            rule = next((f.type for f in msgspec.structs.fields(Policy) if f.name == key), None)
+            if isinstance(rule, type) and issubclass(rule, msgspec.Struct):
+                _refuse_unknown(value, rule, f"{key}.")
+            if key in {"override", "known"} and isinstance(value, list):
+                for number, entry in enumerate(value):
+                    _refuse_unknown(entry, Override if key == "override" else Known, f"{key}[{number}].")
+
+
+def _pairs(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {_toml(table[key])}" for key in sorted(table) if table[key] not in (None, {})]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings take JSON's escapes; DEL alone may not stand for itself.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(_pairs(value)) + " }"
+    return repr(value)

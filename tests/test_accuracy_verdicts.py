@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from report_factory import make_accuracy, make_answers, make_result
+
+from pytest_llmgpu.accuracy_verdicts import Answered, answered, below_floor, predictions_row, rows
+from pytest_llmgpu.policy import AccuracyRule
+from pytest_llmgpu.result import AccuracyCheck, CaseResult
+from pytest_llmgpu.verdicts import Row
+
+ITEMS = 1000
+
+
+def _result(*wrong: int, items: int = ITEMS) -> CaseResult:
+    return make_result(accuracy=make_answers([number not in wrong for number in range(items)]))
+
+
+def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> Row:
+    found = answered(base, head, AccuracyRule(**rule))
+    assert isinstance(found, Answered), found
+    return rows([found], 0.95, note)[0]
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "verdict", "p"),
+    [
+        (0, 0, "OK", 1.0),
+        (4, 0, "OK", 1 / 16),  # 0.4 points at most, and the margin is 0.5
+        (5, 0, "REGRESSED", 1 / 32),
+        (8, 4, "INCONCLUSIVE", 794 / 4096),
+        (3, 3, "OK", 42 / 64),
+        (0, 5, "IMPROVED", 1 / 32),
+    ],
+)
+def test_items_that_flipped_decide(lost: int, won: int, verdict: str, p: float) -> None:
+    """McNemar's exact one-sided p by hand; without evidence a loss of the margin has to be ruled out."""
+    row = _judged(_result(*range(100, 100 + won)), _result(*range(lost)))
+    assert row.verdict == verdict
+    assert row.p == pytest.approx(p)
+    assert (row.lost, row.won) == (list(range(lost)), list(range(100, 100 + won)))
+    assert row.low is not None
+    assert row.high is not None
+    assert row.low <= (lost - won) / ITEMS <= row.high
+    assert len(row.reason.splitlines()) <= 2
+
+
+def test_lost_items_are_named() -> None:
+    """The first of them, and how many more; the row has all."""
+    row = _judged(_result(), _result(*range(20)))
+    assert row.reason == (
+        "accuracy (acc_norm) is 98.00 %, was 100.00 %: 20 items lost and 0 won of 1,000 (p < 1e-06).\n"
+        "Items lost: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more."
+    )
+
+
+def test_few_items_cannot_rule_out_a_loss() -> None:
+    """One of 16 lost is 6 points, and may be chance: neither OK nor REGRESSED."""
+    assert _judged(_result(items=16), _result(3, items=16)).verdict == "INCONCLUSIVE"
+    assert _judged(_result(items=16), _result(3, items=16), margin=0.07).verdict == "OK"
+
+
+def test_cases_are_one_family() -> None:
+    """Six items lost are evidence alone and none among twenty cases."""
+    found = answered(_result(), _result(*range(6)), AccuracyRule())
+    same = answered(_result(), _result(), AccuracyRule())
+    assert isinstance(found, Answered)
+    assert isinstance(same, Answered)
+    assert rows([found], 0.95, "")[0].verdict == "REGRESSED"
+    assert rows([found, *[same] * 19], 0.95, "")[0].verdict == "INCONCLUSIVE"
+
+
+def test_other_wrong_answers_are_no_loss_but_other_predictions() -> None:
+    """An item that is wrong in two ways was neither lost nor won; predictions are exact."""
+    base = _result(0)
+    accuracy = base.launches[0].accuracy
+    assert accuracy is not None
+    other = msgspec.structs.replace(accuracy, predictions_norm=[2, *accuracy.predictions_norm[1:]])
+    found = answered(base, make_result(accuracy=other), AccuracyRule())
+    assert isinstance(found, Answered)
+    assert rows([found], 0.95, "")[0].verdict == "OK"
+    row = predictions_row(found, gated=True)
+    assert (row.verdict, row.reason) == ("REGRESSED", "1 of 1,000 items are answered otherwise (acc_norm).")
+    same = answered(base, base, AccuracyRule())
+    assert isinstance(same, Answered)
+    assert predictions_row(same, gated=False).verdict == "OK"
+
+
+def test_without_labels_only_sameness_can_be_told() -> None:
+    """Reports from before they were kept: equal answers are OK, others INCONCLUSIVE; one side's labels are enough."""
+    plain, other = (make_accuracy(items=ITEMS, predictions=[first] + [0] * (ITEMS - 1)) for first in (0, 1))
+    assert _judged(make_result(accuracy=plain), make_result(accuracy=plain)).verdict == "OK"
+    row = _judged(make_result(accuracy=plain), make_result(accuracy=other))
+    assert (row.verdict, row.p) == ("INCONCLUSIVE", None)
+    labelled = msgspec.structs.replace(plain, labels=[0] * ITEMS)
+    assert _judged(make_result(accuracy=labelled), make_result(accuracy=other)).lost == [0]
+
+
+def test_the_floor_holds_whatever_the_baseline_says() -> None:
+    """By the policy, or by the candidate's own check: the same wrong answers as before are still wrong."""
+    base, head = _result(0, 1), _result(0, 1)
+    assert _judged(base, head, floor=0.998).verdict == "OK"
+    row = _judged(base, head, floor=0.999)
+    assert row.verdict == "REGRESSED"
+    assert row.reason == (
+        "accuracy (acc_norm) is 99.80 %, below the policy's floor of 99.90 %.\nThe baseline answered the same."
+    )
+    head.accuracy_check = AccuracyCheck(
+        metric="acc_norm", value=0.2, baseline=0.8, source="x", tolerance=0.01, ok=False, text="60 points below"
+    )
+    assert below_floor(head, AccuracyRule()) == "60 points below."
+    assert _judged(base, head).verdict == "REGRESSED"
+    head.accuracy_check = msgspec.structs.replace(head.accuracy_check, ok=None)
+    assert below_floor(head, AccuracyRule()) is None
+
+
+def test_the_typical_launch_speaks_for_a_side() -> None:
+    """One odd launch of three is no loss, in whichever place it is."""
+    head = _result()
+    good, bad = head.launches[0], _result(*range(50)).launches[0]
+    for launches in ([bad, good, good], [good, good, bad]):
+        head.launches = launches
+        assert _judged(_result(), head).verdict == "OK"
+
+
+def test_answers_that_are_gone_or_of_other_items() -> None:
+    """Gone is MISSING, other numbers of items are NOT_COMPARABLE, and new ones have nothing to compare with."""
+    gone = answered(_result(), make_result(), AccuracyRule(gate=False))
+    assert isinstance(gone, Row)
+    assert (gone.verdict, gone.gated) == ("MISSING", False)
+    fewer = answered(_result(), _result(items=10), AccuracyRule())
+    assert isinstance(fewer, Row)
+    assert fewer.verdict == "NOT_COMPARABLE"
+    assert answered(make_result(), _result(), AccuracyRule()) == "accuracy is new"
+    assert answered(make_result(), make_result(), AccuracyRule()) == "no items were scored"

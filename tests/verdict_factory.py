@@ -1,0 +1,54 @@
+"""Results with launches of their own, for tests of what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from report_factory import make_result
+
+from pytest_llmgpu.result import CaseResult, Collective, Launch, Path, Profile, Traffic
+
+BATCHES = 20
+
+
+def with_launches(levels: Sequence[float], **fields: Any) -> CaseResult:
+    """Return a completed result, one launch a level: the seconds of its first batch; the k-th takes k times that."""
+    result = make_result(**fields)
+    launches = []
+    for level in levels:
+        launch = msgspec.structs.replace(result.launches[0])
+        launch.batches = msgspec.structs.replace(
+            launch.batches, latency_s=[level * (number + 1) for number in range(BATCHES)]
+        )
+        launches.append(launch)
+    result.launches = launches
+    return result
+
+
+def with_latencies(launches: Sequence[Sequence[float]], **fields: Any) -> CaseResult:
+    """Return a completed result with these latencies, launch by launch."""
+    result = with_launches([1.0] * len(launches), **fields)
+    for launch, latency_s in zip(result.launches, launches, strict=True):
+        launch.batches.latency_s = list(latency_s)
+    return result
+
+
+def make_invalid(launch: Launch, *evidence: str) -> None:
+    """Give a launch evidence that its window does not speak for the case alone."""
+    launch.profile = Profile(
+        period_s=0.1, duration_s=1.0, samples=10, missed=0, lateness_p99_s=None, invalid=list(evidence)
+    )
+
+
+def make_traffic(calls: int = 64, ranks: int = 2, *, link: str | None = None, kind: str = "all_reduce") -> Traffic:
+    """Return traffic of one kind, of 1 KiB a call and rank; no call is no entry."""
+    entry = {"collective": kind, "calls": calls, "payload_bytes": 1024 * calls, "wire_bytes": 1024 * calls}
+    sent = [msgspec.convert(entry, Collective)] if calls else []
+    path = {"link": link, "expected_bytes": 1024 * calls * ranks, "text": "as counted"}
+    return Traffic(
+        ranks=[sent] * ranks,
+        wire_bytes_per_sequence=16.0 * calls * ranks,
+        path=msgspec.convert(path, Path) if link is not None else None,
+    )
