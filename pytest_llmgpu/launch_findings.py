@@ -1,0 +1,77 @@
+"""What launches of one case must agree in: replicates differ in time, and in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pytest_llmgpu.metrics import predictions_of
+from pytest_llmgpu.result import Accuracy, CaseResult, Finding
+
+__all__ = ["disagreements"]
+
+_METRICS = ("acc_norm", "acc")
+
+
+def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
+    """Return in what the launches of one case differ though it should be equal.
+
+    Args:
+        launches: the results of one case, each of one launch.
+    """
+    completed = [result for result in launches if result.outcome == "completed"]
+    return [*_of_answers(completed), *_of_batches(completed), *_of_traffic(completed), *_of_execution(completed)]
+
+
+def _of_answers(launches: Sequence[CaseResult]) -> Iterator[Finding]:
+    accuracies = [launch.accuracy for result in launches for launch in result.launches if launch.accuracy is not None]
+    for metric in _METRICS:
+        if differing := _differing(accuracies, metric):
+            items = accuracies[0].items
+            yield Finding(
+                code="launches-answer-otherwise",
+                severity="warning",
+                text=f"{len(accuracies)} launches of the same case answer {len(differing):,} of {items:,} items "
+                f"differently ({metric}).",
+                next_step="Something in the forward is not deterministic: look for atomic sums, autotuned kernels or "
+                "memory that is read before it is written.",
+            )
+            return
+
+
+def _differing(accuracies: Sequence[Accuracy], metric: str) -> list[int]:
+    """Return the numbers of the items that not all launches answer alike."""
+    columns = [predictions_of(accuracy, metric) for accuracy in accuracies]
+    return [number for number, answers in enumerate(zip(*columns, strict=False)) if len(set(answers)) > 1]
+
+
+def _of_batches(launches: Sequence[CaseResult]) -> Iterator[Finding]:
+    plans = {launch.plan_sha256 for result in launches for launch in result.launches}
+    if len(plans) > 1:
+        yield Finding(
+            code="launches-run-other-batches",
+            severity="warning",
+            text=f"{len(launches)} launches of the same case ran {len(plans)} different lists of batches.",
+            next_step="Their times are not comparable: let the test choose the same items in the same order each time.",
+        )
+
+
+def _of_traffic(launches: Sequence[CaseResult]) -> Iterator[Finding]:
+    sent = [result.traffic.ranks for result in launches if result.traffic is not None]
+    if any(ranks != sent[0] for ranks in sent[1:]):
+        yield Finding(
+            code="launches-send-otherwise",
+            severity="warning",
+            text=f"{len(sent)} launches of the same case do not send the same bytes.",
+            next_step="Exact figures of it are left out: look for what the program decides anew in each process.",
+        )
+
+
+def _of_execution(launches: Sequence[CaseResult]) -> Iterator[Finding]:
+    ways = list(dict.fromkeys(result.case.execution for result in launches))
+    if len(ways) > 1:
+        yield Finding(
+            code="launches-run-otherwise",
+            severity="warning",
+            text=f"Launches of the same case ran by {' and by '.join(ways)}: their times are of different things.",
+            next_step="Say --llmgpu-cuda-graphs=on or off, so that no launch chooses for itself.",
+        )
