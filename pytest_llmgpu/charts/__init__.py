@@ -1,0 +1,75 @@
+"""The charts of a report, as data: what a page embeds and what pictures are made of.
+
+`of_report` returns `Charts`: its `charts` are drawn in their order, each under its `title` with its `summary` as the
+caption and its `headers` and `rows` as the table behind it; its `omitted` are sentences that say what there is no
+chart of, and why. A `spec` is Vega-Lite without `$schema`, which would be an address of the network (`{"mode":
+"vega-lite"}` tells vega-embed), as wide as its container, and without a colour of its own: `theme(dark=...)` is the
+`config` to embed it with.
+
+Nothing here needs the extra `report` but `image`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from pytest_llmgpu.charts import answers, balance, communication, memory, ratios, timelines, timing
+from pytest_llmgpu.charts.chart import Chart, Charts
+from pytest_llmgpu.charts.panels import Panel, panels
+from pytest_llmgpu.charts.pictures import Format, image
+from pytest_llmgpu.charts.theme import theme
+from pytest_llmgpu.report import Environment, Report
+from pytest_llmgpu.result import CaseResult
+
+__all__ = ["Chart", "Charts", "Format", "image", "of_case", "of_report", "theme"]
+
+
+def of_report(report: Report, baseline: Report | None = None) -> Charts:
+    """Return every chart of a report.
+
+    Cases that differ in more than strategy and batch size get charts of their own, whose ids end in `-1`, `-2`.
+
+    Args:
+        report: what to draw.
+        baseline: what to hold its times against; None: what its own verdicts hold them against, if it has any.
+    """
+    found: list[Chart] = []
+    omitted: list[str] = []
+    for one in ratios.charts(report, baseline):
+        _add(one, found, omitted)
+    for panel in panels(report):
+        for one in _of_panel(panel):
+            _add(_named(one, panel), found, omitted)
+    return Charts(charts=found, omitted=omitted)
+
+
+def of_case(result: CaseResult, environment: Environment) -> list[Chart]:
+    """Return the time lines of one case, a chart a metric with every GPU in it; none where nothing was sampled.
+
+    Args:
+        result: the case.
+        environment: of its report; what kinds of GPUs they are.
+    """
+    return list(timelines.charts(result, environment))
+
+
+def _of_panel(panel: Panel) -> Iterator[Chart | str]:
+    for room in (timing, communication, memory, answers, balance):
+        yield from room.charts(panel)
+
+
+def _named(one: Chart | str, panel: Panel) -> Chart | str:
+    if not panel.suffix:
+        return one
+    if isinstance(one, str):
+        return f"{panel.caption}: {one}"
+    return msgspec.structs.replace(one, id=f"{one.id}{panel.suffix}", title=f"{one.title}: {panel.caption}")
+
+
+def _add(one: Chart | str, found: list[Chart], omitted: list[str]) -> None:
+    if isinstance(one, str):
+        omitted.append(one)
+    else:
+        found.append(one)

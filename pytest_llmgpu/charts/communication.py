@@ -1,0 +1,162 @@
+"""Traffic by counters (the study's figure 4), by the program, and beside how busy the GPUs were (its figure 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pytest_llmgpu.charts import axes
+from pytest_llmgpu.charts.chart import Chart, Spec, rounded, span, written
+from pytest_llmgpu.charts.panels import Entry, Panel, counted, device_means, fmean
+from pytest_llmgpu.charts.sweeps import Figure, curves_of, points, table
+
+__all__ = ["charts"]
+
+_GB = 1e9
+_MB = 1e6
+_LINKS = {"pcie": "PCIe", "nvlink": "NVLink"}
+
+
+def charts(panel: Panel) -> Iterator[Chart | str]:
+    """Yield the charts of a panel's communication, or in a sentence why there is none."""
+    for link, name in _LINKS.items():
+        yield _rates(panel, link, name)
+    yield _sent(panel)
+    yield _against_utilization(panel)
+
+
+def _rates(panel: Panel, link: str, name: str) -> Chart | str:
+    figures: dict[str, Figure] = {way.upper(): _rate(link, way, fmean) for way in ("tx", "rx")}
+    largest = [_rate(link, way, _max) for way in ("tx", "rx")]
+    found = points(panel, figures)
+    title = f"{name} traffic by batch size"
+    drawn = [point for point in found if point.value > 0]
+    if not drawn:
+        return f"{title}: {'nothing went over it' if found else 'it was not counted'}."
+    headers = ["strategy", "batch size", *(f"{way}, mean over the GPUs (GB/s)" for way in figures)]
+    headers += [f"{way}, largest GPU (GB/s)" for way in figures]
+    rows = [
+        [
+            entry.title,
+            str(entry.batch_size),
+            *(written(figure(entry)) for figure in [*figures.values(), *largest]),
+        ]
+        for entry in panel.completed
+    ]
+    sent = {
+        one: [point.value for point in drawn if (point.entry.title, point.kind) == (one, "TX")] for one in panel.titles
+    }
+    told = ", ".join(f"{one} {span(values, 'GB/s')}" for one, values in sent.items() if values)
+    return Chart(
+        id=f"traffic-{link}",
+        title=title,
+        summary=(
+            "Mean over the GPUs of what NVML's counters saw, what comes from the host and goes there included; "
+            f"TX of {told or 'none'}."
+        ),
+        spec=curves_of(panel, drawn, title=f"{name}, mean over the GPUs", unit="GB/s"),
+        headers=headers,
+        rows=rows,
+    )
+
+
+def _sent(panel: Panel) -> Chart | str:
+    title = "Bytes sent by batch size"
+    drawn = [point for point in points(panel, {"sent": _sent_mb}) if point.value > 0]
+    if not drawn:
+        reasons = [entry.result.why.get("traffic") for entry in panel.completed]
+        reason = next(filter(None, reasons), "nothing is sent from GPU to GPU" if panel.several else "it is one device")
+        return f"{title}: {reason.rstrip('.')}."
+    values = {one: [point.value for point in drawn if point.entry.title == one] for one in panel.titles}
+    told = ", ".join(f"{one} {span(found, 'MB')}" for one, found in values.items() if found)
+    headers, rows = table(panel, _sent_mb, "MB/sequence")
+    return Chart(
+        id="sent",
+        title=title,
+        summary=f"What the program itself sends for one sequence, all ranks together and exactly: {told}.",
+        spec=curves_of(panel, drawn, title="sent", unit="MB/sequence"),
+        headers=headers,
+        rows=rows,
+    )
+
+
+def _against_utilization(panel: Panel) -> Chart | str:
+    title = "Traffic against GPU utilisation"
+    rows: list[Spec] = []
+    for entry in panel.completed:
+        traffic, busy = counted(entry.result, "tx"), device_means(entry.result, "utilization_pct")
+        if traffic and busy and fmean(traffic) > 0:
+            rows.append(
+                {"s": entry.title, "b": entry.batch_size, "u": rounded(fmean(busy)), "v": rounded(fmean(traffic) / _GB)}
+            )
+    if not rows:
+        return f"{title}: traffic or utilisation was not sampled."
+    what = "sent, NVLink and PCIe" if _knows_nvlink(panel) else "sent, PCIe"
+    ends = [row for row in rows if row["b"] in _ends(row["s"], rows)]
+    batch = {"field": "b", "type": "quantitative"}
+    shared: Spec = {
+        "x": axes.levels([row["u"] for row in rows], "GPU utilisation (%)", log=False, field="u"),
+        "y": axes.levels([row["v"] for row in rows], f"{what} (GB/s)", log=True),
+        "color": axes.curves(panel),
+    }
+    tooltip = [
+        {"field": "s", "type": "nominal", "title": "strategy"},
+        {**batch, "title": "batch size"},
+        {"field": "u", "type": "quantitative", "title": "GPU utilisation (%)", "format": axes.NUMBER},
+        {"field": "v", "type": "quantitative", "title": f"{what} (GB/s)", "format": axes.NUMBER},
+    ]
+    layers: list[Spec] = [
+        {"mark": {"type": "line"}, "encoding": {"order": batch}},
+        {"mark": {"type": "point"}, "encoding": {"shape": axes.shapes(panel), "tooltip": tooltip}},
+        {
+            "data": {"values": ends},
+            "mark": {"type": "text", "style": "note", "align": "left", "dx": 7, "dy": -7},
+            "encoding": {"text": {**batch, "format": ",d"}},
+        },
+    ]
+    return Chart(
+        id="traffic-utilization",
+        title=title,
+        summary=(
+            f"Means over the GPUs, points joined from the smallest batch size to the largest: {_moves(panel, rows)}."
+        ),
+        spec={**axes.sized(layers, rows), "encoding": shared},
+        headers=["strategy", "batch size", "GPU utilisation (%)", f"{what} (GB/s)"],
+        rows=[[str(row["s"]), str(row["b"]), written(row["u"]), written(row["v"])] for row in rows],
+    )
+
+
+def _moves(panel: Panel, rows: list[Spec]) -> str:
+    told = []
+    for title in panel.titles:
+        of_title = sorted((row for row in rows if row["s"] == title), key=lambda row: row["b"])
+        if of_title:
+            first, last = of_title[0], of_title[-1]
+            pairs = [f"{written(row['u'], digits=3)} % and {written(row['v'], digits=3)} GB/s" for row in (first, last)]
+            told.append(f"{title} from {' to '.join(pairs)}" if first is not last else f"{title} {pairs[0]}")
+    return "; ".join(told)
+
+
+def _ends(title: str, rows: list[Spec]) -> tuple[int, int]:
+    sizes = [row["b"] for row in rows if row["s"] == title]
+    return min(sizes), max(sizes)
+
+
+def _knows_nvlink(panel: Panel) -> bool:
+    return any(device_means(entry.result, "nvlink_tx_bytes_per_s") for entry in panel.completed)
+
+
+def _sent_mb(entry: Entry) -> float | None:
+    traffic = entry.result.traffic
+    return None if traffic is None else traffic.wire_bytes_per_sequence / _MB
+
+
+def _rate(link: str, way: str, of_devices: Callable[[dict[int, float]], float]) -> Figure:
+    def figure(entry: Entry) -> float | None:
+        found = device_means(entry.result, f"{link}_{way}_bytes_per_s")
+        return of_devices(found) / _GB if found else None
+
+    return figure
+
+
+def _max(of_devices: dict[int, float]) -> float:
+    return max(of_devices.values())

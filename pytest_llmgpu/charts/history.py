@@ -1,0 +1,127 @@
+"""Trends as charts: a line a case, report by report, with marks where the gate says that it changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pytest_llmgpu.charts import axes
+from pytest_llmgpu.charts.chart import Chart, Charts, Spec, rounded, written
+from pytest_llmgpu.charts.theme import SHAPES, domain
+from pytest_llmgpu.trends import Trend
+
+__all__ = ["of_trends"]
+
+_MARKS = {
+    "worse": "\N{BLACK UP-POINTING TRIANGLE}",
+    "better": "\N{BLACK DOWN-POINTING TRIANGLE}",
+    "changed": "\N{BLACK DIAMOND}",
+}
+_FEW = 8  # lines that can all be named
+_LINEAR = ("accuracy", "memory")
+"""Metrics that are not drawn on a logarithmic axis: they move by little."""
+
+
+def of_trends(trends: Sequence[Trend]) -> Charts:
+    """Return a chart a metric, but for those that are 0 throughout, which a logarithmic axis does not have."""
+    charts: list[Chart] = []
+    omitted: list[str] = []
+    for trend in trends:
+        values = [
+            one.value for line in trend.lines for one in line.figures if one is not None and one.value is not None
+        ]
+        if trend.metric in _LINEAR or any(value > 0 for value in values):
+            charts.append(_chart(trend))
+        else:
+            omitted.append(f"{_title(trend)}: {trend.title.partition(' (')[0]} is 0 in every report.")
+    return Charts(charts=charts, omitted=omitted)
+
+
+def _title(trend: Trend) -> str:
+    title = trend.title.partition(" (")[0]
+    return f"{title[0].upper()}{title[1:]} by report"
+
+
+def _chart(trend: Trend) -> Chart:
+    labels = [f"{column.number:04} {column.commit.split(' ')[0]}" for column in trend.columns]
+    log = trend.metric not in _LINEAR
+    rows: list[Spec] = []
+    for line in trend.lines:
+        for label, one in zip(labels, line.figures, strict=True):
+            if one is not None and one.value is not None and (one.value > 0 or not log):
+                row: Spec = {"c": line.name, "s": line.strategy, "x": label, "v": rounded(one.value)}
+                if one.change is not None:
+                    row |= {"k": one.change, "m": _MARKS[one.change], "w": one.reason.splitlines()[0][:160]}
+                rows.append(row)
+    counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
+    told = ", ".join(f"{count} {change} ({_MARKS[change]})" for change, count in counted.items())
+    told = told or "none that the gate is sure of"
+    return Chart(
+        id=f"trend-{trend.metric}",
+        title=_title(trend),
+        summary=f"{len(trend.lines)} cases over {len(labels)} reports of one machine, oldest first; changes: {told}.",
+        spec=_spec(trend, labels, rows, log=log),
+        headers=["case", *labels],
+        rows=[
+            [line.name, *("" if one is None else _cell(one.value, one.outcome, one.change) for one in line.figures)]
+            for line in trend.lines
+        ],
+    )
+
+
+def _spec(trend: Trend, labels: list[str], rows: list[Spec], *, log: bool) -> Spec:
+    strategies = list(dict.fromkeys(line.strategy for line in trend.lines))
+    places = domain([(name, name) for name in strategies])
+    colour = {
+        "field": "s",
+        "type": "nominal",
+        "title": "strategy",
+        "scale": {"domain": places, "range": "category"},
+        "legend": {"values": strategies},
+    }
+    shape = {**colour, "scale": {"domain": places, "range": (SHAPES * len(places))[: len(places)]}}
+    tooltip = [
+        {"field": "c", "type": "nominal", "title": "case"},
+        {"field": "x", "type": "nominal", "title": "report"},
+        {"field": "v", "type": "quantitative", "title": trend.title, "format": axes.NUMBER},
+        {"field": "k", "type": "nominal", "title": "change"},
+        {"field": "w", "type": "nominal", "title": "why"},
+    ]
+    layers: list[Spec] = [
+        {
+            "mark": {"type": "line", "strokeWidth": 1.5},
+            "encoding": {"color": colour, "detail": {"field": "c", "type": "nominal"}},
+        },
+        {"mark": {"type": "point", "size": 40}, "encoding": {"color": colour, "shape": shape, "tooltip": tooltip}},
+        {
+            "transform": [{"filter": "isValid(datum.k)"}],
+            "mark": {"type": "text", "fontSize": 16, "dy": -13},
+            "encoding": {"text": {"field": "m", "type": "nominal"}, "tooltip": tooltip},
+        },
+        {
+            "data": {"values": _names(trend, rows)},
+            "mark": {"type": "text", "style": "note", "align": "left", "dx": 9},
+            "encoding": {"color": colour, "text": {"field": "c", "type": "nominal"}},
+        },
+    ]
+    report = {
+        "field": "x",
+        "type": "ordinal",
+        "title": "report and commit",
+        "scale": {"domain": labels},
+        "axis": {"labelAngle": -40, "labelOverlap": "greedy"},
+    }
+    shared = {"x": report, "y": axes.levels([row["v"] for row in rows], trend.title, log=log)}
+    return {**axes.sized(layers, rows), "encoding": shared}
+
+
+def _names(trend: Trend, rows: Sequence[Spec]) -> list[Spec]:
+    """Return the last point of the lines that are named: those that changed, or all where they are few."""
+    changed = {row["c"] for row in rows if "k" in row}
+    named = changed or ({line.name for line in trend.lines} if len(trend.lines) <= _FEW else set())
+    return list({row["c"]: row for row in rows if row["c"] in named}.values())
+
+
+def _cell(value: float | None, outcome: str, change: str | None) -> str:
+    text = written(value) if value is not None else "-" if outcome == "completed" else outcome
+    return text if change is None else f"{text}, {change}"

@@ -1,0 +1,69 @@
+"""What a report was measured on, beside what its baseline was, where that differs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pytest_llmgpu.blocks import listed
+from pytest_llmgpu.report import Report
+
+__all__ = ["Fact", "libraries", "machine"]
+
+_GIB = 2**30
+_NONE = "-"
+
+
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to know."""
+
+    name: str
+    value: str
+    was: str | None = None
+    """The baseline's, where it is another."""
+
+
+def machine(report: Report, baseline: Report | None) -> list[Fact]:
+    """Return when, on what and of which commit it was measured."""
+    return _beside(_machine(report), None if baseline is None else _machine(baseline))
+
+
+def libraries(report: Report, baseline: Report | None) -> list[Fact]:
+    """Return the versions of the libraries that were installed."""
+    return _beside(_libraries(report), None if baseline is None else _libraries(baseline))
+
+
+def _beside(own: dict[str, str], other: dict[str, str] | None) -> list[Fact]:
+    if other is None:
+        return [Fact(name=name, value=value) for name, value in own.items()]
+    facts = []
+    for name in listed([*own, *other]):
+        value, was = own.get(name, _NONE), other.get(name, _NONE)
+        facts.append(Fact(name=name, value=value, was=None if was == value else was))
+    return facts
+
+
+def _libraries(report: Report) -> dict[str, str]:
+    return {name: version for name, version in report.environment.versions.items() if version}
+
+
+def _machine(report: Report) -> dict[str, str]:
+    environment, commit = report.environment, report.commit
+    gpus = listed(
+        gpu.name + (f", {gpu.memory_bytes / _GIB:.0f} GiB" if gpu.memory_bytes else "") for gpu in environment.gpus
+    )
+    links = listed(link for row in environment.topology or [] for link in row if link != "X")
+    source = [commit.sha, f"({commit.branch})" if commit.branch else None, "with changes" if commit.dirty else None]
+    found = {
+        "Measured": report.created,
+        "Commit": " ".join(part for part in source if part),
+        "GPUs": f"{len(environment.gpus)} x {'; '.join(gpus)}" if gpus else "none",
+        "Links": ", ".join(links),
+        "CPU": f"{environment.cpu or 'unknown'}, {environment.cores or 'unknown number of'} cores",
+        "Platform": environment.platform,
+        "Python": environment.python,
+        "Driver": environment.driver or "",
+        "CUDA": environment.cuda or "",
+        "NCCL": environment.nccl or "",
+        **environment.variables,
+    }
+    return {name: value for name, value in found.items() if value}
