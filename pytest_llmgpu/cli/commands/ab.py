@@ -1,0 +1,237 @@
+"""`llmgpu ab`: two commits measured in turn on this machine, and judged."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu.cli.arguments import storage_of
+from pytest_llmgpu.cli.judging import add_rules, rules_of
+from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.cli.protocol import Command
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.policy import Policy
+    from pytest_llmgpu.report import Report
+    from pytest_llmgpu.side_by_side import Both, Side
+    from pytest_llmgpu.verdicts import Verdicts
+    from pytest_llmgpu.worktrees import Worktree
+
+__all__ = ["COMMAND"]
+
+_EPILOG = """\
+Each commit is checked out into a git worktree of its own under TMPDIR; your tree stays as it is. Launches alternate:
+base, head, base, head. Cases whose time stays inconclusive are measured again. The policy is the base commit's
+unless --policy names one, with its error rate split over the looks. The merged reports stay in .llmgpu/ab.
+Exit status as of llmgpu gate: 0 ok, 1 regressed, 2 bad usage or a launch without a report, 3 inconclusive where the
+policy fails on it, 4 not comparable, 5 nothing compared."""
+
+_KEPT = Path(".llmgpu") / "ab"
+_JSON = "--llmgpu-json"
+_LETTERS = 8  # of a commit
+_RED_IS_FINE = (0, 1)
+"""Statuses of pytest after which the report speaks: a test that failed has its outcome there."""
+
+
+class _Ab:
+    name = "ab"
+    help = "measure two commits in turn and judge the second"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.epilog = _EPILOG
+        parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
+        parser.add_argument("head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not in it")
+        parser.add_argument(
+            "command",
+            metavar="COMMAND",
+            nargs="+",
+            help="after --: what measures, such as pytest benchmarks; it gets --llmgpu-json and, to measure again, "
+            "--deselect",
+        )
+        parser.add_argument(
+            "--setup",
+            metavar="CMD",
+            help="shell command that makes each worktree's environment, such as 'python -m venv .venv && "
+            ".venv/bin/pip install .'; .venv/bin then comes first in PATH",
+        )
+        parser.add_argument(
+            "--launches", metavar="N", type=_launches, default=5, help="launches of each commit (default: 5)"
+        )
+        parser.add_argument(
+            "--again",
+            metavar="N",
+            type=int,
+            choices=(0, 1, 2),
+            default=2,
+            help="how often cases whose time is inconclusive are measured again: 0, 1 or 2 (default: 2)",
+        )
+        parser.add_argument(
+            "--on-inconclusive", choices=("pass", "fail"), help="whether what cannot be told fails (default: pass)"
+        )
+        add_rules(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import gate, verdict_tables, worktree_runs, worktrees
+
+        if any(part == _JSON or part.startswith(f"{_JSON}=") for part in arguments.command):
+            raise ValueError(f"{_JSON}: each launch gets one of its own; leave it out")
+        references = arguments.base_ref, arguments.head_ref
+        with worktree_runs.interruptible(), worktrees.checked_out(references) as trees:
+            job = _Job(arguments, trees)
+            job.prepare()
+            verdicts = job.measured()
+            conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
+            show(f"\n{verdict_tables.table(verdicts, color())}\n{job.noise}\n{conclusion}")
+            show(f"reports, policy and logs: {_KEPT / job.kept.name}")
+        return gate.exit_status(verdicts, job.policy)
+
+
+class _Job:
+    """Two worktrees, and what is measured in them."""
+
+    def __init__(self, arguments: argparse.Namespace, trees: Sequence[Worktree]) -> None:
+        from pytest_llmgpu import worktrees
+        from pytest_llmgpu.side_by_side import SIDES
+
+        self._arguments = arguments
+        self._trees: dict[Side, Worktree] = dict(zip(SIDES, trees, strict=True))
+        self._environments = {side: worktrees.environment(tree) for side, tree in self._trees.items()}
+        self.policy = _policy(arguments, self._trees["base"])
+        self.kept = _folder(trees)
+        self.noise = ""
+        """The noise that times were judged by, in a line."""
+
+    def prepare(self) -> None:
+        """Say what is going to be measured, and make each worktree's environment."""
+        from pytest_llmgpu import worktree_runs, worktrees
+
+        for side, tree in self._trees.items():
+            show(f"{side}  {tree.reference}  {tree.sha[:_LETTERS]}")
+        if worktrees.changed(Path()):
+            show("note: your tree has changes that are not committed: they are not measured")
+        setup = self._arguments.setup
+        if setup is not None:
+            for side, tree in self._trees.items():
+                began, log = time.monotonic(), self.kept / f"{side}-setup.log"
+                status = worktree_runs.run(("/bin/sh", "-c", setup), tree.folder, self._environments[side], log)
+                show(f"{side}-setup  {time.monotonic() - began:.1f} s")
+                if status:
+                    raise ValueError(f"{side}: --setup ended with {_ending(status, log)}")
+                self._environments[side] = worktrees.environment(tree)
+        if all("VIRTUAL_ENV" not in one or not _inside(one, tree) for one, tree in self._sides()):
+            show("note: no .venv in the worktrees: both commits run with what is installed here")
+
+    def measured(self) -> Verdicts:
+        """Measure both sides and judge them, with the last verdicts in the head's report."""
+        from pytest_llmgpu import policy as policies
+        from pytest_llmgpu import side_by_side
+
+        (self.kept / "policy.toml").write_text(policies.dump(self.policy), encoding="utf-8")
+        _, verdicts = side_by_side.compare(
+            self._measure, self._judge, launches=self._arguments.launches, again=self._arguments.again
+        )
+        return verdicts
+
+    def _measure(self, side: Side, name: str, deselected: Sequence[str]) -> Report:
+        from pytest_llmgpu import report, worktree_runs
+
+        began = time.monotonic()
+        path, log = self.kept / "launches" / f"{name}.json.gz", self.kept / "launches" / f"{name}.log"
+        command = [*self._arguments.command, f"{_JSON}={path}"]
+        command += [f"--deselect={nodeid}" for nodeid in deselected]
+        status = worktree_runs.run(command, self._trees[side].folder, self._environments[side], log)
+        show(f"{name}  {time.monotonic() - began:.1f} s")
+        if status not in _RED_IS_FINE or not path.exists():
+            nothing = " without a report" * (not path.exists())
+            raise ValueError(
+                f"{name}: {shlex.join(self._arguments.command)} ended{nothing} with {_ending(status, log)}"
+            )
+        return report.load(path)
+
+    def _judge(self, both: Both) -> Verdicts:
+        import hashlib
+
+        import msgspec
+
+        from pytest_llmgpu import calibration, gate, report
+        from pytest_llmgpu.verdicts import Baseline, Candidate
+
+        data = report.encode(both.base, compressed=True)
+        report.dump(both.base, self.kept / "base.json.gz")
+        tree = self._trees["base"]
+        today, noise = rules_of(self._arguments, both.head)
+        self.noise = calibration.in_words(storage_of(self._arguments), both.head, self._arguments.calibration)
+        verdicts = gate.judge(
+            both.base,
+            both.head,
+            self.policy,
+            today=today,
+            calibration=noise,
+            baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
+        )
+        head = Candidate(created=both.head.created, commit=both.head.commit.sha)
+        both.head.verdicts = msgspec.structs.replace(verdicts, head=head)
+        report.dump(both.head, self.kept / "head.json.gz")
+        return both.head.verdicts
+
+    def _sides(self) -> list[tuple[dict[str, str], Worktree]]:
+        return [(self._environments[side], tree) for side, tree in self._trees.items()]
+
+
+def _policy(arguments: argparse.Namespace, base: Worktree) -> Policy:
+    """Return the policy for one look: the file that was named, else the base's, since a change may not edit its bar."""
+    import msgspec
+
+    from pytest_llmgpu import policy as policies
+    from pytest_llmgpu.side_by_side import split
+
+    path: Path | None = arguments.policy
+    policy = policies.load(policies.find(base.folder) if path is None else path)
+    if arguments.on_inconclusive is not None:
+        policy = msgspec.structs.replace(policy, on_inconclusive=arguments.on_inconclusive)
+    return split(policy, arguments.again)
+
+
+def _folder(trees: Sequence[Worktree]) -> Path:
+    """Make the folder that is kept and return it."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    name = "_".join([*(tree.sha[:_LETTERS] for tree in trees), now])
+    for number in itertools.count(1):
+        path = _KEPT / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            (path / "launches").mkdir()
+        except FileExistsError:
+            continue  # another one of this second
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be made: {error.strerror}") from None
+        break
+    return path.resolve()
+
+
+def _inside(environ: dict[str, str], tree: Worktree) -> bool:
+    return Path(environ["VIRTUAL_ENV"]).is_relative_to(tree.root)
+
+
+def _ending(status: int, log: Path) -> str:
+    """Return how a command ended: its status, and what it said last."""
+    from pytest_llmgpu import worktree_runs
+
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    said = worktree_runs.last_line(log)
+    return f"{how}{f': {said}' if said else ''}; see {log}"
+
+
+def _launches(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:  # noqa: PLR2004 - as many as statistics knows of
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number from 1 to 1000 is needed")
+    return int(text)
+
+
+COMMAND: Command = _Ab()

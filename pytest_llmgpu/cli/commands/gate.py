@@ -1,0 +1,80 @@
+"""`llmgpu gate`: judges a report against a baseline, with an exit status that CI can act on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, no_collector, policy_of
+from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.cli.protocol import Command
+
+__all__ = ["COMMAND"]
+
+_STATUSES = (
+    "exit status: 0 ok, 1 regressed, 2 bad usage or unreadable, 3 inconclusive where the policy fails on it, "
+    "4 not comparable, 5 nothing compared"
+)
+
+
+class _Gate:
+    name = "gate"
+    help = "judge a report against a baseline; the exit status says how it ends"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.epilog = _STATUSES
+        add_sides(parser, optional=True)
+        add_rules(parser)
+        parser.add_argument(
+            "--on-inconclusive", choices=("pass", "fail"), help="whether what cannot be told fails (default: pass)"
+        )
+        for flag, text in (
+            ("--allow-missing", "let cases and figures pass that only the baseline has"),
+            ("--allow-no-baseline", "let a run pass whose baseline is not there; a broken one never passes"),
+            ("--require-armed", "fail where anything that is gated could not be compared"),
+        ):
+            parser.add_argument(flag, action="store_true", default=None, help=text)
+        parser.add_argument("--json", metavar="PATH", help="write the verdicts; - prints them in place of the table")
+        parser.add_argument("--all", action="store_true", help="show every case, however many there are")
+        parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import gate, policy, verdict_tables
+
+        in_force = policy_of(arguments)
+        if arguments.dump_policy:
+            show(policy.dump(in_force).rstrip("\n"))
+            return 0
+        if arguments.base is None or arguments.head is None:
+            raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
+        with no_collector():
+            verdicts, noise = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
+            text = _json(verdicts) if arguments.json is not None else ""
+            # Before anything is printed: whoever reads the table may leave early.
+            if arguments.json not in {None, "-"}:
+                _write(Path(arguments.json), text)
+            if arguments.json == "-":
+                show(text.rstrip("\n"))
+            else:
+                most = None if arguments.all else verdict_tables.MOST_CASES
+                table = verdict_tables.table(verdicts, color(), most)
+                conclusion = verdict_tables.conclusion(verdicts, in_force, color())
+                show("\n".join(filter(None, (table, noise, conclusion))))
+            return gate.exit_status(verdicts, in_force)
+
+
+def _json(verdicts: object) -> str:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(verdicts), indent=2).decode() + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"verdicts {path}: cannot be written: {error.strerror or error}") from None
+
+
+COMMAND: Command = _Gate()

@@ -1,0 +1,56 @@
+"""`llmgpu html`: a report as one page that people open in a browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pytest_llmgpu.cli.arguments import REFERENCE, source
+from pytest_llmgpu.cli.judging import add_rules, no_collector, policy_of, public, rules_of
+from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.protocol import Command
+
+__all__ = ["COMMAND"]
+
+
+class _Html:
+    name = "html"
+    help = "write a report as one HTML page, which needs no network"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+        parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="what to hold it against, named likewise")
+        parser.add_argument(
+            "--output", metavar="PATH", type=Path, help="the page (default: the report's name with .html, here)"
+        )
+        add_rules(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import gate, html_report
+        from pytest_llmgpu.verdicts import Baseline
+
+        found = source(arguments.report, arguments)
+        output: Path = arguments.output or Path(_file_name(found.name))
+        html_report.check(output)
+        with no_collector():
+            report, base, verdicts, policy = found.report(), None, None, None
+            if arguments.baseline is not None:
+                base_source = source(arguments.baseline, arguments)
+                base, policy = base_source.report(), policy_of(arguments)
+                origin = Baseline(name=public(arguments.baseline), sha256=base_source.sha256, commit=base.commit.sha)
+                today, noise = rules_of(arguments, report)
+                verdicts = gate.judge(base, report, policy, today=today, calibration=noise, baseline=origin)
+            page = html_report.render(report, base, name=public(found.name), verdicts=verdicts, policy=policy)
+        html_report.write(page, output)
+        show(f"{output}")
+        return 0
+
+
+def _file_name(name: str) -> str:
+    """Return `0001_3b1f09ac.html` for `.llmgpu/machine/0001_3b1f09ac.json.gz`; a colon or slash of git is no folder."""
+    stem = Path(name.rpartition(":")[2]).name
+    return f"{stem.removesuffix('.gz').removesuffix('.json') or 'report'}.html"
+
+
+COMMAND: Command = _Html()
+"""The command."""

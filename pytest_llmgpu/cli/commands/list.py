@@ -1,0 +1,43 @@
+"""`llmgpu list`: what the store holds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from pytest_llmgpu.cli.arguments import add_storage, storage_of
+from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.protocol import Command
+
+__all__ = ["COMMAND"]
+
+
+class _List:
+    name = "list"
+    help = "list the reports of the store"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_storage(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import listing, storage
+
+        folder = storage_of(arguments)
+        if arguments.storage is not None and not folder.is_dir():
+            raise ValueError(f"storage {folder}: is no folder")
+        kept = storage.stored(folder)
+        lines, broken = [], []
+        for one, summary in zip(kept, listing.summarise(kept), strict=True):
+            if isinstance(summary, str):
+                broken.append(summary)
+            else:
+                lines.append((one, summary))
+        if lines or not kept:
+            show(listing.table(lines) if lines else f"the store {folder} is empty; --llmgpu-save keeps a run in it")
+        for line in broken:
+            # The others are listed all the same.
+            print(f"llmgpu: {line}", file=sys.stderr)
+        return 2 if broken else 0
+
+
+COMMAND: Command = _List()

@@ -1,0 +1,67 @@
+"""`llmgpu plot`: the charts of a report as pictures, for a README or a pull request."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source
+from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.protocol import Command
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.charts import Chart
+    from pytest_llmgpu.report import Report
+
+__all__ = ["COMMAND"]
+
+
+class _Plot:
+    name = "plot"
+    help = "draw the charts of a report as PNG or SVG"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+        parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="what to hold its times against")
+        parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the pictures")
+        parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
+        parser.add_argument("--dark", action="store_true", help="for a dark ground; the names end in -dark")
+        parser.add_argument("--case", metavar="ID", help="also the time lines of this case: tp-bs8")
+        add_storage(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        import msgspec
+
+        from pytest_llmgpu import charts
+        from pytest_llmgpu.charts import files
+
+        formats = files.formats(arguments.format)
+        found = source(arguments.report, arguments)
+        report, baseline = found.report(), None
+        if arguments.baseline is not None:
+            other = source(arguments.baseline, arguments)
+            baseline, known = other.report(), report.verdicts
+            if known is None or known.baseline is None or known.baseline.sha256 != other.sha256:
+                # Verdicts against another baseline say nothing of this one.
+                report = msgspec.structs.replace(report, verdicts=None)
+        drawn = charts.of_report(report, baseline)
+        timelines = [] if arguments.case is None else _timelines(report, arguments.case)
+        for path in files.write([*drawn.charts, *timelines], arguments.output, formats, dark=arguments.dark):
+            show(str(path))
+        for reason in drawn.omitted:
+            show(f"left out: {reason}")
+        return 0
+
+
+def _timelines(report: Report, name: str) -> list[Chart]:
+    from pytest_llmgpu import charts
+
+    result = next((result for result in report.cases if result.id == name), None)
+    if result is None:
+        known = ", ".join(result.id for result in report.cases) or "none"
+        raise ValueError(f"--case {name!r}: the report's cases are {known}")
+    return charts.of_case(result, report.environment)
+
+
+COMMAND: Command = _Plot()

@@ -1,0 +1,93 @@
+"""`llmgpu promote`: makes a report the baseline, if it deserves to be."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
+from pytest_llmgpu.cli.judging import add_rules, no_collector, policy_of, public, rules_of
+from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.protocol import Command
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.references import Source
+
+__all__ = ["COMMAND"]
+
+_REFUSED = 1
+_SHOWN = 10
+
+
+class _Promote:
+    name = "promote"
+    help = "make a report the baseline; refuses one that is dirty, failed, invalid, inconclusive or worse"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or unreadable"
+        parser.add_argument("report", metavar="REF", help=REFERENCE)
+        parser.add_argument(
+            "--to",
+            metavar="PATH",
+            type=Path,
+            help="file of the baseline, to commit: benchmarks/baseline.json.gz (default: `baseline` of the store)",
+        )
+        add_rules(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import promotion, storage
+        from pytest_llmgpu.verdicts import Baseline
+
+        with no_collector():
+            policy = policy_of(arguments)
+            candidate = source(arguments.report, arguments).report()
+            today, noise = rules_of(arguments, candidate)
+            store = storage_of(arguments)
+            present = _present(arguments.to, store, storage.hardware(candidate))
+            objections, verdicts, replaced = promotion.unfit(candidate), None, ""
+            if present is not None:
+                base = present.report()
+                if promotion.is_same(candidate, base):
+                    show(f"{arguments.report} is the baseline already")
+                    return 0
+                baseline = Baseline(name=public(present.name), sha256=present.sha256, commit=base.commit.sha)
+                verdicts, more = promotion.trial(
+                    base, candidate, policy, today=today, calibration=noise, baseline=baseline
+                )
+                objections += more
+                counted = promotion.counted(verdicts)
+                replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
+            if objections:
+                return _refuse(arguments.report, objections)
+            try:
+                path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
+            except OSError as error:
+                where = arguments.to or store
+                raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
+            unsure = "note: whether files were changed since its commit is not known"
+            lines = [f"promoted: {arguments.report} is the baseline {path}", replaced]
+            show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
+            return 0
+
+
+def _present(path: Path | None, store: Path, machine: str) -> Source | None:
+    """Return the baseline that there is; None for none. A broken one is no reason to write over it."""
+    from pytest_llmgpu import promotion, references
+
+    if path is None:
+        kept = promotion.current_in(store, machine)
+        path = kept.path if kept is not None else None
+    return references.resolve(str(path), store) if path is not None and path.exists() else None
+
+
+def _refuse(name: str, objections: list[str]) -> int:
+    lines = [f"llmgpu: {name} is not promoted: {' '.join(text.split())}" for text in objections[:_SHOWN]]
+    if left := len(objections) - _SHOWN:
+        lines += [f"llmgpu: and for {left:,} reasons more: see llmgpu compare"] * (left > 0)
+    print("\n".join(lines), file=sys.stderr)
+    return _REFUSED
+
+
+COMMAND: Command = _Promote()

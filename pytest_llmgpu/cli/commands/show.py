@@ -1,0 +1,34 @@
+"""`llmgpu show`: a report as the terminal showed it when it was measured."""
+
+from __future__ import annotations
+
+import argparse
+
+from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source
+from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.cli.protocol import Command
+
+__all__ = ["COMMAND"]
+
+
+class _Show:
+    name = "show"
+    help = "show the tables and findings of a report"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+        add_storage(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import listing, storage, terminal
+
+        found = source(arguments.report, arguments)
+        report = found.report()
+        parts = [found.name, storage.hardware(report), report.created, f"commit {listing.commit(report.commit)}"]
+        if not report.session.complete:
+            parts.append("run not complete")
+        show(f"{', '.join(parts)}\n\n{terminal.tables(report, color()) or 'no case'}")
+        return 0
+
+
+COMMAND: Command = _Show()

@@ -1,0 +1,63 @@
+"""`llmgpu trend`: the metrics of one machine over its stored reports, commit by commit."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.cli.protocol import Command
+
+__all__ = ["COMMAND"]
+
+_LAST = 8
+
+
+class _Trend:
+    name = "trend"
+    help = "show how each case changed over stored reports"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        text = "a store, or the folder of one machine in it (default: .llmgpu)"
+        parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
+        parser.add_argument("--machine", metavar="NAME", help="whose reports, where a store has several machines")
+        parser.add_argument("--last", metavar="N", type=int, default=_LAST, help=f"newest reports (default: {_LAST})")
+        parser.add_argument("--html", metavar="PATH", type=Path, help="also a page with charts and tables")
+        parser.add_argument("--output", metavar="DIR", type=Path, help="also the charts as pictures in this folder")
+        parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
+        parser.add_argument("--dark", action="store_true", help="pictures for a dark ground")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from pytest_llmgpu import case_tables, storage, trend_tables, trends
+        from pytest_llmgpu.charts import files
+
+        formats = files.formats(arguments.format)
+        if arguments.last < 1:
+            raise ValueError(f"--last {arguments.last}: a number from 1 on is needed")
+        kept = trends.chosen(arguments.folder or storage.DEFAULT, arguments.machine)[-arguments.last :]
+        found = trends.trends(kept)
+        machine = kept[0].machine
+        shown = trend_tables.tables(found, case_tables.painter(color())) if found else "no case has a figure"
+        show(f"{machine}, {len(kept)} report{'s' if len(kept) > 1 else ''}\n\n{shown}")
+        if arguments.output is not None:
+            from pytest_llmgpu.charts.history import of_trends
+
+            drawn = of_trends(found)
+            for path in files.write(drawn.charts, arguments.output, formats, dark=arguments.dark):
+                show(str(path))
+            for reason in drawn.omitted:
+                show(f"left out: {reason}")
+        if arguments.html is not None:
+            from pytest_llmgpu.charts import trend_page
+
+            page = trend_page.render(found, machine)
+            try:
+                arguments.html.parent.mkdir(parents=True, exist_ok=True)
+                arguments.html.write_text(page, "utf-8")
+            except OSError as error:
+                raise ValueError(f"page {arguments.html}: cannot be written: {error.strerror}") from None
+            show(str(arguments.html))
+        return 0
+
+
+COMMAND: Command = _Trend()

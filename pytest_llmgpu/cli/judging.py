@@ -1,0 +1,151 @@
+"""Arguments of the commands that judge, and the verdicts that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, storage_of
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.policy import Policy
+    from pytest_llmgpu.references import Source
+    from pytest_llmgpu.report import Report
+    from pytest_llmgpu.statistics import Calibration
+    from pytest_llmgpu.verdicts import Verdicts
+
+__all__ = ["Judged", "add_rules", "add_sides", "judged", "no_collector", "policy_of", "public", "rules_of"]
+
+
+class Judged(NamedTuple):
+    """What two reports came to."""
+
+    verdicts: Verdicts
+    noise: str | None
+    """What is known of the noise that times were judged by, in a line; None without a baseline."""
+
+
+def add_sides(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Declare `BASE HEAD`."""
+    nargs = "?" if optional else None
+    parser.add_argument("base", metavar="BASE", nargs=nargs, help=f"the baseline: {REFERENCE}")
+    parser.add_argument("head", metavar="HEAD", nargs=nargs, help="the candidate, named likewise")
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Declare what decides on verdicts beside the reports: policy, day, calibration, store."""
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        type=Path,
+        help="a policy, as TOML (default: [tool.llmgpu.gate] of ./pyproject.toml, else the built-in one)",
+    )
+    parser.add_argument(
+        "--today", metavar="DATE", type=_date, help="day on which known regressions expire (default: today, UTC)"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help="noise between launches (default: what llmgpu calibrate keeps of the candidate's machine in the store)",
+    )
+    add_storage(parser)
+
+
+def policy_of(arguments: argparse.Namespace) -> Policy:
+    """Return the policy in force: of the file, with what the command line says otherwise; ValueError in one line."""
+    import msgspec
+
+    from pytest_llmgpu import policy as policies
+
+    path: Path | None = arguments.policy
+    policy = policies.load(policies.find(Path()) if path is None else path)
+    given = {
+        name: value
+        for name in ("on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+        if (value := getattr(arguments, name, None)) is not None
+    }
+    return msgspec.structs.replace(policy, **given)
+
+
+def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool = False) -> Judged:
+    """Read BASE and HEAD and judge them.
+
+    Args:
+        arguments: of `add_sides` and `add_rules`.
+        policy: what `policy_of` returned.
+        may_lack_base: whether a baseline that is not there passes as none. A broken one never does.
+
+    Raises:
+        ValueError: one line: what cannot be read.
+    """
+    import msgspec
+
+    from pytest_llmgpu import calibration, gate, references, storage
+    from pytest_llmgpu.verdicts import Baseline, Candidate
+
+    store = storage_of(arguments)
+    head_source = references.resolve(arguments.head, store)
+    head = head_source.report()
+    base_source = _base(arguments.base, store, storage.hardware(head), may_lack_base=may_lack_base)
+    base = base_source.report() if base_source is not None else None
+    baseline = None
+    if base is not None and base_source is not None:
+        baseline = Baseline(name=public(arguments.base), sha256=base_source.sha256, commit=base.commit.sha)
+    today, noise = rules_of(arguments, head)
+    found = gate.judge(base, head, policy, today=today, calibration=noise, baseline=baseline)
+    found = msgspec.structs.replace(found, head=Candidate(created=head.created, commit=head.commit.sha))
+    if base_source is not None and base_source.data == head_source.data:
+        note = "baseline and candidate are the same file"
+        found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
+    noise_in_words = None if base is None else calibration.in_words(store, head, arguments.calibration)
+    return Judged(found, noise_in_words)
+
+
+def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
+    """Return the day and the calibration to judge a report with, as the command line says or as they are at hand."""
+    from pytest_llmgpu import calibration
+
+    today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
+    return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
+
+
+def public(reference: str) -> str:
+    """Return a reference as verdicts may hold it: they get published, so that no path says whose machine it was."""
+    path = Path(reference)
+    return path.name if path.is_absolute() else reference
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Do without Python's cycle collector, which would walk through large reports again and again for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _base(reference: str, store: Path, machine: str, *, may_lack_base: bool) -> Source | None:
+    from pytest_llmgpu import references
+
+    try:
+        return references.resolve(reference, store, machine=machine)
+    except references.AbsentError as error:
+        if may_lack_base:
+            return None
+        raise ValueError(f"{error}; --allow-no-baseline lets a first run pass") from None
+
+
+def _date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no day such as 2026-01-31") from None
