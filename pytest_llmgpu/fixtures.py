@@ -42,6 +42,8 @@ SESSION = pytest.StashKey["SessionMaker"]()
 """In `config.stash`: gives the session's one object."""
 OUTCOME = pytest.StashKey[str]()
 """In `item.stash`: outcome of the case that a test measured."""
+_PROPERTIES = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
+"""In `item.stash`: id of each case that a test measured to its properties in JUnit's XML."""
 
 Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
@@ -213,8 +215,10 @@ def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
 def _measure(request: pytest.FixtureRequest) -> Measure:
     """Measure, record and judge one case: `measure(llm, hellaswag, batch_size)`.
 
-    Returns the case's result. Out of memory ends the test as expected; a time limit, a crash, an error and an
-    accuracy below its baseline fail it.
+    Returns the case's result, with --llmgpu-launches of all its launches so far. Out of memory ends the test as
+    expected; a time limit, a crash, an error and an accuracy below its baseline fail it. With --llmgpu-find-max-batch
+    the first out of memory is followed by the cases that find the largest batch size that fits; they are recorded, and
+    the test's outcome stays that of its own case.
     """
     session = request.config.stash[SESSION]()
     item: pytest.Item = request.node
@@ -222,14 +226,56 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     def measure(llm: LLM, items: Dataset | Sequence[Item], batch_size: int) -> CaseResult:
         __tracebackhide__ = True
         wanted = llm.request(items, batch_size)
-        result = session.runner.run(wanted, lambda result: session.record(result, llm.options, item.nodeid))
+        kept: list[CaseResult] = []
+
+        def record(result: CaseResult) -> None:
+            kept.append(session.record(result, llm.options, item.nodeid))
+            _tell_junit(item, kept[-1])
+
+        session.runner.run(wanted, record)
+        result = kept[0]
         item.stash[OUTCOME] = result.outcome
         group = (llm.strategy, llm.options)
         session.note(group, result.outcome)
+        if result.outcome == "oom" and llm.options.find_max_batch:
+            _find_max_batch(session, llm, items, result, record)
         _judge(result, hopeless=session.was_last_hope(group, item.nodeid))
         return result
 
     return measure
+
+
+def _tell_junit(item: pytest.Item, result: CaseResult) -> None:
+    """Make a case properties of its test; a further launch of it takes their place."""
+    from pytest_llmgpu.exports import junit
+
+    told = item.stash.setdefault(_PROPERTIES, {})
+    told[result.id] = junit.properties(result)
+    others = [pair for pair in item.user_properties if not pair[0].startswith("llmgpu.")]
+    item.user_properties[:] = [*others, *(pair for pairs in told.values() for pair in pairs)]
+
+
+def _find_max_batch(
+    session: BenchmarkSession,
+    llm: LLM,
+    items: Dataset | Sequence[Item],
+    failed: CaseResult,
+    record: Callable[[CaseResult], None],
+) -> None:
+    """Measure batch sizes below one that was out of memory until the largest that fits is known."""
+    from pytest_llmgpu import capacity
+
+    def probe(batch_size: int) -> CaseResult | None:
+        try:
+            request = session.planner.request(llm.options, llm.strategy, batch_size, items)
+        except ValueError:
+            return None  # a strategy of somebody's own need not take every batch size
+        return session.runner.run(request, record)
+
+    report = session.recorder.report
+    assert report is not None, "it holds the case that was out of memory"
+    series = [result for result in report.cases if result.case.series == failed.case.series]
+    capacity.search(series, session.planner.machine(llm.options).gpus, probe)
 
 
 def _check_arguments(items: object, batch_size: object) -> None:

@@ -6,90 +6,20 @@ A flag wins over the marker, the marker over the ini file, the ini file over the
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-__all__ = ["EXPECT_OOM", "Options", "declare", "resolve"]
+from pytest_llmgpu import option_values
+
+__all__ = ["EXPECT_OOM", "Options", "declare", "refuse_idle", "resolve"]
 
 EXPECT_OOM = "expect_oom"
 """The one marker argument that is no option: the series may run out of memory at every batch size."""
 
-_UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise ValueError("a comma list of strategies is needed")
-    return tuple(dict.fromkeys(names))
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise ValueError(f"allowed are {', '.join(allowed)}")
-        return text
-
-    return parse
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        raise ValueError("a whole number of at least 1 is needed")
-    return int(text)
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError("allowed are true and false")
-    return text.lower() == "true"
-
-
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = {_whole(part.strip()) for part in text.split(",")}
-    except ValueError:
-        raise ValueError("a comma list of whole numbers of at least 1 is needed, such as 1,2,4") from None
-    return tuple(sorted(sizes))
-
-
-def _seconds(text: str) -> float:
-    above, _, below = text.partition("/")
-    try:
-        value = float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError("seconds above 0 are needed, such as 0.5 or 1/6")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise ValueError("a fraction from 0 to 1 is needed, such as 0.82")
-    return value
-
-
-def _memory_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise ValueError("a size such as 32GiB, 24GB or 8192MiB is needed")
-    return round(float(match[1]) * unit)
-
-
-def _text(text: str) -> str:
-    if not text.strip():
-        raise ValueError("a value is needed")
-    return text
+_OF_THE_GATE = ("policy", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+"""Options that change nothing unless the run is compared with a baseline."""
 
 
 def _option(
@@ -100,9 +30,22 @@ def _option(
     *,
     flag: str | None = None,
     marker: bool = True,
+    bare: str | None = None,
 ) -> Any:
-    """Declare an option; without a metavar the flag takes no value, and ini file and marker say true or false."""
-    metadata = {"parse": parse, "metavar": metavar, "help": help, "flag": flag, "marker": marker, "text": default}
+    """Declare an option.
+
+    Without a metavar the flag takes no value, and ini file and marker say true or false. With `bare` the flag may go
+    without its value and then has that one.
+    """
+    metadata = {
+        "parse": parse,
+        "metavar": metavar,
+        "help": help,
+        "flag": flag,
+        "marker": marker,
+        "text": default,
+        "bare": bare,
+    }
     return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
 
 
@@ -111,7 +54,7 @@ class Options:
     """Options in force for one test; the field names are the legal marker arguments and, after `llmgpu_`, ini keys."""
 
     strategy: tuple[str, ...] = _option(
-        _names,
+        option_values.names,
         "mp",
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
@@ -119,71 +62,180 @@ class Options:
         flag="--strategy",
     )
     model: str = _option(
-        _text,
+        option_values.text,
         "bundled",
         "MODEL",
         "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
         "dummy weights",
     )
-    revision: str | None = _option(_text, None, "REV", "branch, tag or commit of a hub model")
-    tokenizer: str | None = _option(_text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)")
+    revision: str | None = _option(option_values.text, None, "REV", "branch, tag or commit of a hub model")
+    tokenizer: str | None = _option(
+        option_values.text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)"
+    )
     load_format: str = _option(
-        _one_of("auto", "dummy"),
+        option_values.one_of("auto", "dummy"),
         "auto",
         "{auto,dummy}",
         "auto: safetensors; dummy: seeded random weights, no checkpoint",
     )
     dtype: str = _option(
-        _one_of("auto", "float32", "float16", "bfloat16"),
+        option_values.one_of("auto", "float32", "float16", "bfloat16"),
         "auto",
         "{auto,float32,float16,bfloat16}",
         "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)",
     )
     device: str = _option(
-        _one_of("auto", "cuda", "cpu"), "auto", "{auto,cuda,cpu}", "auto: every visible GPU, else the CPU"
+        option_values.one_of("auto", "cuda", "cpu"), "auto", "{auto,cuda,cpu}", "auto: every visible GPU, else the CPU"
     )
-    devices: int | None = _option(_whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)")
-    dataset: str = _option(_text, "bundled", "DATASET", "bundled, hellaswag (from the hub), or a JSON Lines file")
-    limit: int | None = _option(_whole, None, "ITEMS", "score only the first items of the dataset")
+    devices: int | None = _option(
+        option_values.whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)"
+    )
+    dataset: str = _option(
+        option_values.text, "bundled", "DATASET", "bundled, hellaswag (from the hub), or a JSON Lines file"
+    )
+    limit: int | None = _option(option_values.whole, None, "ITEMS", "score only the first items of the dataset")
     batch_sizes: tuple[int, ...] = _option(
-        _batch_sizes, "1,2,4,8,16,32,64", "N[,N]", "batch sizes, in sequences per forward (an item is 4 sequences)"
+        option_values.batch_sizes,
+        "1,2,4,8,16,32,64",
+        "N[,N]",
+        "batch sizes, in sequences per forward (an item is 4 sequences)",
     )
-    gpu_memory: int | None = _option(_memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
+    find_max_batch: bool = _option(
+        option_values.switch,
+        "false",
+        None,
+        "once a batch size is out of memory, measure sizes between it and the largest that completed until the largest "
+        "that fits is found",
+    )
+    gpu_memory: int | None = _option(option_values.memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
     cuda_graphs: str = _option(
-        _one_of("auto", "on", "off"),
+        option_values.one_of("auto", "on", "off"),
         "auto",
         "{auto,on,off}",
         "replay forwards from CUDA graphs; auto: in each case where it gives the same answers and saves time; on: "
         "wherever they can be recorded (not mp over several GPUs)",
     )
+    scoring: str = _option(
+        option_values.one_of("lean", "harness"),
+        "lean",
+        "{lean,harness}",
+        "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as "
+        "lm-evaluation-harness computes them, with its memory and without CUDA graphs",
+    )
     tp_backend: str = _option(
-        _one_of("transformers", "deepspeed"), "transformers", "{transformers,deepspeed}", "library that carries tp out"
+        option_values.one_of("transformers", "deepspeed"),
+        "transformers",
+        "{transformers,deepspeed}",
+        "library that carries tp out",
     )
     iok_stock: bool = _option(
-        _switch, "false", None, "iok with DeepSpeed's own binding of the kernels, wrong residual sum included"
+        option_values.switch,
+        "false",
+        None,
+        "iok with DeepSpeed's own binding of the kernels, wrong residual sum included",
     )
     iok_min_tokens: int | None = _option(
-        _whole,
+        option_values.whole,
         None,
         "N",
         "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own, which "
         "computes nonsense where memory grants fewer than there are)",
     )
-    sample_period: float = _option(_seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False)
-    timeout: float = _option(_seconds, "600", "SECONDS", "time limit without a finished batch")
+    launches: int = _option(
+        option_values.whole,
+        "1",
+        "N",
+        "measure every case in this many launches of its processes, all cases in turn: launches are what the gate "
+        "tells a change from noise by",
+        marker=False,
+    )
+    sample_period: float = _option(
+        option_values.seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False
+    )
+    profile_method: Literal["auto", "paper"] = _option(
+        option_values.one_of("auto", "paper"),
+        "auto",
+        "{auto,paper}",
+        "how NVML is read; auto: counters and averages that miss nothing, where a GPU has them; paper: three calls one "
+        "after another, as the study did (PCIe throughput is then a window of 20 ms in each period)",
+        marker=False,
+    )
+    timeout: float = _option(option_values.seconds, "600", "SECONDS", "time limit without a finished batch")
     load_timeout: float = _option(
-        _seconds, "1800", "SECONDS", "time limit for starting processes and loading the model"
+        option_values.seconds, "1800", "SECONDS", "time limit for starting processes and loading the model"
     )
     json: str = _option(
         str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for none", marker=False
     )
+    save: str | None = _option(
+        option_values.save_name,
+        None,
+        "NAME",
+        "keep this run in the store, under a name if one is given",
+        marker=False,
+        bare="",
+    )
+    autosave: bool = _option(
+        option_values.switch, "false", None, "keep every run in the store that is complete and green", marker=False
+    )
+    storage: str = _option(option_values.text, ".llmgpu", "DIR", "folder of the store", marker=False)
+    compare: str | None = _option(
+        option_values.text,
+        None,
+        "REF",
+        "judge this run against a report, and fail on what regressed: a path, git:REV:PATH, or one of the store: its "
+        "number, name, commit, or latest",
+        marker=False,
+    )
+    policy: str | None = _option(
+        option_values.text,
+        None,
+        "PATH",
+        "the gate's margins, TOML (default: [tool.llmgpu.gate] of pyproject.toml)",
+        marker=False,
+    )
+    on_inconclusive: str | None = _option(
+        option_values.one_of("pass", "fail"),
+        None,
+        "{pass,fail}",
+        "whether what cannot be told fails (default: the policy's, pass)",
+        marker=False,
+    )
+    allow_missing: bool | None = _option(
+        option_values.switch, None, None, "let cases and figures pass that only the baseline has", marker=False
+    )
+    allow_no_baseline: bool | None = _option(
+        option_values.switch,
+        None,
+        None,
+        "let a run pass of which nothing could be compared for want of a baseline",
+        marker=False,
+    )
+    require_armed: bool | None = _option(
+        option_values.switch, None, None, "fail where anything that is gated could not be compared", marker=False
+    )
+    html: str | None = _option(
+        option_values.text,
+        None,
+        "PATH",
+        "page for a browser to write at the end, .html, which needs no network (needs the extra report)",
+        marker=False,
+    )
     accuracy_baseline: float | None = _option(
-        _fraction, None, "FRACTION", "accuracy to hold (default: the registered or published one, where known)"
+        option_values.fraction,
+        None,
+        "FRACTION",
+        "accuracy to hold (default: the registered or published one, where known)",
     )
     accuracy_metric: str = _option(
-        _one_of("acc", "acc_norm"), "acc_norm", "{acc,acc_norm}", "accuracy that is held against the baseline"
+        option_values.one_of("acc", "acc_norm"),
+        "acc_norm",
+        "{acc,acc_norm}",
+        "accuracy that is held against the baseline",
     )
-    accuracy_tolerance: float = _option(_fraction, "0.01", "FRACTION", "how far below the baseline still passes")
+    accuracy_tolerance: float = _option(
+        option_values.fraction, "0.01", "FRACTION", "how far below the baseline still passes"
+    )
 
     def in_force(self) -> dict[str, Any]:
         """Return flag to value, for the report."""
@@ -214,6 +266,7 @@ def declare(parser: pytest.Parser) -> None:
             action=action,
             help=shown,
             **({"metavar": metavar} if metavar else {}),
+            **({"nargs": "?", "const": field.metadata["bare"]} if field.metadata["bare"] is not None else {}),
         )
         parser.addini(_destination(field), f"default of {_flag(field)}", type="string", default=None)
 
@@ -249,6 +302,20 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         except ValueError as error:
             raise pytest.UsageError(f"{source}: {text!r} is not allowed: {error}") from None
     return Options(**values)
+
+
+def refuse_idle(config: pytest.Config, chosen: Options) -> None:
+    """Refuse flags of the gate without a baseline: nothing would be judged, and nobody would notice.
+
+    In the ini file they may wait for a run with one.
+
+    Raises:
+        pytest.UsageError: In one line with what is missing.
+    """
+    given = [field for field in dataclasses.fields(Options) if config.getoption(_destination(field), None) is not None]
+    idle = [_flag(field) for field in given if field.name in _OF_THE_GATE]
+    if idle and chosen.compare is None:
+        raise pytest.UsageError(f"{idle[0]}: there is nothing to judge this run by: --llmgpu-compare=REF is needed")
 
 
 def _check_marker(marker: pytest.Mark) -> None:

@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pytest_llmgpu import models, strategies
+from pytest_llmgpu import logits, models, strategies
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.options import Options
-from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling import devices, nvml
 from pytest_llmgpu.runner import Request
 from pytest_llmgpu.strategies.protocol import Strategy
 from pytest_llmgpu.tasks import hellaswag
@@ -45,6 +45,7 @@ class Planner:
         self._datasets: dict[tuple[str, int | None], Dataset] = {}
         self._sources: dict[tuple[object, ...], ModelSource] = {}
         self._caps: set[tuple[int, tuple[str, ...]]] = set()
+        self._period_checked = False
 
     def machine(self, options: Options) -> Machine:
         """Return the devices that the options choose."""
@@ -108,6 +109,7 @@ class Planner:
                 backend=backend,
                 strategy_options=strategy_options,
                 batch_size=batch_size,
+                workload=logits.WORKLOADS[options.scoring],
                 model=source.name,
                 revision=source.revision,
                 load_format=options.load_format,
@@ -194,12 +196,22 @@ class Planner:
             )
         if options.cuda_graphs == "on" and machine.device == "cpu":
             raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
+        if options.cuda_graphs == "on" and options.scoring == "harness":
+            raise ValueError(
+                "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
+            )
         cap = options.gpu_memory
         uuids = tuple(gpu.uuid for gpu in machine.gpus)
         # Asked once, before anything runs: later on, what is in use is our own.
         if cap is not None and (cap, uuids) not in self._caps:
             _check_cap(cap, machine)
             self._caps.add((cap, uuids))
+        if uuids and not self._period_checked:
+            try:
+                devices.check_period(options.sample_period, uuids, options.profile_method)
+            except ValueError as error:
+                raise ValueError(f"--llmgpu-sample-period: {error}") from None
+            self._period_checked = True
 
 
 def _backend_and_options(

@@ -9,20 +9,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_llmgpu import fixtures, hookspecs, options
-from pytest_llmgpu.fixtures import OUTCOME, SESSION, BatchSize, SessionMaker, StrategyName
+from pytest_llmgpu import collected, fixtures, hookspecs, options
+from pytest_llmgpu.collected import DESELECTED
+from pytest_llmgpu.fixtures import OUTCOME, SESSION, BatchSize, SessionMaker
 
 if TYPE_CHECKING:
     from pytest_llmgpu.session import BenchmarkSession
 
 _EXPECTED = ("oom", "skipped_after_oom")
 _XDIST = "llmgpu_usage_error"
-_DESELECTED = pytest.StashKey[list[str]]()
-"""In `config.stash`: what kept tests from being collected (see `_selection`), then ids of ours that were taken out."""
 _REFUSED = pytest.StashKey[list[str]]()
 """In `config.stash`: what is wrong with the markers of which test."""
 
@@ -52,11 +52,20 @@ def pytest_configure(config: pytest.Config) -> None:
         "names without --llmgpu-; expect_oom: no batch size needs to complete",
     )
     chosen = options.resolve(config)
-    config.stash[_DESELECTED] = _selection(config)
+    options.refuse_idle(config, chosen)
+    config.stash[DESELECTED] = collected.selection(config)
     refused: list[str] = []
     config.stash[_REFUSED] = refused
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
+    if chosen.compare is not None:
+        from pytest_llmgpu import gate_items
+
+        config.pluginmanager.register(gate_items, "llmgpu-gate")
+    if chosen.launches > 1:
+        from pytest_llmgpu import launch_loop
+
+        config.pluginmanager.register(launch_loop, "llmgpu-launches")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,8 +91,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Remember what was taken out, so that a missing case differs from one nobody wanted."""
     for item in items:
-        if _is_ours(item):
-            item.config.stash[_DESELECTED].append(item.nodeid)
+        if collected.is_ours(item):
+            item.config.stash[DESELECTED].append(item.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,7 +101,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Here and not in pytest_collection_modifyitems, because other plugins reorder after that hook's last implementation.
     """
-    ours = [item for item in session.items if _is_ours(item)]
+    ours = [item for item in session.items if collected.is_ours(item)]
     refused = session.config.stash[_REFUSED]
     if not ours and not refused:
         return
@@ -108,12 +117,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from pytest_llmgpu.order import ascending
 
     def is_yardstick(item: pytest.Item) -> bool:
-        return _group_of(item)[0] == YARDSTICK
+        return collected.group_of(item)[0] == YARDSTICK
 
-    turns = iter(ascending(ours, _group_of, _batch_size_of, is_yardstick))
-    session.items[:] = [next(turns) if _is_ours(item) else item for item in session.items]
-    if not _runs_nothing(session.config):
-        _plan([item for item in session.items if _is_ours(item)])
+    turns = iter(ascending(ours, collected.group_of, collected.batch_size_of, is_yardstick))
+    session.items[:] = [next(turns) if collected.is_ours(item) else item for item in session.items]
+    if not collected.runs_nothing(session.config):
+        _plan([item for item in session.items if collected.is_ours(item)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -126,7 +135,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
     """Name devices, model and data first."""
-    if _runs_nothing(config) or not any(_is_ours(item) for item in items):
+    if collected.runs_nothing(config) or not any(collected.is_ours(item) for item in items):
         return []
     return config.stash[SESSION]().headlines()
 
@@ -140,13 +149,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Show out of memory as what it is."""
     if getattr(report, "llmgpu_outcome", None) not in _EXPECTED:
         return None
     if report.skipped:
-        return "oom", "O", ("OOM", {"yellow": True})
-    return ("failed", "O", ("OOM", {"red": True})) if report.failed else None
+        return "oom", "O", "OOM"
+    return ("failed", "O", "OOM") if report.failed else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -155,9 +164,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     benchmark = _made(session.config)
     if benchmark is not None:
         green = exitstatus == pytest.ExitCode.OK
-        status = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else exitstatus
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
-        deselected = session.config.stash[_DESELECTED]
+        deselected = session.config.stash[DESELECTED]
+        if benchmark.judge is not None:
+            # Before the status is known: no item of the gate may have been left to ask for it.
+            benchmark.conclude(int(exitstatus), interrupted=stopped, deselected=deselected)
+        status = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else exitstatus
         benchmark.finish(int(status), interrupted=stopped, deselected=deselected)
         # Asked again, since the report may only now have failed to be written.
         session.exitstatus = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else status
@@ -181,52 +193,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         benchmark.close()
 
 
-def _selection(config: pytest.Config) -> list[str]:
-    """Return what takes tests out without naming them: pytest does not even collect those.
-
-    They stand among the deselected ids, so that a reader of the report never takes such a run for a whole one.
-    """
-    cache = getattr(config, "cache", None)
-    failed = cache is not None and cache.get("cache/lastfailed", {})
-    selection = ["--lf: tests that passed last time"] if failed and config.getoption("lf", default=False) else []
-    if any("::" in argument for argument in config.args):
-        selection.append("tests not named on the command line")
-    return selection
-
-
-def _runs_nothing(config: pytest.Config) -> bool:
-    listing = ("collectonly", "showfixtures", "show_fixtures_per_test", "setupplan")
-    return any(config.getoption(name, default=False) for name in listing)
-
-
-def _is_ours(item: pytest.Item) -> bool:
-    return isinstance(_parameter(item, "llm"), StrategyName)
-
-
-def _parameter(item: pytest.Item, name: str) -> object:
-    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-
-
-def _fixture_names(item: pytest.Item) -> list[str]:
-    return item.fixturenames if isinstance(item, pytest.Function) else []
-
-
-def _group_of(item: pytest.Item) -> tuple[str, options.Options]:
-    return str(_parameter(item, "llm")), fixtures.options_of(item)
-
-
-def _batch_size_of(item: pytest.Item) -> int:
-    size = _parameter(item, "batch_size")
-    return int(size) if isinstance(size, int) else 0
-
-
 def _plan(items: Sequence[pytest.Item]) -> None:
     session = items[0].config.stash[SESSION]()
     try:
+        session.find_baseline(fixtures.options_of(items[0]))
         for item in items:
-            size, wanted = _parameter(item, "batch_size"), _fixture_names(item)
+            size, wanted = collected.parameter(item, "batch_size"), collected.fixture_names(item)
             session.expect(
-                _group_of(item),
+                collected.group_of(item),
                 item.nodeid if "measure" in wanted else None,
                 int(size) if isinstance(size, BatchSize) else 1,
                 scores_dataset="hellaswag" in wanted,
@@ -254,13 +228,13 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
     )
     chosen = options.resolve(config)
-    # A path on the command line counts from where the command was given, one of the ini file from its folder.
-    given = config.getoption("llmgpu_json") is not None
-    folder = config.invocation_params.dir if given else config.rootpath
     try:
         return BenchmarkSession(
             rootdir=config.rootpath,
-            report_path=folder / chosen.json if chosen.json else None,
+            report_path=_folder_of(config, "llmgpu_json") / chosen.json if chosen.json else None,
+            policy_path=_folder_of(config, "llmgpu_policy") / chosen.policy if chosen.policy is not None else None,
+            page_path=_folder_of(config, "llmgpu_html") / chosen.html if chosen.html is not None else None,
+            storage_path=_folder_of(config, "llmgpu_storage") / chosen.storage,
             options=chosen,
             known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
             arguments=[str(argument) for argument in config.invocation_params.args],
@@ -268,3 +242,8 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _folder_of(config: pytest.Config, option: str) -> Path:
+    """Return where a path counts from: of a flag where the command was given, of the ini file its folder."""
+    return config.rootpath if config.getoption(option) is None else config.invocation_params.dir

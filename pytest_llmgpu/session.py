@@ -14,6 +14,7 @@ from typing import NoReturn
 from pytest_llmgpu import environment, terminal
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
+from pytest_llmgpu.judging import Judge
 from pytest_llmgpu.launchers.local import LocalLauncher
 from pytest_llmgpu.live import LiveLine
 from pytest_llmgpu.options import Options
@@ -41,6 +42,9 @@ class BenchmarkSession:
         *,
         rootdir: Path,
         report_path: Path | None,
+        storage_path: Path,
+        policy_path: Path | None,
+        page_path: Path | None,
         options: Options,
         known: Mapping[str, str],
         arguments: Sequence[str],
@@ -49,11 +53,15 @@ class BenchmarkSession:
         """Make the session of a pytest run; nothing expensive starts.
 
         Raises:
-            ValueError: The report cannot be written there.
+            ValueError: The report cannot be written there, or not be kept in the store; the policy is none.
         """
         self.planner = Planner(rootdir, environment.machine, known)
-        self.recorder = Recorder(report_path, rootdir, options, arguments)
-        self._sample_period_s = options.sample_period
+        self.recorder = Recorder(report_path, storage_path, rootdir, options, arguments, page_path)
+        self.judge: Judge | None = None
+        """What the run is judged by, if by anything."""
+        if options.compare is not None:
+            self.judge = Judge(options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path)
+        self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._logs = Path(tempfile.mkdtemp(prefix="llmgpu-"))
         self._profiler: tuple[tuple[str, ...], Profiler] | None = None
@@ -64,6 +72,7 @@ class BenchmarkSession:
         self._out_of_memory: set[Group] = set()
         self._groups: set[Group] = set()
         self._excused: set[Group] = set()
+        self._launch = ""
         self._sigterm = _interrupt_on_sigterm()
 
     def expect(
@@ -92,6 +101,15 @@ class BenchmarkSession:
             self._expected.setdefault(group, []).append(nodeid)
         self._cases.append((request.machine, request.case))
 
+    def find_baseline(self, options: Options) -> None:
+        """Read what the run is to be compared with, if anything, before a model is looked for.
+
+        Raises:
+            ValueError: It is not there, or is no report.
+        """
+        if self.judge is not None:
+            self.judge.find_baseline(self.planner.machine(options))
+
     def headlines(self) -> list[str]:
         """Return the lines that name devices, model, data and batch sizes, one per choice of devices."""
         lines: dict[str, tuple[Machine, list[Case]]] = {}
@@ -99,10 +117,17 @@ class BenchmarkSession:
             lines.setdefault(machine.describe(), (machine, []))[1].append(case)
         return [terminal.headline(machine, cases) for machine, cases in lines.values()]
 
-    def record(self, result: CaseResult, options: Options, nodeid: str) -> None:
-        """Keep a result, whatever its outcome."""
+    def start_launch(self, number: int, of: int) -> None:
+        """Let the cases that follow be the next launch of those before: on processes of its own."""
+        self.runner.close()
+        self.recorder.start_launch()
+        self._launch = f"launch {number} of {of}"
+        self._live.note(f"llmgpu: {self._launch}")
+
+    def record(self, result: CaseResult, options: Options, nodeid: str) -> CaseResult:
+        """Keep a result, whatever its outcome; return the case's, with the launches before."""
         self._live.clear()
-        self.recorder.add(result, options, nodeid, self.planner.machine(options).facts)
+        return self.recorder.add(result, options, nodeid, self.planner.machine(options).facts)
 
     def note(self, group: Group, outcome: str) -> None:
         """Note how something a group asked of its model ended."""
@@ -122,13 +147,15 @@ class BenchmarkSession:
     def troubles(self) -> list[str]:
         """Return a line for each reason why a run is not green although no test failed.
 
-        A group that ran out of memory and completed nothing, though something should have; a report that is not there.
+        A group that ran out of memory and completed nothing, though something should have; a report that is not there;
+        a regression that no item of the gate has said.
         """
-        unwritten = [self.recorder.trouble] if self.recorder.trouble else []
-        return unwritten + [
+        unsaid = self.judge.unsaid() if self.judge is not None else []
+        nothing_fitted = [
             f"{strategy}, {options.model}: out of memory, and nothing completed"
             for strategy, options in sorted(self._out_of_memory - self._completed - self._excused, key=repr)
         ]
+        return [*self.recorder.troubles, *unsaid, *nothing_fitted]
 
     def profiler_of(self, machine: Machine) -> Profiler:
         """Return the profiler of these devices; the sampler of other devices is ended first."""
@@ -137,8 +164,20 @@ class BenchmarkSession:
             self._profiler[1].close()
             self._profiler = None
         if self._profiler is None:
-            self._profiler = (uuids, Profiler(self._sample_period_s, uuids))
+            self._profiler = (uuids, Profiler(self._sample_period_s, uuids, method=self._profile_method))
         return self._profiler[1]
+
+    def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:
+        """Say in the report how the run went, and judge and write it.
+
+        Args:
+            exit_status: pytest's; None as long as it runs.
+            interrupted: As `finish` has it.
+            deselected: As `finish` has it.
+        """
+        expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
+        judge = None if self.judge is None else self.judge.judge
+        self.recorder.conclude(exit_status, judge, interrupted=interrupted, expected=expected, deselected=deselected)
 
     def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> None:
         """End every process and complete the report.
@@ -155,18 +194,17 @@ class BenchmarkSession:
             # One Ctrl-C more, or one as late as this: what was measured is kept and shown all the same.
             interrupted = True
             self._end_processes()
-        expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
-        self.recorder.finish(exit_status, interrupted=interrupted, expected=expected, deselected=deselected)
+        self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
+        self.recorder.save()
+        self.recorder.write_page(None if self.judge is None else self.judge.base)
 
     def summary(self) -> str:
         """Return tables, findings and where the report is; empty where nothing was measured."""
         report = self.recorder.report
         if report is None:
             return ""
-        where = (
-            f"report: {self.recorder.shown_path}" if self.recorder.path else "no report was written (--llmgpu-json=)"
-        )
-        return f"{terminal.tables(report)}\n\n{self.recorder.trouble or where}"
+        said = [] if self.judge is None else [self.judge.summary()]
+        return "\n\n".join([terminal.tables(report), *said, "\n".join(self.recorder.whereabouts())])
 
     def close(self) -> None:
         """End every process, drop their logs and give SIGTERM back."""
@@ -182,7 +220,8 @@ class BenchmarkSession:
         shutil.rmtree(self._logs, ignore_errors=True)
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
-        self._live.show(terminal.progress(case.id, done, planned, elapsed_s, batch_size=case.batch_size))
+        name = f"{case.id} ({self._launch})" if self._launch else case.id
+        self._live.show(terminal.progress(name, done, planned, elapsed_s, batch_size=case.batch_size))
 
 
 def _interrupt_on_sigterm() -> Handler | None:

@@ -166,3 +166,44 @@ def test_strategies_add_up_over_repeated_flags(pytester: pytest.Pytester) -> Non
     """`--strategy=a --strategy=b,a` means a and b, in this order."""
     config = pytester.parseconfig("--strategy=mp", "--strategy=tp,mp")
     assert options.resolve(config).strategy == ("mp", "tp")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ini", "expected"),
+    [
+        ([], "", None),
+        (["--llmgpu-save"], "", ""),
+        (["--llmgpu-save=mine"], "", "mine"),
+        (["--llmgpu-save"], "llmgpu_save = theirs", ""),
+        ([], "llmgpu_save = theirs", "theirs"),
+    ],
+)
+def test_a_flag_may_go_without_its_value(
+    pytester: pytest.Pytester, flags: list[str], ini: str, expected: str | None
+) -> None:
+    """`--llmgpu-save` is not the same as no flag, and wins over a name of the ini file."""
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    assert options.resolve(pytester.parseconfig(*flags)).save == expected
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--llmgpu-policy=gate.toml",
+        "--llmgpu-on-inconclusive=fail",
+        "--llmgpu-allow-missing",
+        "--llmgpu-allow-no-baseline",
+        "--llmgpu-require-armed",
+    ],
+)
+def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: str) -> None:
+    """A gate that judges nothing must not look like one; the ini file may hold such defaults for other runs."""
+    pytester.makepyfile("def test_it(): pass")
+    result = pytester.runpytest_inprocess(flag)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name = flag.partition("=")[0]
+    result.stderr.fnmatch_lines(
+        [f"ERROR: {name}: there is nothing to judge this run by: --llmgpu-compare=REF is needed"]
+    )
+    pytester.makeini("[pytest]\nllmgpu_on_inconclusive = fail\nllmgpu_require_armed = true\n")
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)

@@ -203,6 +203,17 @@ def test_a_case_holds_the_options_of_its_strategy_alone(
     assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)
 
 
+def test_the_harness_way_of_scoring_is_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The lean one keeps its keys; graphs that cannot be recorded are refused where they were asked for."""
+    lean, harness = (
+        _planner(tmp_path, devices=1).request(choose(scoring=way), "mp", 4).case for way in ("lean", "harness")
+    )
+    assert (lean.workload, harness.workload) == ("loglikelihood", "loglikelihood_full_logits")
+    assert lean.key != harness.key
+    with pytest.raises(ValueError, match="--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache"):
+        _planner(tmp_path, devices=1).request(choose(scoring="harness", cuda_graphs="on"), "mp", 4)
+
+
 def test_cuda_graphs_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
     """The choice is kept as it was made; only where it is `on` is it known beforehand how the forwards run."""
     cases = {

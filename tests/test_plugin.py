@@ -127,8 +127,9 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
         assert launch.accuracy.items == tiny_model.ITEMS
         assert launch.profile is not None
         assert "profile" in launch.profile.why
-        assert case.traffic is None
-        assert "traffic" in case.why
+        assert case.traffic is not None
+        assert (case.traffic.ranks, case.traffic.wire_bytes_per_sequence) == ([[]], 0.0), "one process sends nothing"
+        assert "traffic" not in case.why
     assert written.cases[0].launches[0].load_s == written.cases[1].launches[0].load_s, "the model is loaded once"
     assert str(pytester.path) not in (pytester.path / ".llmgpu" / "last.json").read_text()
 
@@ -442,6 +443,11 @@ def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pyteste
     """What pytest never collects has no id to report: the report says what took it out."""
     pytester.makepyfile(test_it=_misbehave("error", applied="[4]"))
     assert run("test_it.py::test_hellaswag[mp-bs1]").ret == 0
+    assert _report(pytester).session.deselected == [
+        "tests not named on the command line",
+        "parameters not named on the command line",
+    ]
+    assert run("test_it.py::test_hellaswag", sizes="1").ret == 0
     assert _report(pytester).session.deselected == ["tests not named on the command line"]
     assert run("-p", "cacheprovider", sizes="1,4").ret == 1
     assert _report(pytester).session.deselected == []

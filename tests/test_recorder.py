@@ -25,7 +25,12 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
     monkeypatch.setattr(recorder, "commit", lambda _: Commit())
     monkeypatch.setattr(environment, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
-    return Recorder(tmp_path / "report.json", tmp_path, Options(), ["--llmgpu-dataset=/home/ada/d.jsonl", "tests"])
+    return _recorder(tmp_path, Options())
+
+
+def _recorder(tmp_path: Path, options: Options) -> Recorder:
+    arguments = ["--llmgpu-dataset=/home/ada/d.jsonl", "tests"]
+    return Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, arguments)
 
 
 def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
@@ -74,7 +79,7 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
 
 def test_a_session_without_a_case_has_no_report(recorded: Recorder) -> None:
     """A run in which no case was measured replaces no report of one that measured."""
-    recorded.finish(0, interrupted=False, expected=["a"], deselected=[])
+    recorded.conclude(0, None, interrupted=False, expected=["a"], deselected=[])
     assert recorded.path is not None
     assert not recorded.path.exists()
 
@@ -92,7 +97,7 @@ def test_a_session_is_complete_once_all_it_expected_is_there(
 ) -> None:
     """A missing case differs from one that was deselected, and Ctrl-C from an end."""
     _add(recorded, make_result(device="cpu", devices=1))
-    recorded.finish(1, interrupted=interrupted, expected=expected, deselected=["other"])
+    recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
     assert recorded.path is not None
     session = report.load(recorded.path).session
     assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])

@@ -16,6 +16,9 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkey
     session = BenchmarkSession(
         rootdir=tmp_path,
         report_path=tmp_path / "report.json",
+        storage_path=tmp_path / "store",
+        policy_path=None,
+        page_path=None,
         options=Options(),
         arguments=[],
         live=LiveLine(nullcontext, lambda: 80),
@@ -30,7 +33,7 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkey
 
     told: dict[str, Any] = {}
     monkeypatch.setattr(session.runner, "close", close)
-    monkeypatch.setattr(session.recorder, "finish", lambda _status, **said: told.update(said))
+    monkeypatch.setattr(session.recorder, "conclude", lambda _status, _judge, **said: told.update(said))
     try:
         session.finish(0, interrupted=False, deselected=[])
     finally:

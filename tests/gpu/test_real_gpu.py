@@ -102,6 +102,42 @@ def test_a_cap_puts_out_of_memory_inside_the_list(pytester: pytest.Pytester) -> 
     assert failure.evidence
 
 
+def test_the_largest_batch_that_fits_is_found(pytester: pytest.Pytester) -> None:
+    """Two neighbours, of which one fits and one does not, near to what the smaller sizes predict."""
+    flags = ("--llmgpu-devices=1", "--llmgpu-batch-sizes=1,2,4,128", "--llmgpu-gpu-memory=13.75GiB")
+    result, written = _run(pytester, *_DUMMY, *flags, "--llmgpu-find-max-batch", "--llmgpu-cuda-graphs=off")
+    assert result.ret == 0
+    (found,) = written.capacity
+    assert found.largest_fit is not None
+    assert found.smallest_oom == found.largest_fit + 1
+    assert found.prediction is not None
+    assert found.prediction.max_batch_size == pytest.approx(found.largest_fit, rel=0.1)
+
+
+def test_memory_is_the_same_alone_and_in_the_sweep(pytester: pytest.Pytester) -> None:
+    """What smaller batch sizes have left behind is no memory of a larger one."""
+    peaks = []
+    for sizes in ("1,2,8", "8"):
+        _, written = _run(pytester, *_DUMMY, "--llmgpu-devices=1", f"--llmgpu-batch-sizes={sizes}")
+        (use,) = written.cases[-1].launches[0].memory
+        peaks.append((use.peak_allocated_bytes, written.cases[-1].case.execution))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_what_went_over_nvlink_is_what_the_program_sent(pytester: pytest.Pytester) -> None:
+    """The links' own counters agree with the exact account within 1 %."""
+    _, written = _run(pytester, *_DUMMY, "--strategy=tp", "--llmgpu-devices=2", "--llmgpu-batch-sizes=8")
+    (case,) = written.cases
+    assert case.traffic is not None
+    path = case.traffic.path
+    assert path is not None
+    if not any(gpu.nvlinks for gpu in written.environment.gpus):
+        pytest.skip("these GPUs have no NVLink")
+    assert path.link == "nvlink"
+    assert path.nvlink_bytes == pytest.approx(path.expected_bytes, rel=0.01)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_several_gpus_answer_as_one_does(pytester: pytest.Pytester) -> None:
     """Spreading layers moves numbers between devices and changes none of them."""
