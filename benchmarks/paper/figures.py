@@ -1,0 +1,104 @@
+"""What the study's claims are about, taken from a report: one figure of one case, or of a strategy by batch size.
+
+Means are over GPUs and launches, as the study's figures are. None and missing keys: the report does not have it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from pytest_llmgpu.result import CaseResult
+
+Cases = dict[int, CaseResult]
+"""Batch size to the result of one strategy."""
+
+Figure = Callable[[CaseResult], float | None]
+
+_SEEN = 0.5
+"""Less than so much of what the program sent, and its traffic took links that were not counted."""
+
+
+def by_strategy(results: Iterable[CaseResult], names: Iterable[str]) -> dict[str, Cases]:
+    """Return the first result of each batch size, of the strategies that there are, in the order of the names."""
+    cases: dict[str, Cases] = {}
+    for result in results:
+        cases.setdefault(result.case.strategy, {}).setdefault(result.case.batch_size, result)
+    return {name: dict(sorted(cases[name].items())) for name in names if name in cases}
+
+
+def of(cases: Cases, figure: Figure) -> dict[int, float]:
+    """Return a figure by batch size, of the completed cases that have it."""
+    found = {size: figure(result) for size, result in cases.items() if result.outcome == "completed"}
+    return {size: value for size, value in found.items() if value is not None}
+
+
+def seconds(cases: Cases) -> dict[int, float]:
+    """Return the time for all items by batch size."""
+    return of(cases, lambda result: result.inference_s)
+
+
+def accuracy(result: CaseResult) -> float | None:
+    """Return the fraction of right answers, by log-likelihood per character."""
+    return result.acc_norm
+
+
+def pcie(result: CaseResult) -> float | None:
+    """Return what a GPU sent over PCIe, bytes a second."""
+    return _mean(result, "pcie_tx_bytes_per_s")
+
+
+def links(result: CaseResult) -> float | None:
+    """Return what a GPU sent over PCIe and NVLink, where it was counted, bytes a second."""
+    over_pcie, nvlink = pcie(result), _mean(result, "nvlink_tx_bytes_per_s")
+    return over_pcie if nvlink is None else nvlink + (over_pcie or 0.0)
+
+
+def sent(result: CaseResult) -> float | None:
+    """Return what all ranks together put on the wire, by the program's own account, bytes a second."""
+    if result.traffic is None or result.sequences_per_s is None:
+        return None
+    return result.traffic.wire_bytes_per_sequence * result.sequences_per_s
+
+
+def seen(counted: Figure) -> Figure:
+    """Return a figure of a link's counters that is None where most of what the program sent went another way."""
+
+    def figure(result: CaseResult) -> float | None:
+        value, account = counted(result), sent(result)
+        if value is None or account is None or value * result.case.devices >= _SEEN * account:
+            return value
+        return None
+
+    return figure
+
+
+def busy(result: CaseResult) -> float | None:
+    """Return a GPU's utilisation in percent."""
+    return _mean(result, "utilization_pct")
+
+
+def used(result: CaseResult) -> float | None:
+    """Return the most memory that a GPU had in use, bytes."""
+    devices = [memory for launch in result.launches for memory in launch.memory]
+    most = [one.nvml_used_max_bytes for one in devices if one.nvml_used_max_bytes is not None]
+    return statistics.fmean(most) if most else None
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Spearman's coefficient; 0 where one of the two does not change."""
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        return 0.0
+    return statistics.correlation(_ranks(a), _ranks(b))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value; equal ones share the mean of theirs."""
+    return [sum(other < one for other in values) + sum(other == one for other in values) / 2 for one in values]
+
+
+def _mean(result: CaseResult, metric: str) -> float | None:
+    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
+    found = [device.metrics.get(metric) for profile in profiles for device in profile.devices]
+    means = [one.mean for one in found if one is not None and one.mean is not None]
+    return statistics.fmean(means) if means else None
