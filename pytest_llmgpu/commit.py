@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pytest_llmgpu import git
 from pytest_llmgpu.privacy import anonymous
 from pytest_llmgpu.report import Commit
 
@@ -43,27 +43,10 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
 
 
 def _git(rootdir: Path, *arguments: str) -> str:
-    """Return git's output; ValueError with its reason where it is missing, fails or hangs."""
-    # No locks and no file system monitor: looking at a tree must not change it or leave a process behind.
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(rootdir), *arguments]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"git did not answer within {_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise ValueError(f"git cannot be run: {error.strerror}") from None
-    if done.returncode:
-        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
-        raise ValueError(f"git: {anonymous(reason)}")
-    return done.stdout
+        return git.output(rootdir, *arguments, timeout_s=_TIMEOUT_S)
+    except ValueError as error:
+        raise ValueError(anonymous(str(error))) from None
 
 
 def _first(environ: Mapping[str, str], names: Iterable[str]) -> str | None:

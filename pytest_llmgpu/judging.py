@@ -23,7 +23,7 @@ from pytest_llmgpu.references import Source
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.statistics import Calibration
-from pytest_llmgpu.verdicts import Baseline, Candidate, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
 
 __all__ = ["Judge", "Ruling"]
 
@@ -41,6 +41,8 @@ class Ruling(NamedTuple):
     fails: bool
     text: str
     """Two lines at most for each row that fails, or for why nothing can be said; empty where all is well."""
+    rows: Sequence[Row] = ()
+    """All that was said, worst first."""
 
     @property
     def open(self) -> bool:
@@ -114,7 +116,7 @@ class Judge:
 
     def judge(self, report: Report) -> Verdicts:
         """Return what is said of a report: what `llmgpu gate` says of the same two files under the same policy."""
-        found = gate.judge(
+        self._verdicts = gate.judge(
             self.base,
             report,
             self.policy,
@@ -122,8 +124,6 @@ class Judge:
             calibration=self._noise,
             baseline=self._baseline(),
         )
-        head = Candidate(created=report.created, commit=report.commit.sha)
-        self._verdicts = msgspec.structs.replace(found, head=head)
         return self._verdicts
 
     def ruling(self, nodeid: str | None) -> Ruling:
@@ -180,9 +180,9 @@ class Judge:
         failing = [row for row in ordered if gate.fails(row, self.policy)]
         counting = [row for row in ordered if row.gated and row.known is None]
         if failing:
-            return Ruling(failing[0].verdict, fails=True, text=_text(failing))
+            return Ruling(failing[0].verdict, fails=True, text=_text(failing), rows=ordered)
         worst: Verdict = counting[0].verdict if counting else "OK"
-        return Ruling(worst, fails=False, text="" if worst in _GOOD else _text(counting[:1]))
+        return Ruling(worst, fails=False, text="" if worst in _GOOD else _text(counting[:1]), rows=ordered)
 
     def _baseline(self) -> Baseline | None:
         """Return what the baseline is, as it was asked for but without private folders."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu import report, unpacking
+from pytest_llmgpu import git, report, unpacking
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.storage import LATEST, Stored, stored
 
@@ -150,7 +149,7 @@ def _of_git(reference: str, repository: Path) -> Source:
         raise ValueError(f"{reference!r}: git:REV:PATH is needed, such as git:origin/main:baselines/report.json")
     begun = _git(repository, "rev-parse", "--git-dir")
     if begun.returncode:
-        raise ValueError(f"{reference}: git: {_first_line(begun.stderr)}")
+        raise ValueError(f"{reference}: git: {git.reason(begun)}")
     commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if commit.returncode:
         raise ValueError(f"{reference}: git knows no commit {revision!r} here; it may have to be fetched first")
@@ -165,22 +164,4 @@ def _of_git(reference: str, repository: Path) -> Source:
 
 
 def _git(repository: Path, *arguments: str, text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """Return git's answer; ValueError where git is missing or hangs."""
-    command = ["git", "--no-optional-locks", "-C", str(repository), *arguments]
-    try:
-        return subprocess.run(
-            command,
-            input=text,
-            capture_output=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},  # nobody is there to type a password
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"git did not answer within {_GIT_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise ValueError(f"git cannot be run: {error.strerror}") from None
-
-
-def _first_line(text: bytes) -> str:
-    return (text.decode(errors="replace").strip() or "no message").splitlines()[0]
+    return git.answer(repository, *arguments, text=text, timeout_s=_GIT_TIMEOUT_S)

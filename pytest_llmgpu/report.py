@@ -5,20 +5,17 @@ It needs neither torch nor pytest, so that a report can be judged on a laptop.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import unpacking, validation
+from pytest_llmgpu import collector, unpacking, validation
 from pytest_llmgpu.capacity import Capacity
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.profiling.nvml import Gpu
@@ -223,7 +220,7 @@ def parse(data: bytes, name: str) -> Report:
         data = unpacking.unpack(data)
     except ValueError as error:
         raise ValueError(f"report {name}: {error}") from None
-    with _no_collection():
+    with collector.paused():
         return _decode(data, name)
 
 
@@ -247,18 +244,6 @@ def _decode(data: bytes, name: str) -> Report:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"report {name}: breaks schema_version {version}: {_reason(error)}") from None
     return report
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the search for cycles: records have none, and looking for them takes most of the time of decoding."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _text(value: Any, place: str, indent: str) -> str:

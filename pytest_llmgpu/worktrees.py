@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from pytest_llmgpu import git
 
 __all__ = ["Worktree", "changed", "checked_out", "environment"]
 
@@ -120,26 +121,9 @@ def _remove(folder: Path, root: Path) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Return git's output; ValueError with its reason where it is missing or fails."""
-    # Without hooks: checking a commit out must run nothing of the user's.
-    command = ["git", "-c", f"core.hooksPath={os.devnull}", "-C", str(folder), *arguments]
     environ = {name: value for name, value in os.environ.items() if name not in _HERE}
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            env={**environ, "GIT_TERMINAL_PROMPT": "0"},  # nobody is there to type a password
-        )
-    except OSError as error:
-        raise ValueError(f"git cannot be run: {error.strerror}") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ValueError(f"git: {next((line for line in lines if line.startswith('fatal')), lines[0])}")
-    return done.stdout
+    # Without hooks: checking a commit out must run nothing of the user's.
+    return git.output(folder, "-c", f"core.hooksPath={os.devnull}", *arguments, environ=environ)
 
 
 @contextmanager

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_llmgpu.statistics import Calibration
     from pytest_llmgpu.verdicts import Verdicts
 
-__all__ = ["Judged", "add_rules", "add_sides", "judged", "no_collector", "policy_of", "public", "rules_of"]
+__all__ = ["Judged", "add_rules", "add_sides", "judged", "policy_of", "public", "rules_of"]
 
 
 class Judged(NamedTuple):
@@ -87,7 +84,7 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     import msgspec
 
     from pytest_llmgpu import calibration, gate, references, storage
-    from pytest_llmgpu.verdicts import Baseline, Candidate
+    from pytest_llmgpu.verdicts import Baseline
 
     store = storage_of(arguments)
     head_source = references.resolve(arguments.head, store)
@@ -99,7 +96,6 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
         baseline = Baseline(name=public(arguments.base), sha256=base_source.sha256, commit=base.commit.sha)
     today, noise = rules_of(arguments, head)
     found = gate.judge(base, head, policy, today=today, calibration=noise, baseline=baseline)
-    found = msgspec.structs.replace(found, head=Candidate(created=head.created, commit=head.commit.sha))
     if base_source is not None and base_source.data == head_source.data:
         note = "baseline and candidate are the same file"
         found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
@@ -119,18 +115,6 @@ def public(reference: str) -> str:
     """Return a reference as verdicts may hold it: they get published, so that no path says whose machine it was."""
     path = Path(reference)
     return path.name if path.is_absolute() else reference
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Do without Python's cycle collector, which would walk through large reports again and again for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _base(reference: str, store: Path, machine: str, *, may_lack_base: bool) -> Source | None:

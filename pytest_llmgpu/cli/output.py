@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-__all__ = ["color", "show"]
+__all__ = ["as_json", "color", "save", "show"]
 
 
 def show(text: str) -> None:
@@ -23,6 +24,26 @@ def show(text: str) -> None:
     except OSError as error:
         _discard_the_rest()
         raise ValueError(f"the output cannot be written: {error.strerror}") from None
+
+
+def as_json(record: object) -> str:
+    """Return a record as indented JSON, for people and `--json`."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+
+
+def save(text: str, path: Path) -> None:
+    """Write text to a file, with its folder if need be.
+
+    Raises:
+        ValueError: it cannot be written; one line that names it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def color() -> bool:

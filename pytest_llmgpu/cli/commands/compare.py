@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, no_collector, policy_of
+from pytest_llmgpu import collector
+from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, policy_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -23,7 +24,7 @@ class _Compare:
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu import verdict_tables
 
-        with no_collector():
+        with collector.paused():
             verdicts, noise = judged(arguments, policy_of(arguments))
             table = verdict_tables.table(verdicts, color(), None if arguments.all else verdict_tables.MOST_CASES)
             show("\n".join(filter(None, (table, noise))))

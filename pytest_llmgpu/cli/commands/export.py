@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.judging import add_rules, judged, no_collector, policy_of
+from pytest_llmgpu.cli.judging import add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.exports import FORMATS
@@ -39,7 +40,7 @@ class _Export:
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.exports import export
 
-        with no_collector():
+        with collector.paused():
             report = source(arguments.head, arguments).report()
             if arguments.base is not None:
                 policy = policy_of(arguments)

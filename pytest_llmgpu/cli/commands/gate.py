@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, no_collector, policy_of
-from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu import collector
+from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, policy_of
+from pytest_llmgpu.cli.output import as_json, color, save, show
 from pytest_llmgpu.cli.protocol import Command
 
 __all__ = ["COMMAND"]
@@ -47,34 +48,20 @@ class _Gate:
             return 0
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
-        with no_collector():
+        with collector.paused():
             verdicts, noise = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
-            text = _json(verdicts) if arguments.json is not None else ""
+            text = as_json(verdicts) if arguments.json is not None else ""
             # Before anything is printed: whoever reads the table may leave early.
             if arguments.json not in {None, "-"}:
-                _write(Path(arguments.json), text)
+                save(f"{text}\n", Path(arguments.json))
             if arguments.json == "-":
-                show(text.rstrip("\n"))
+                show(text)
             else:
                 most = None if arguments.all else verdict_tables.MOST_CASES
                 table = verdict_tables.table(verdicts, color(), most)
                 conclusion = verdict_tables.conclusion(verdicts, in_force, color())
                 show("\n".join(filter(None, (table, noise, conclusion))))
             return gate.exit_status(verdicts, in_force)
-
-
-def _json(verdicts: object) -> str:
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(verdicts), indent=2).decode() + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"verdicts {path}: cannot be written: {error.strerror or error}") from None
 
 
 COMMAND: Command = _Gate()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.judging import add_rules, no_collector, policy_of, public, rules_of
+from pytest_llmgpu.cli.judging import add_rules, policy_of, public, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -32,7 +33,7 @@ class _Html:
         found = source(arguments.report, arguments)
         output: Path = arguments.output or Path(_file_name(found.name))
         html_report.check(output)
-        with no_collector():
+        with collector.paused():
             report, base, verdicts, policy = found.report(), None, None, None
             if arguments.baseline is not None:
                 base_source = source(arguments.baseline, arguments)

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
-from pytest_llmgpu.cli.judging import add_rules, no_collector, policy_of, public, rules_of
+from pytest_llmgpu.cli.judging import add_rules, policy_of, public, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -40,7 +41,7 @@ class _Promote:
         from pytest_llmgpu import promotion, storage
         from pytest_llmgpu.verdicts import Baseline
 
-        with no_collector():
+        with collector.paused():
             policy = policy_of(arguments)
             candidate = source(arguments.report, arguments).report()
             today, noise = rules_of(arguments, candidate)

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.judging import add_rules, no_collector, policy_of, rules_of
-from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.judging import add_rules, policy_of, rules_of
+from pytest_llmgpu.cli.output import as_json, save, show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
@@ -47,20 +48,18 @@ class _Selftest:
         parser.add_argument("--json", metavar="PATH", help="write what was found; - prints it in place of the text")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        import msgspec
-
         from pytest_llmgpu import self_test
 
         policy = policy_of(arguments)
         losses = _chosen(arguments.slowdown, arguments.plant)
-        with no_collector():
+        with collector.paused():
             report = source(arguments.report, arguments).report()
             today, noise = rules_of(arguments, report)
             found = self_test.selftest(report, policy, today=today, calibration=noise, losses=losses)
-        data = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+        data = as_json(found)
         # Before anything is printed: whoever reads the text may leave early.
         if arguments.json not in {None, "-"}:
-            _write(Path(arguments.json), f"{data}\n")
+            save(f"{data}\n", Path(arguments.json))
         show(data if arguments.json == "-" else "\n".join(_text(found, assumed=noise is None)))
         return 0 if found.ok else 1
 
@@ -145,14 +144,6 @@ def _percent(text: str) -> float:
     if not 0 < value <= 1000:  # noqa: PLR2004 - ten times as slow is no regression that needs a gate
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: percent above 0 up to 1000 are needed")
     return value / 100
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 COMMAND: Command = _Selftest()
