@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from pytest_llmgpu.result import DeviceProfile, Profile
+from pytest_llmgpu.result import DeviceProfile, Launch, Profile
 
-__all__ = ["first_alike", "invalid", "is_power"]
+__all__ = ["disturbed", "first_alike", "invalid", "is_power", "untimed"]
 
 _THROTTLED = 0.005
 """Throttled for no more of a window than this is not worth a word. NVML counts the few milliseconds of power capping
@@ -72,6 +72,15 @@ def is_power(sentence: str) -> bool:
 def disturbed(profile: Profile) -> str | None:
     """Return the first sentence of `invalid` that blames somebody else; full load at the power limit is none."""
     return next((text for text in profile.invalid if not is_power(text)), None)
+
+
+def untimed(launch: Launch) -> str | None:
+    """Return why a launch's times count for nothing, without its stop; None where they count."""
+    if launch.profile is not None and (told := disturbed(launch.profile)) is not None:
+        return told.rstrip(".")
+    if launch.batches.latency_s and min(launch.batches.latency_s) <= 0:
+        return "a batch took no time at all"
+    return None
 
 
 def first_alike(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from typing import Literal
 
+from pytest_llmgpu.metrics import peaks_bytes
 from pytest_llmgpu.policy import MemoryRule
 from pytest_llmgpu.result import CaseResult, Traffic
 from pytest_llmgpu.verdicts import Row, Verdict
@@ -78,7 +79,7 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     Equal runs have equal peaks, but for the allocator's rounding, which the margin covers. Several launches give the
     range of the ratio: it has to lie wholly above the margin to be REGRESSED.
     """
-    then, now = _peaks(base), _peaks(head)
+    then, now = peaks_bytes(base), peaks_bytes(head)
     if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
         return missing
     before, after = statistics.median(then), statistics.median(now)
@@ -128,20 +129,6 @@ def _missing(
 def _link(result: CaseResult) -> str | None:
     path = result.traffic.path if result.traffic is not None else None
     return path.link if path is not None else None
-
-
-def _peaks(result: CaseResult) -> list[int]:
-    """Return the peak of the fullest device for each launch that knows it."""
-    peaks = []
-    for launch in result.launches:
-        sizes = [
-            device.peak_allocated_bytes + (device.workspace_bytes or 0)
-            for device in launch.memory
-            if device.peak_allocated_bytes
-        ]
-        if sizes:
-            peaks.append(max(sizes))
-    return peaks
 
 
 def _by_kind(figures: Counter[tuple[int, str, str]]) -> Counter[tuple[str, str]]:

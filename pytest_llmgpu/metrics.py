@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.result import Accuracy, CaseResult, Launch
 
@@ -15,8 +15,11 @@ __all__ = [
     "LOGLIKELIHOOD_TOLERANCES",
     "decode",
     "derive",
+    "encode",
+    "explained",
     "inference_s",
     "measured",
+    "peaks_bytes",
     "predictions_of",
     "proportion_stderr",
     "typical_difference",
@@ -27,12 +30,29 @@ __all__ = [
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest rounding, as a fraction of |log-likelihood|, that padding and kernels of another shape or order may cause."""
 
+_LEAST_FOREIGN = 1e-3
+"""Least typical difference of log-likelihoods that is not put down to rounding, whatever the dtype."""
+
 _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
 
 def inference_s(launch: Launch) -> float:
     """Return the seconds a launch spent in batches: the sum of their latencies."""
     return math.fsum(launch.batches.latency_s)
+
+
+def peaks_bytes(result: CaseResult) -> list[int]:
+    """Return the peak of the fullest device for each launch that knows it: live tensors, and workspace beside them."""
+    peaks = []
+    for launch in result.launches:
+        sizes = [
+            device.peak_allocated_bytes + (device.workspace_bytes or 0)
+            for device in launch.memory
+            if device.peak_allocated_bytes
+        ]
+        if sizes:
+            peaks.append(max(sizes))
+    return peaks
 
 
 def derive(result: CaseResult) -> None:
@@ -86,6 +106,14 @@ def decode(loglikelihoods: str) -> array[float]:
     return values
 
 
+def encode(values: Iterable[float]) -> str:
+    """Return numbers as `Accuracy.loglikelihoods` holds them: base64 of float32, least byte first."""
+    numbers = array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
 def value_of(accuracy: Accuracy, metric: str) -> float:
     """Return `acc` or `acc_norm` by name; ValueError for another name."""
     _column_of(metric)
@@ -102,6 +130,15 @@ def _column_of(metric: str) -> str:
     if metric not in _COLUMNS:
         raise ValueError(f"accuracy metric {metric!r}: allowed are {', '.join(_COLUMNS)}")
     return _COLUMNS[metric]
+
+
+def explained(dtype: str) -> float:
+    """Return the largest typical difference of log-likelihoods that is put down to rounding, as a fraction.
+
+    Of a dtype that is not known, the largest of those that are.
+    """
+    tolerances = LOGLIKELIHOOD_TOLERANCES
+    return max(tolerances.get(dtype, max(tolerances.values())), _LEAST_FOREIGN)
 
 
 def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.case_tables import layout
+from pytest_llmgpu.case import Case
+from pytest_llmgpu.device_figures import digits
 from pytest_llmgpu.metrics import measured
 from pytest_llmgpu.result import CaseResult
 
-__all__ = ["LEGEND", "Cell", "Kind", "StudyTable", "study_table"]
+__all__ = ["LEGEND", "Cell", "Kind", "Rows", "StudyTable", "layout", "row_name", "study_table"]
 
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """What a cell is to be marked as."""
@@ -23,9 +23,15 @@ LEGEND: dict[str, tuple[str, str]] = {
     "oom": ("OoM", "out of memory"),
     "skipped": ("-", "not run, a smaller batch size was out of memory"),
     "failed": ("!", "did not complete"),
-    "graphs": ("g", "run as CUDA graphs"),
+    "graphs": ("g", "as CUDA graphs"),
 }
-"""Mark and its meaning, by a cell's kind, and `graphs`."""
+"""A page's mark and its meaning, by a cell's kind, and `graphs`."""
+
+_USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed"}
+"""Backends that a title need not name."""
+
+Rows = dict[tuple[int, int], dict[str, CaseResult]]
+"""Batch size and number of the measurement to the result of each column."""
 
 _LONG_S = 600  # from here on people think in minutes
 
@@ -54,8 +60,13 @@ class StudyTable(msgspec.Struct, frozen=True, kw_only=True):
     columns: list[str]
     rows: list[tuple[str, list[Cell]]]
     """Batch size, with the number of the measurement from the second on; a cell per column."""
-    marks: list[tuple[str, str]]
-    """Of `LEGEND`, those that occur."""
+    used: list[str]
+    """The keys of `LEGEND` that occur."""
+
+    @property
+    def marks(self) -> list[tuple[str, str]]:
+        """What a page's legend explains."""
+        return [LEGEND[key] for key in self.used]
 
 
 def study_table(cases: Sequence[CaseResult]) -> StudyTable:
@@ -82,16 +93,46 @@ def study_table(cases: Sequence[CaseResult]) -> StudyTable:
             graphs=result.case.execution == "cuda_graphs",
         )
 
-    body = [(_row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
-    used = {cell.kind for _, cells in body for cell in cells}
-    graphs = any(cell.graphs for _, cells in body for cell in cells)
-    marks = [text for name, text in LEGEND.items() if name in used or (name == "graphs" and graphs)]
-    return StudyTable(title=_table_title(cases, metric, dummy=dummy), columns=columns, rows=body, marks=marks)
+    body = [(row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
+    found = [cell for _, cells in body for cell in cells]
+    kinds = {*(cell.kind for cell in found), *(["graphs"] if any(cell.graphs for cell in found) else [])}
+    used = [key for key in LEGEND if key in kinds]
+    return StudyTable(title=_table_title(cases, metric, dummy=dummy), columns=columns, rows=body, used=used)
+
+
+def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
+    """Return the columns' titles, and the results by row."""
+    by_series = {result.case.series: result.case for result in cases}
+    titles = {series: _title(case, list(by_series.values())) for series, case in by_series.items()}
+    rows: Rows = {}
+    for result in cases:
+        title, number = titles[result.case.series], 1
+        while title in rows.get((result.case.batch_size, number), {}):
+            number += 1
+        rows.setdefault((result.case.batch_size, number), {})[title] = result
+    return list(titles.values()), dict(sorted(rows.items()))
+
+
+def _title(case: Case, columns: Sequence[Case]) -> str:
+    """Return the strategy, with what is not usual of it and what tells it from other columns of the same strategy."""
+    alike = [other for other in columns if other.strategy == case.strategy]
+    unusual = _USUAL_BACKENDS.get(case.strategy, case.backend) != case.backend
+    backend = case.backend if unusual or any(other.backend != case.backend for other in alike) else None
+    options = [
+        f"{name}={value}"
+        for name, value in case.strategy_options.items()
+        if value or any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
+    ]
+    return " ".join(filter(None, [case.strategy, backend, *options]))
 
 
 def _table_title(cases: Sequence[CaseResult], metric: str, *, dummy: bool) -> str:
     items = next((accuracy.items for result in cases if (accuracy := measured(result)) is not None), None)
     title = "Time" if items is None else f"Time for {items:,} items"
+    launches = [count for result in cases if (count := sum(bool(one.batches.latency_s) for one in result.launches))]
+    if max(launches, default=1) > 1:
+        fewest = f"{min(launches):,} to " if min(launches) < max(launches) else ""
+        title += f", median of {fewest}{max(launches):,} launches"
     if dummy:
         return f"{title} (the accuracy of random weights is chance)"
     return title if items is None else f"{title} / {metric}"
@@ -122,10 +163,10 @@ def _seconds_format(values_s: Sequence[float]) -> Callable[[float], str]:
     """Return a format with one unit and the decimals that the smallest value needs, so that a column compares."""
     smallest = min(values_s, default=0.0)
     unit, name = (60, "min") if smallest >= _LONG_S else (1, "s")
-    value = smallest / unit
-    digits = 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
-    return lambda value_s: f"{value_s / unit:.{digits}f} {name}"
+    places = digits(smallest / unit)
+    return lambda value_s: f"{value_s / unit:.{places}f} {name}"
 
 
-def _row_name(row: tuple[int, int]) -> str:
+def row_name(row: tuple[int, int]) -> str:
+    """Return the batch size, with the number of the measurement from the second on."""
     return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.blocks import blocks, captions, dataset, listed, model
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.case_tables import WIDTH, Painter, device_tables, layout, painter, time_table
+from pytest_llmgpu.case_tables import WIDTH, Painter, device_tables, painter, time_table
 from pytest_llmgpu.comparison import YARDSTICK, written
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult, Comparison, Finding
+from pytest_llmgpu.study_table import layout
 
 __all__ = ["headline", "progress", "tables"]
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from pytest_llmgpu import models
+from pytest_llmgpu.group import RankGroup
+from pytest_llmgpu.launchers.local import LocalLauncher
+from pytest_llmgpu.models import ModelSource
 
 StubEnvironment = Callable[..., dict[str, str]]
 """`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
@@ -31,3 +36,28 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> StubEnvironment:
         return {**clean, "LD_LIBRARY_PATH": str(folder), **stub}
 
     return environment
+
+
+@pytest.fixture(scope="session")
+def bundled() -> ModelSource:
+    """The model that comes with the package."""
+    return models.resolve("bundled", texts=[], rootdir=Path.cwd())
+
+
+@pytest.fixture(scope="module")
+def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    """Two ranks on the CPU, for one model after another: it is their start that takes time."""
+    environments = [
+        {
+            "CUDA_VISIBLE_DEVICES": "",
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        for number in range(2)
+    ]
+    made = RankGroup(LocalLauncher(tmp_path_factory.mktemp("ranks")), environments)
+    yield made
+    made.kill()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.metrics import derive, proportion_stderr
+from pytest_llmgpu.metrics import derive, encode, proportion_stderr
 from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.report import Environment, Report
 from pytest_llmgpu.result import (
@@ -52,11 +50,6 @@ def make_case(**fields: Any) -> Case:
         "tokenizer_sha256": "e" * 64,
     }
     return Case(**{**defaults, **fields})
-
-
-def encode(values: Sequence[float]) -> str:
-    """Return log-likelihoods as a report holds them."""
-    return base64.b64encode(array("f", values).tobytes()).decode()
 
 
 def make_accuracy(

@@ -73,12 +73,6 @@ def inject(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource) -> Inject:
 
 
 @pytest.fixture(scope="module")
-def bundled() -> ModelSource:
-    """The model that comes with the package."""
-    return models.resolve("bundled", texts=[], rootdir=Path.cwd())
-
-
-@pytest.fixture(scope="module")
 def plain(bundled: ModelSource) -> torch.nn.Module:
     """The bundled model as transformers computes it."""
     return _plain(bundled)

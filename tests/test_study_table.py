@@ -69,3 +69,12 @@ def test_cuda_graphs_are_marked() -> None:
     table = study_table([make_result(execution="cuda_graphs"), make_result(batch_size=2)])
     assert [cell.graphs for cell in _cells(table).values()] == [True, False]
     assert LEGEND["graphs"] in table.marks
+
+
+def test_launches_are_counted_where_there_are_several() -> None:
+    """A time is their median then; a case may have more of them than another."""
+    one, several = make_result(), make_result(batch_size=2)
+    assert "launches" not in study_table([one]).title
+    several.launches *= 3
+    assert "median of 3 launches" in study_table([several]).title
+    assert "median of 1 to 3 launches" in study_table([one, several]).title

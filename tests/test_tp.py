@@ -5,7 +5,7 @@ import importlib.util
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import pytest_llmgpu.session  # noqa: F401
 from pytest_llmgpu import environment, models, rank, report, strategies
 from pytest_llmgpu.environment import TorchFacts
 from pytest_llmgpu.group import RankGroup
-from pytest_llmgpu.launchers.local import LocalLauncher
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -41,39 +40,14 @@ Load = Callable[..., RankGroup]
 """`load(source, backend="deepspeed", dtype="bfloat16")`: two ranks that share a model."""
 
 
-@pytest.fixture(scope="module")
-def bundled() -> ModelSource:
-    """The model that comes with the package."""
-    return models.resolve("bundled", texts=[], rootdir=Path.cwd())
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
-    """Two processes, for one model after another: it is their start that takes time."""
-    environments = [
-        {
-            "CUDA_VISIBLE_DEVICES": "",
-            "RANK": str(number),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-        }
-        for number in range(2)
-    ]
-    made = RankGroup(LocalLauncher(tmp_path_factory.mktemp("ranks")), environments)
-    yield made
-    made.kill()
-
-
 @pytest.fixture
-def load(pair: RankGroup) -> Load:
+def load(gloo_pair: RankGroup) -> Load:
     """Strategy tp on two ranks."""
 
     def load_shared(source: ModelSource, **fields: Any) -> RankGroup:
         case = msgspec.structs.replace(_CASE, load_format=source.load_format, **fields)
-        pair.ask(rank.load, case, source, _PLACE, phase="load", timeout_s=120)
-        return pair
+        gloo_pair.ask(rank.load, case, source, _PLACE, phase="load", timeout_s=120)
+        return gloo_pair
 
     return load_shared
 

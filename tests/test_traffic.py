@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,9 +17,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from pytest_llmgpu import logits, models, rank, traffic
+from pytest_llmgpu import logits, rank, traffic
 from pytest_llmgpu.group import RankGroup
-from pytest_llmgpu.launchers.local import LocalLauncher
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.result import Collective, CollectiveKind
 from pytest_llmgpu.strategies.mp import LayerParallel
@@ -199,39 +197,14 @@ def test_copies_into_another_devices_tensor_are_counted() -> None:
     assert [*traffic._moved("aten::copy_", {"self": target, "src": target}, target, 1)] == []
 
 
-@pytest.fixture(scope="module")
-def bundled() -> ModelSource:
-    """The model that comes with the package."""
-    return models.resolve("bundled", texts=[], rootdir=Path.cwd())
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
-    """Two processes, for one model after another: it is their start that takes time."""
-    environments = [
-        {
-            "CUDA_VISIBLE_DEVICES": "",
-            "RANK": str(number),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-        }
-        for number in range(2)
-    ]
-    made = RankGroup(LocalLauncher(tmp_path_factory.mktemp("ranks")), environments)
-    yield made
-    made.kill()
-
-
 @pytest.fixture
-def load(pair: RankGroup, bundled: ModelSource) -> Callable[..., RankGroup]:
+def load(gloo_pair: RankGroup, bundled: ModelSource) -> Callable[..., RankGroup]:
     """`load(_TP, backend="deepspeed")`: two ranks that share the bundled model."""
 
     def load_shared(place: str, **fields: Any) -> RankGroup:
         case = msgspec.structs.replace(_CASE, load_format=bundled.load_format, **fields)
-        pair.ask(rank.load, case, bundled, place, phase="load", timeout_s=120)
-        return pair
+        gloo_pair.ask(rank.load, case, bundled, place, phase="load", timeout_s=120)
+        return gloo_pair
 
     return load_shared
 

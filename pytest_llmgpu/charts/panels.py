@@ -10,10 +10,10 @@ import msgspec
 
 from pytest_llmgpu.blocks import blocks
 from pytest_llmgpu.capacity import Capacity
-from pytest_llmgpu.case_tables import layout
 from pytest_llmgpu.charts.theme import domain
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult, DeviceMemory, Launch
+from pytest_llmgpu.study_table import layout
 
 __all__ = ["Entry", "Panel", "counted", "device_means", "fmean", "memory_of", "panels"]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.exports.escaping import one_line
-from pytest_llmgpu.metrics import inference_s
+from pytest_llmgpu.metrics import inference_s, peaks_bytes
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult, Launch
 
@@ -118,7 +118,7 @@ def _all(result: CaseResult) -> Iterator[Figure]:
     accuracy = result.acc if metric == "acc" else result.acc_norm
     if accuracy is not None and result.case.load_format != "dummy":
         yield _figure("accuracy", metric, accuracy, (), bigger_is_better=True)
-    if peaks := _peaks(result):
+    if peaks := list(map(float, peaks_bytes(result))):
         yield _figure("memory", "bytes", statistics.median(peaks), peaks)
     if result.traffic is not None:
         yield _figure("traffic", "bytes/sequence", result.traffic.wire_bytes_per_sequence, ())
@@ -140,13 +140,3 @@ def _figure(
 
 def _timed(result: CaseResult) -> list[Launch]:
     return [launch for launch in result.launches if launch.batches.latency_s]
-
-
-def _peaks(result: CaseResult) -> list[float]:
-    """Return what the fullest device held at its peak, for each launch that knows it."""
-    peaks = []
-    for launch in result.launches:
-        held = [(one.peak_allocated_bytes or 0) + (one.workspace_bytes or 0) for one in launch.memory]
-        if any(held):
-            peaks.append(float(max(held)))
-    return peaks

@@ -41,5 +41,12 @@ def properties(result: CaseResult) -> list[tuple[str, str]]:
 
 
 def verdict_properties(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return name and value of what a gate said of a case: `("llmgpu.verdict.time", "REGRESSED: ...")`."""
-    return [(f"llmgpu.verdict.{row.metric}", one_line(f"{row.verdict}: {row.reason}")) for row in rows]
+    """Return name and value of what a gate said of a test: `("llmgpu.verdict.time", "REGRESSED: ...")`.
+
+    Where the rows are of several cases the value begins with the case's id.
+    """
+    several = len({row.id for row in rows}) > 1
+    return [
+        (f"llmgpu.verdict.{row.metric}", one_line(f"{f'{row.id}: ' * several}{row.verdict}: {row.reason}"))
+        for row in rows
+    ]

@@ -6,13 +6,10 @@ lm-evaluation-harness 0.4.13 (`lm_eval/tasks/hellaswag/utils.py`): accuracies co
 
 from __future__ import annotations
 
-import base64
 import difflib
 import hashlib
 import json
 import re
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu import bundled
-from pytest_llmgpu.metrics import proportion_stderr
+from pytest_llmgpu.metrics import encode, proportion_stderr
 from pytest_llmgpu.result import Accuracy
 
 __all__ = ["Dataset", "Item", "accuracy", "load"]
@@ -112,16 +109,13 @@ def accuracy(items: Sequence[Item], loglikelihoods: Sequence[Sequence[float]]) -
         sum(choice == item.label for choice, item in zip(choices, items, strict=True)) / len(items)
         for choices in (predictions, predictions_norm)
     )
-    flat = array("f", [value for row in loglikelihoods for value in row])
-    if sys.byteorder == "big":
-        flat.byteswap()
     return Accuracy(
         acc=acc,
         acc_norm=acc_norm,
         items=len(items),
         predictions=predictions,
         predictions_norm=predictions_norm,
-        loglikelihoods=base64.b64encode(flat.tobytes()).decode(),
+        loglikelihoods=encode(value for row in loglikelihoods for value in row),
         stderr=proportion_stderr(acc_norm, len(items)),
         labels=[item.label for item in items],
     )
