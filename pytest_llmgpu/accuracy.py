@@ -9,7 +9,15 @@ import msgspec
 
 from pytest_llmgpu import comparison
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode, measured, typical_difference, upper_bound, value_of
+from pytest_llmgpu.metrics import (
+    LOGLIKELIHOOD_TOLERANCES,
+    decode,
+    explained,
+    measured,
+    typical_difference,
+    upper_bound,
+    value_of,
+)
 from pytest_llmgpu.result import Accuracy, AccuracyCheck, CaseResult
 
 __all__ = [
@@ -38,9 +46,6 @@ _HUB_IDS = {
 _SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items() for size in sizes}
 
 _DUMMY_METRIC = "loglikelihood_relative_difference"
-_FOREIGN = 1e-3
-"""Least typical difference of log-likelihoods that is not put down to rounding, whatever the dtype."""
-
 _CHANCE_BAR = 0.01
 """Largest probability that is not put down to chance."""
 
@@ -219,7 +224,7 @@ def foreign_numbers(result: CaseResult, mp: CaseResult | None) -> str | None:
         whose, expected = "those registered for the bundled model", bundled.loglikelihoods()
     else:
         return None
-    allowed = max(LOGLIKELIHOOD_TOLERANCES[case.dtype], _FOREIGN)
+    allowed = explained(case.dtype)
     for accuracy in accuracies:
         values = decode(accuracy.loglikelihoods)
         if len(values) > len(expected):

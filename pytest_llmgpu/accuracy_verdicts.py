@@ -1,12 +1,17 @@
-"""Whether answers got worse: the items that flipped, by McNemar's exact test, and the floor under the accuracy."""
+"""Whether answers got worse: the items that flipped, by McNemar's exact test, and the floor under the accuracy.
+
+A model that is sure of its answers keeps them under a wrong kernel, and random weights answer by chance: therefore the
+log-likelihoods are compared too, and those of random weights alone.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.comparison import by_chance, written
-from pytest_llmgpu.metrics import predictions_of, value_of
+from pytest_llmgpu.metrics import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.policy import AccuracyRule
 from pytest_llmgpu.result import Accuracy, CaseResult
 from pytest_llmgpu.statistics import holm, net_loss
@@ -20,6 +25,7 @@ _ROUNDING = 1e-9  # a floor may be a hair above the same fraction in binary
 class Answered(NamedTuple):
     """The answers of one case against its baseline's, not yet judged: that takes all cases."""
 
+    before: CaseResult
     result: CaseResult
     rule: AccuracyRule
     items: int
@@ -30,6 +36,18 @@ class Answered(NamedTuple):
     other: int
     """Items answered otherwise that are in neither list: wrong both times, or all of them where there are no labels."""
     labelled: bool
+    difference: float | None
+    """Typical difference of the log-likelihoods, as a fraction of the baseline's; None where a side's are not known."""
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether the answers are: those of random weights."""
+        return self.result.case.load_format == "dummy"
+
+    @property
+    def allowed(self) -> float:
+        """The largest difference that is let pass."""
+        return explained(self.result.case.dtype) if self.rule.difference is None else self.rule.difference
 
 
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
@@ -51,6 +69,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
     return Answered(
+        base,
         head,
         rule,
         len(after),
@@ -60,6 +79,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         won,
         len(flips) - len(lost) - len(won),
         labels is not None,
+        _difference(then, now),
     )
 
 
@@ -75,8 +95,8 @@ def typical(result: CaseResult, metric: str) -> Accuracy | None:
 
 def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
     """Return in a sentence how the answers are wrong whatever the baseline's are; None where they are not."""
-    accuracy = typical(result, rule.metric) if rule.floor is not None else None
-    if accuracy is not None and rule.floor is not None:
+    accuracy = typical(result, rule.metric)
+    if accuracy is not None and rule.floor is not None and result.case.load_format != "dummy":
         value = value_of(accuracy, rule.metric)
         if value < rule.floor - _ROUNDING:
             return f"accuracy ({rule.metric}) is {_pct(value)}, below the policy's floor of {_pct(rule.floor)}."
@@ -90,10 +110,18 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     p is McNemar's, exact and one-sided: of at least so many lost among the items lost or won, by even odds, adjusted
     over the cases by Holm's method. REGRESSED where it is at most 1 - confidence or where the answers are below a
     floor, IMPROVED likewise for items won, OK where a loss of the margin is ruled out, else INCONCLUSIVE.
+
+    Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are; IMPROVED where
+    the baseline's own check says that its answers were wrong, and the candidate's does not.
     """
-    worse = holm([by_chance(len(case.lost), len(case.won)) for case in cases])
-    better = holm([by_chance(len(case.won), len(case.lost)) for case in cases])
-    return [_row(case, below, above, confidence, note) for case, below, above in zip(cases, worse, better, strict=True)]
+    tested = [case for case in cases if not case.by_chance]
+    worse = holm([by_chance(len(case.lost), len(case.won)) for case in tested])
+    better = holm([by_chance(len(case.won), len(case.lost)) for case in tested])
+    chances = iter(zip(worse, better, strict=True))
+    return [
+        _row_of_numbers(case, note) if case.by_chance else _row(case, *next(chances), confidence, note)
+        for case in cases
+    ]
 
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
@@ -125,6 +153,9 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
             reason += "\nThe baseline answered the same."
         elif case.labelled:
             reason += f"\nAgainst the baseline: {flips}."
+    elif _foreign(case):
+        verdict, reason = _of_foreign(case)
+        reason += f"\n{change}: {flips}." if case.labelled else ""
     elif not case.labelled:
         verdict = "INCONCLUSIVE" if case.other else "OK"
         reason = f"{case.other:,} of {case.items:,} items are answered otherwise; the right answers were not kept."
@@ -157,6 +188,53 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
         lost=case.lost,
         won=case.won,
     )
+
+
+def _row_of_numbers(case: Answered, note: str) -> Row:
+    """Judge random weights, which answer by chance: the same inputs have to give the same numbers."""
+    verdict: Verdict
+    if (floor := below_floor(case.result, case.rule)) is not None:
+        verdict, reason = "REGRESSED", floor
+    elif case.difference is None:
+        verdict, reason = "INCONCLUSIVE", "the baseline has no log-likelihoods to compare those of random weights with."
+    elif _foreign(case):
+        verdict, reason = _of_foreign(case)
+        reason += f"\n{note}" if note else ""
+    else:
+        verdict = "OK"
+        reason = f"log-likelihoods of random weights are the baseline's (typically within {case.difference:.1e})."
+    return Row.of(case.result, "accuracy", verdict, reason, gated=case.rule.gate)
+
+
+def _difference(before: Accuracy, after: Accuracy) -> float | None:
+    """Return the typical difference of log-likelihoods; infinite where only the later ones are not finite."""
+    if before.loglikelihoods == after.loglikelihoods:
+        return 0.0 if before.loglikelihoods else None
+    expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
+    if not expected or len(expected) != len(values) or not all(map(math.isfinite, expected)):
+        return None
+    return typical_difference(values, expected) if all(map(math.isfinite, values)) else math.inf
+
+
+def _foreign(case: Answered) -> bool:
+    return case.difference is not None and case.difference > case.allowed
+
+
+def _of_foreign(case: Answered) -> tuple[Verdict, str]:
+    """Return the verdict on log-likelihoods that are not the baseline's, and the reason."""
+    assert case.difference is not None
+    bar = f"{case.result.case.dtype} explains" if case.rule.difference is None else "the policy allows"
+    reason = (
+        f"log-likelihoods typically differ by {100 * case.difference:.2g} % from the baseline's, and {bar} "
+        f"{100 * case.allowed:.2g} %"
+        if math.isfinite(case.difference)
+        else "log-likelihoods are not finite, and the baseline's are"
+    )
+    checks = [result.accuracy_check for result in (case.before, case.result)]
+    wrong, mended = (check is not None and check.ok is False for check in checks)
+    if wrong and not mended:
+        return "IMPROVED", f"{reason}: the baseline's were wrong, by its own check."
+    return "REGRESSED", f"{reason}."
 
 
 def _listed(word: str, numbers: Sequence[int], most: int = 12) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.metrics import derive, predictions_of
+from pytest_llmgpu.metrics import decode, derive, encode, predictions_of
 from pytest_llmgpu.policy import Rules
 from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
 from pytest_llmgpu.verdicts import MetricName
@@ -24,6 +24,8 @@ SLOWDOWN = 0.05
 
 _GROWTH_BYTES = 2**30
 _FLIPPED = 20
+_OFF = 1.1
+"""By which log-likelihoods are multiplied: DeepSpeed's residual, added twice, moves them about as far."""
 
 _NEW_CALL_BYTES = 4
 """Of a collective where a rank had none to copy: one float32."""
@@ -58,7 +60,12 @@ def plants(slowdown: float = SLOWDOWN) -> tuple[Plant, ...]:
         Plant("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
         Plant("memory", "1 GiB more on the fullest device", "memory", _more_memory),
         Plant("batch-size", "out of memory at the largest batch size", "outcome", _out_of_memory, largest_only=True),
-        Plant("answers", f"{_FLIPPED} items answered wrong that were right", "accuracy", _wrong_answers),
+        Plant(
+            "answers",
+            f"{_FLIPPED} items answered wrong that were right (random weights: other log-likelihoods)",
+            "accuracy",
+            _wrong_answers,
+        ),
     )
 
 
@@ -144,6 +151,8 @@ def _wrong_answers(result: CaseResult, rules: Rules) -> CaseResult | str:
     def wrong(launch: Launch) -> Launch:
         if launch.accuracy is None:
             return launch
+        if result.case.load_format == "dummy":
+            return msgspec.structs.replace(launch, accuracy=_other_numbers(launch.accuracy))
         return msgspec.structs.replace(launch, accuracy=_flipped(launch.accuracy, rules.accuracy.metric))
 
     if all(launch.accuracy is None for launch in result.launches):
@@ -170,6 +179,12 @@ def _flipped(accuracy: Accuracy, metric: str) -> Accuracy:
             hits = (choice == label for choice, label in zip(predictions, labels, strict=True))
             accuracy = msgspec.structs.replace(accuracy, **{name: statistics.fmean(hits)})
     return msgspec.structs.replace(accuracy, **after)
+
+
+def _other_numbers(accuracy: Accuracy) -> Accuracy:
+    """Return log-likelihoods that are off by as much as a wrong kernel puts them: random weights answer by chance."""
+    numbers = [_OFF * value for value in decode(accuracy.loglikelihoods)]
+    return msgspec.structs.replace(accuracy, loglikelihoods=encode(numbers))
 
 
 def _derived(result: CaseResult, launches: list[Launch]) -> CaseResult:

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from report_factory import encode, make_accuracy, make_answers, make_case, make_failed, make_result
+from report_factory import make_accuracy, make_answers, make_case, make_failed, make_result
 
 from pytest_llmgpu import bundled
 from pytest_llmgpu.accuracy import baseline, check, check_accuracy, check_dummy, foreign_numbers, smallest_batch_size
+from pytest_llmgpu.metrics import encode
 from pytest_llmgpu.result import AccuracyCheck, CaseResult
 
 

@@ -135,3 +135,87 @@ def test_answers_that_are_gone_or_of_other_items() -> None:
     assert fewer.verdict == "NOT_COMPARABLE"
     assert answered(make_result(), _result(), AccuracyRule()) == "accuracy is new"
     assert answered(make_result(), make_result(), AccuracyRule()) == "no items were scored"
+
+
+def _numbers(*values: float, **fields: Any) -> CaseResult:
+    """Return a result of 100 items, all right, with these log-likelihoods over and over."""
+    return make_result(accuracy=make_answers([True] * 100, list(values) * (400 // len(values))), **fields)
+
+
+@pytest.mark.parametrize(
+    ("off", "dtype", "verdict"),
+    [
+        (1.0008, "float32", "OK"),
+        (1.0012, "float32", "REGRESSED"),
+        (1.0012, "float16", "OK"),
+        (0.99, "float16", "REGRESSED"),
+        (0.99, "bfloat16", "OK"),
+        (1.06, "bfloat16", "REGRESSED"),
+    ],
+)
+def test_other_numbers_are_a_regression_although_every_answer_stays(off: float, dtype: str, verdict: str) -> None:
+    """A wrong kernel may keep the answers of a model that is sure of them; rounding is another thing in each dtype."""
+    row = _judged(_numbers(-2.0, -5.0, dtype=dtype), _numbers(-2.0 * off, -5.0 * off, dtype=dtype))
+    assert row.verdict == verdict
+    assert (row.lost, row.won) == ([], [])
+
+
+def test_other_numbers_are_told_with_what_became_of_the_answers() -> None:
+    """In two lines, and a policy that allows them leaves the answers to McNemar."""
+    base, head = _numbers(-2.0, -4.0, dtype="float16"), _numbers(-2.2, -4.4, dtype="float16")
+    assert _judged(base, head).reason.splitlines() == [
+        "log-likelihoods typically differ by 10 % from the baseline's, and float16 explains 0.5 %.",
+        "accuracy (acc_norm) is 100.00 %, was 100.00 %: 0 items lost and 0 won of 100 (p = 1).",
+    ]
+    assert _judged(base, head, difference=0.05).reason.startswith(
+        "log-likelihoods typically differ by 10 % from the baseline's, and the policy allows 5 %"
+    )
+    allowed = _judged(base, head, difference=0.11, margin=0.05)
+    assert (allowed.verdict, allowed.reason.splitlines()[0][:8]) == ("OK", "accuracy")
+
+
+def test_numbers_that_are_mended_are_no_regression() -> None:
+    """The baseline's own check had found them wrong, and the candidate's does not."""
+    base, head = _numbers(-2.2, dtype="float16"), _numbers(-2.0, dtype="float16")
+    base.accuracy_check = AccuracyCheck(
+        metric="acc_norm", value=1.0, baseline=1.0, source="x", tolerance=0.01, ok=False, text="10 % off"
+    )
+    row = _judged(base, head)
+    assert row.verdict == "IMPROVED"
+    assert "the baseline's were wrong" in row.reason
+    head.accuracy_check = base.accuracy_check
+    assert _judged(base, head).verdict == "REGRESSED"
+
+
+def test_random_weights_are_judged_by_their_numbers_alone() -> None:
+    """Their answers are chance: items that flip say nothing, a floor says nothing, other numbers say all."""
+    right, wrong = ([value] * 100 for value in (True, False))
+    base, flipped = (
+        make_result(accuracy=make_answers(hits, [-3.0] * 400), load_format="dummy", dtype="float16")
+        for hits in (right, wrong)
+    )
+    row = _judged(base, flipped, floor=0.5)
+    assert (row.verdict, row.p, row.lost, row.base) == ("OK", None, None, None)
+    assert row.reason == "log-likelihoods of random weights are the baseline's (typically within 0.0e+00)."
+    other = make_result(accuracy=make_answers(right, [-3.1] * 400), load_format="dummy", dtype="float16")
+    assert _judged(base, other).verdict == "REGRESSED"
+    unknown = make_result(accuracy=make_answers(right, []), load_format="dummy", dtype="float16")
+    assert _judged(unknown, other).verdict == "INCONCLUSIVE"
+
+
+def test_random_weights_are_no_member_of_the_family() -> None:
+    """Twenty of them beside a case with evidence do not dilute it."""
+    found = answered(_result(), _result(*range(5)), AccuracyRule())
+    chance = answered(_numbers(-3.0, load_format="dummy"), _numbers(-3.0, load_format="dummy"), AccuracyRule())
+    assert isinstance(found, Answered)
+    assert isinstance(chance, Answered)
+    assert [row.verdict for row in rows([chance, found, *[chance] * 19], 0.95, "")][:3] == ["OK", "REGRESSED", "OK"]
+
+
+def test_numbers_that_are_not_finite_any_more() -> None:
+    """Are a regression; a baseline that has such numbers says nothing."""
+    fine, broken = _numbers(-2.0), _numbers(float("nan"))
+    row = _judged(fine, broken)
+    assert row.verdict == "REGRESSED"
+    assert row.reason.startswith("log-likelihoods are not finite, and the baseline's are.")
+    assert _judged(broken, fine).verdict == "OK"

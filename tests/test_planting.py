@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from report_factory import GIB, encode, make_accuracy, make_answers, make_failed, make_memory, make_report, make_result
+from report_factory import GIB, make_accuracy, make_answers, make_failed, make_memory, make_report, make_result
 from verdict_factory import make_traffic
 
+from pytest_llmgpu.metrics import decode, encode
 from pytest_llmgpu.planting import plants
 from pytest_llmgpu.policy import AccuracyRule, Rules
 from pytest_llmgpu.report import encode as written
@@ -125,3 +126,13 @@ def test_a_result_without_launches_holds_nothing() -> None:
     assert isinstance(PLANTS["time"].sow(result, Rules()), str)
     assert isinstance(PLANTS["memory"].sow(result, Rules()), str)
     assert isinstance(PLANTS["answers"].sow(result, Rules()), str)
+
+
+def test_random_weights_get_other_numbers() -> None:
+    """Their answers are chance: what a wrong kernel changes is planted instead."""
+    result = make_result(accuracy=make_answers([True] * 10, [-2.0] * 40), load_format="dummy")
+    found = _sown("answers", result).launches[0].accuracy
+    assert found is not None
+    assert decode(found.loglikelihoods).tolist() == pytest.approx([-2.2] * 40)
+    assert result.launches[0].accuracy is not None
+    assert found.predictions == result.launches[0].accuracy.predictions
