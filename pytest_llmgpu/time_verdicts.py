@@ -68,13 +68,15 @@ def timed(base: CaseResult, head: CaseResult, rule: TimeRule, sd: float | None) 
     sides = []
     for name, result in (("baseline", base), ("candidate", head)):
         measured = [launch for launch in result.launches if launch.batches.latency_s]
-        valid = [launch for launch in measured if _evidence(launch) is None]
+        valid = [launch for launch in measured if evidence.untimed(launch) is None]
         if not measured and result is head:
             return refused("MISSING", "no batch was timed.")
         if not measured:
             return "no batch of the baseline was timed"
         if not valid:
-            return refused("INVALID", f"the {name}'s time does not speak for the case: {_evidence(measured[0])}.")
+            return refused(
+                "INVALID", f"the {name}'s time does not speak for the case: {evidence.untimed(measured[0])}."
+            )
         sides.append(valid)
     held = [all(_held_down(launch) for launch in side) for side in sides]
     if held[0] != held[1]:
@@ -105,7 +107,8 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
     A case's p is the probability of its change, or a larger one, were the true change equal to the margin; it inverts
     the interval, so that p is at most 1 - confidence where the interval lies above the margin. Holm's method adjusts
     the p of all cases. REGRESSED is what then still is that improbable, IMPROVED likewise below -margin; OK what has
-    its interval below the margin; and everything else is INCONCLUSIVE.
+    its interval below the margin; and everything else is INCONCLUSIVE. An interval that reaches further than margin
+    and promise to each side is never OK: where noise is that large, luck puts it below the margin.
 
     The typical batch decides, since it has the least noise; the sum of all batches has a veto. Where that lies above
     the margin nothing is OK or IMPROVED, and with launches enough to know its own noise it is REGRESSED: a stall in
@@ -123,15 +126,6 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
         _row(case, above, below, total, confidence, len(cases), note)
         for case, above, below, total in zip(cases, slower, faster, totals, strict=True)
     ]
-
-
-def _evidence(launch: Launch) -> str | None:
-    """Return why a launch's times count for nothing; None where they count."""
-    if launch.profile is not None and (told := evidence.disturbed(launch.profile)) is not None:
-        return told.rstrip(".")
-    if launch.batches.latency_s and min(launch.batches.latency_s) <= 0:
-        return "a batch took no time at all"
-    return None
 
 
 def _held_down(launch: Launch) -> bool:
@@ -160,6 +154,7 @@ def _row(case: Timed, slower: float, faster: float, total: float, confidence: fl
     assumed = f" (noise assumed {100 * UNCALIBRATED_SD:.2g} %: calibrate)" if case.sd is None else ""
     margin = f"the margin of {100 * case.margin:.3g} %"
     needed: int | None = None
+    goal = case.margin + PROMISED
     if slower <= alpha:
         verdict: Verdict = "REGRESSED"
         reason = f"time changed by {found}, more than {margin}: {seconds}{assumed}."
@@ -173,7 +168,7 @@ def _row(case: Timed, slower: float, faster: float, total: float, confidence: fl
         reason += f"\nA part of the batches was much slower; {_OWN_NOISE} launches a side tell whether that stays."
     elif faster <= alpha:
         verdict, reason = "IMPROVED", f"time changed by {found}, beyond {margin}: {seconds}{assumed}."
-    elif high < bar:
+    elif high < bar and half <= math.log1p(goal):
         verdict, reason = "OK", f"time changed by {found}, within {margin}."
     else:
         verdict = "INCONCLUSIVE"
@@ -181,7 +176,6 @@ def _row(case: Timed, slower: float, faster: float, total: float, confidence: fl
         # Of one launch, from the error of a difference between two groups.
         seen = (change.observed_error or 0.0) / math.sqrt(1 / case.launches[0] + 1 / case.launches[1])
         noise = max(known, seen)
-        goal = case.margin + PROMISED
         # Rounded up, so that cases of much the same noise share one calculation.
         needed = launches_needed(goal, case.margin, _rounded_up(noise), confidence, family)
         count = f"{case.launches[0]} launch{'es' * (case.launches[0] > 1)} against {case.launches[1]}"

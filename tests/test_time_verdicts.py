@@ -42,6 +42,16 @@ def test_the_margin_does_not_grow_with_the_noise() -> None:
         assert (row.verdict, row.margin) == ("INCONCLUSIVE", 0.02)
 
 
+def test_luck_is_not_ok() -> None:
+    """Where noise is larger than what is looked for, a case that happens to look much faster is not told either."""
+    lucky = _judged(with_launches([1.0]), with_launches([0.575]), sd=0.2)
+    assert lucky.high is not None
+    assert lucky.high < 1.02
+    assert lucky.verdict == "INCONCLUSIVE"
+    sure = _judged(with_launches([1.0]), with_launches([0.97]), sd=0.0135)
+    assert sure.verdict == "OK", "faster by less than its noise, which is within margin and promise"
+
+
 def test_an_uncalibrated_runner_has_five_percent() -> None:
     """The reason says that this was assumed, how many launches would do, and what to run instead."""
     row = _judged(with_launches([1.0]), with_launches([1.1]), sd=None)
