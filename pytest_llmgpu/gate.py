@@ -6,19 +6,17 @@ Outcome before numbers: a case that no longer fits in memory is a regression eve
 from __future__ import annotations
 
 import datetime
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu import case_verdicts
+from pytest_llmgpu import case_verdicts, collector
 from pytest_llmgpu import policy as policies
 from pytest_llmgpu.matching import software_differences
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.statistics import Calibration
-from pytest_llmgpu.verdicts import COMPARED, Armed, Baseline, Row, Verdicts
+from pytest_llmgpu.verdicts import COMPARED, Armed, Baseline, Candidate, Row, Verdicts
 
 __all__ = ["exit_status", "fails", "judge"]
 
@@ -44,7 +42,7 @@ def judge(
         calibration: noise between launches of this runner; None: it counts as 5 %.
         baseline: where `base` came from; None: only its commit is named.
     """
-    with _no_collector():
+    with collector.paused():
         return _judge(base, head, policy, today, calibration or Calibration(), baseline)
 
 
@@ -103,6 +101,7 @@ def _judge(
     )
     return Verdicts(
         baseline=baseline if base is not None else None,
+        head=Candidate(created=head.created, commit=head.commit.sha),
         policy=policies.dump(policy),
         policy_sha256=policies.sha256(policy),
         calibration_sha256=calibration.sha256,
@@ -119,10 +118,15 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
     for entry in policy.known:
         name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
         lost = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric) and row.verdict in _LOST]
+        grown = max((row.ratio - 1 for row in lost if row.ratio is not None), default=0.0)
         if entry.expires < today:
             warnings.append(f"{name} expired on {entry.expires}: it counts again")
         elif not lost:
             warnings.append(f"{name} was not seen: take it out of the policy")
+        elif entry.up_to is not None and grown > entry.up_to:
+            warnings.append(
+                f"{name} is {100 * grown:+.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+            )
         else:
             reasons[entry.case, entry.metric] = entry.reason
     marked = [
@@ -132,15 +136,3 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
         for row in rows
     ]
     return marked, warnings
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Judge without Python's cycle collector, which would walk through both reports again and again for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -44,6 +44,10 @@ _ALLOWED = {
 """End of a key to the words it takes."""
 
 
+_GROWING = ("time", "traffic", "memory")
+"""Metrics of which a ratio to the baseline's is known."""
+
+
 class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bar for time."""
 
@@ -64,6 +68,9 @@ class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Loss, as a fraction of the items, that has to be ruled out before the answers count as OK."""
     floor: float | None = None
     """Least accuracy, whatever the baseline says; None: only what the candidate's own check says."""
+    difference: float | None = None
+    """Largest typical difference of log-likelihoods from the baseline's, as a fraction, the answers being what they
+    may; None: what rounding explains in the case's dtype, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
 
 
 class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +127,8 @@ class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reason: str
     expires: datetime.date
     """Last day on which it is accepted."""
+    up_to: float | None = None
+    """Largest growth that is accepted, as a fraction of the baseline's; None: any. For time, traffic and memory."""
 
 
 class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,6 +222,12 @@ def sha256(policy: Policy) -> str:
 def _policy(table: Any) -> Policy:
     policy = _converted(table, Policy, "")
     bounds = [("confidence", policy.confidence, 0.5, 1.0), *_bounded("", policy)]
+    for number, known in enumerate(policy.known):
+        if known.up_to is None:
+            continue
+        if known.metric not in _GROWING:
+            raise ValueError(f"known[{number}].up_to is for {', '.join(_GROWING)}: {known.metric} does not grow")
+        bounds.append((f"known[{number}].up_to", known.up_to, 0.0, math.inf))
     for number, entry in enumerate(policy.override):
         if entry.strategy is None and entry.test is None:
             raise ValueError(f"override[{number}] is for no strategy and no test: name one of them")
@@ -225,12 +240,13 @@ def _policy(table: Any) -> Policy:
 
 def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
     """Return where a number stands, the number, its least value, and the first that is too large."""
-    floor = rules.accuracy.floor
+    floor, difference = rules.accuracy.floor, rules.accuracy.difference
     return [
         (f"{place}time.margin", rules.time.margin, 0.0, 10.0),
         (f"{place}time.absolute_s", rules.time.absolute_s, 0.0, math.inf),
         (f"{place}accuracy.margin", rules.accuracy.margin, 0.0, 1.0),
         (f"{place}accuracy.floor", 0.0 if floor is None else floor, 0.0, 1.0 + 1e-9),
+        (f"{place}accuracy.difference", 0.0 if difference is None else difference, 0.0, math.inf),
         (f"{place}memory.margin", rules.memory.margin, 0.0, 10.0),
         (f"{place}memory.absolute_bytes", rules.memory.absolute_bytes, 0.0, math.inf),
     ]

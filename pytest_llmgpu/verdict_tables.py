@@ -29,8 +29,9 @@ _STYLES: dict[Verdict, str] = {
 _TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
 _INDENT = 4
 
+_LOST = 1
 _CONCLUSIONS = {
-    1: "REGRESSED",
+    _LOST: "REGRESSED",
     3: "INCONCLUSIVE, and the policy fails on it",
     4: "NOT COMPARABLE",
     5: "NOT ARMED: a gate that compares nothing is not green",
@@ -81,6 +82,8 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
         parts += [f"{known:,} known"] if known else []
         text = ", ".join(parts)
     word = _CONCLUSIONS.get(status, "PASSED" if verdicts.baseline is not None else "PASSED without a baseline")
+    if status == _LOST and len(kinds := {row.verdict for row in failing}) == 1:
+        (word,) = kinds  # MISSING alone is no slowdown
     return painter(color)(f"{word}: {text}", _RED if status else _YELLOW if inconclusive or invalid else _GREEN)
 
 

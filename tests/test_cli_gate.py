@@ -67,7 +67,7 @@ def _invalid() -> CaseResult:
         ([timed(), timed(batch_size=2)], [], 0, "PASSED: "),
         ([timed(), timed(batch_size=2)], ["--require-armed"], 5, "NOT ARMED"),
         ([timed(dtype="float32")], [], 4, "NOT COMPARABLE"),
-        ([timed(batch_size=2)], [], 1, "REGRESSED: "),
+        ([timed(batch_size=2)], [], 1, "MISSING: "),
         ([timed(batch_size=2)], ["--allow-missing"], 5, "NOT ARMED"),
     ],
 )
@@ -354,7 +354,7 @@ def test_a_broken_report_is_one_line_and_exit_2(command: str, name: str, capsys:
         (["gate", "base.json", "none.json", "--allow-no-baseline"], "report none.json: cannot be read"),
         (["gate", "base.json", "head.json", "--policy", "none.toml"], "policy none.toml: cannot be read"),
         (["gate", "base.json", "head.json", "--calibration", "none.json"], "calibration none.json: cannot be read"),
-        (["gate", "base.json", "head.json", "--json", "base.json/x"], "verdicts base.json/x: cannot be written"),
+        (["gate", "base.json", "head.json", "--json", "base.json/x"], "base.json/x: cannot be written"),
         (["gate", "--dump-policy", "--policy", "bad.toml"], "policy bad.toml: margn is no key: allowed are "),
         (["compare", "none.json", "head.json"], "report none.json: cannot be read"),
     ],

@@ -250,6 +250,16 @@ def test_a_known_regression_passes_until_its_day() -> None:
     ]
 
 
+def test_a_known_regression_that_grew_counts() -> None:
+    """`up_to` bounds what is accepted; without it any growth is."""
+    sides = [_full()], [_full(slower=1.3)]
+    for up_to, known in ((0.5, "bug 7"), (None, "bug 7"), (0.1, None)):
+        entry = Known(case="mp-bs1", metric="time", reason="bug 7", expires=TODAY, up_to=up_to)
+        found = _judge(*sides, Policy(known=[entry]))
+        assert [row.known for row in found.rows if row.metric == "time"] == [known]
+    assert found.warnings == ["known regression mp-bs1 time (bug 7) is +30 %, more than its up_to of 10 %: it counts"]
+
+
 def test_margins_hold_for_a_strategy_of_their_own() -> None:
     """10 % slower is fine for tp here and for nobody else."""
     policy = msgspec.convert({"override": [{"strategy": "tp", "time": {"margin": 0.2}}]}, Policy)

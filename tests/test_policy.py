@@ -39,6 +39,8 @@ reason = 'the "new" kernel\\, see é'
 expires = 2027-01-31
 """
 
+KNOWN = "[[known]]\ncase = 'x'\nmetric = '{}'\nreason = 'y'\nexpires = 2027-01-01\nup_to = {}"
+
 
 def _write(tmp_path: Path, text: str, name: str = "gate.toml") -> Path:
     path = tmp_path / name
@@ -99,7 +101,12 @@ def test_a_known_regression_has_a_day(tmp_path: Path) -> None:
         ("[[override]]\nstrategy = 'tp'\nspeed = {}", r"override\[0\]\.speed is no key: allowed are accuracy, .*"),
         ("[[override]]\nstrategy = 'tp'\ntime = { margn = 1 }", r"override\[0\]\.time\.margn is no key: .*"),
         ("[[override]]\ntime = { margin = 1 }", r"override\[0\] is for no strategy and no test: name one of them"),
-        ("[[known]]\ncase = 'x'\nwho = 'me'", r"known\[0\]\.who is no key: allowed are case, expires, metric, reason"),
+        (
+            "[[known]]\ncase = 'x'\nwho = 'me'",
+            r"known\[0\]\.who is no key: allowed are case, expires, metric, reason, up_to",
+        ),
+        (KNOWN.format("time", "-0.1"), r"known\[0\]\.up_to = -0\.1: allowed is 0 up to but not inf"),
+        (KNOWN.format("accuracy", "0.1"), r"known\[0\]\.up_to is for time, traffic, memory: accuracy does not grow"),
         ("[[known]]\ncase = 'x'", r"known\[0\]: object missing required field `metric`"),
         ("on_inconclusive = 'maybe'", r"on_inconclusive: invalid enum value 'maybe': allowed are pass, fail"),
         ("[accuracy]\nmetric = 'f1'", r"accuracy\.metric: invalid enum value 'f1': allowed are acc, acc_norm"),
