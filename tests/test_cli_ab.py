@@ -301,3 +301,37 @@ def test_what_cannot_be_measured_is_exit_2(project: _Project, capsys: pytest.Cap
         assert _ab(refs=refs, command=command) == 2
         assert reason in capsys.readouterr().err
     project.untouched()
+
+
+def test_calibrate_runs_the_launches_itself(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as asked for, each with a report that stays; their noise is written for the gate."""
+    from pytest_llmgpu import calibration
+
+    project.commit("base", seconds={"1": [10.0, 10.1, 10.05], "2": [20.0, 20.2, 20.1]})
+    assert main(["calibrate", "--launches", "3", "--", sys.executable, "measure.py"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[:3]] == ["launch-1", "launch-2", "launch-3"]
+    (written,) = (line for line in printed.splitlines() if line.startswith("written: "))
+    noise = calibration.load(Path(written.removeprefix("written: ")))[0].time.values()
+    assert [(one.id, one.launches) for one in noise] == [("mp-bs1", 3), ("mp-bs2", 3)]
+    assert all(0.004 < one.sd < 0.006 for one in noise)
+    assert len(list(Path(".llmgpu/calibrate").glob("*/launches/*.json.gz"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--launches", "1", "--", "true"], "--launches=1: at least 2 are needed"),
+        (["--launches", "2", "--", "true", "--llmgpu-json=x"], "each launch gets one of its own"),
+        (["--launches", "2", "--", "true"], "launch-1: true ended without a report with status 0"),
+        (["--launches", "2", "--", "no-such-program"], "'no-such-program' cannot be run"),
+    ],
+)
+def test_calibrate_says_why_it_cannot(
+    project: _Project, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and no calibration is written."""
+    project.commit("base", seconds=STEADY)
+    assert main(["calibrate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(project.root.rglob("calibration.json"))

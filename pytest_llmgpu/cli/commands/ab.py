@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_llmgpu.cli import launching
 from pytest_llmgpu.cli.arguments import storage_of
 from pytest_llmgpu.cli.judging import add_rules, rules_of
 from pytest_llmgpu.cli.output import color, show
@@ -33,10 +31,7 @@ Exit status as of llmgpu gate: 0 ok, 1 regressed, 2 bad usage or a launch withou
 policy fails on it, 4 not comparable, 5 nothing compared."""
 
 _KEPT = Path(".llmgpu") / "ab"
-_JSON = "--llmgpu-json"
 _LETTERS = 8  # of a commit
-_RED_IS_FINE = (0, 1)
-"""Statuses of pytest after which the report speaks: a test that failed has its outcome there."""
 
 
 class _Ab:
@@ -61,7 +56,7 @@ class _Ab:
             ".venv/bin/pip install .'; .venv/bin then comes first in PATH",
         )
         parser.add_argument(
-            "--launches", metavar="N", type=_launches, default=5, help="launches of each commit (default: 5)"
+            "--launches", metavar="N", type=launching.count, default=5, help="launches of each commit (default: 5)"
         )
         parser.add_argument(
             "--again",
@@ -79,8 +74,7 @@ class _Ab:
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu import gate, verdict_tables, worktree_runs, worktrees
 
-        if any(part == _JSON or part.startswith(f"{_JSON}=") for part in arguments.command):
-            raise ValueError(f"{_JSON}: each launch gets one of its own; leave it out")
+        launching.check(arguments.command)
         references = arguments.base_ref, arguments.head_ref
         with worktree_runs.interruptible(), worktrees.checked_out(references) as trees:
             job = _Job(arguments, trees)
@@ -103,7 +97,7 @@ class _Job:
         self._trees: dict[Side, Worktree] = dict(zip(SIDES, trees, strict=True))
         self._environments = {side: worktrees.environment(tree) for side, tree in self._trees.items()}
         self.policy = _policy(arguments, self._trees["base"])
-        self.kept = _folder(trees)
+        self.kept = launching.kept(_KEPT, "_".join(tree.sha[:_LETTERS] for tree in trees))
         self.noise = ""
         """The noise that times were judged by, in a line."""
 
@@ -122,7 +116,7 @@ class _Job:
                 status = worktree_runs.run(("/bin/sh", "-c", setup), tree.folder, self._environments[side], log)
                 show(f"{side}-setup  {time.monotonic() - began:.1f} s")
                 if status:
-                    raise ValueError(f"{side}: --setup ended with {_ending(status, log)}")
+                    raise ValueError(f"{side}: --setup ended with {launching.ending(status, log)}")
                 self._environments[side] = worktrees.environment(tree)
         if all("VIRTUAL_ENV" not in one or not _inside(one, tree) for one, tree in self._sides()):
             show("note: no .venv in the worktrees: both commits run with what is installed here")
@@ -139,35 +133,27 @@ class _Job:
         return verdicts
 
     def _measure(self, side: Side, name: str, deselected: Sequence[str]) -> Report:
-        from pytest_llmgpu import report, worktree_runs
-
-        began = time.monotonic()
-        path, log = self.kept / "launches" / f"{name}.json.gz", self.kept / "launches" / f"{name}.log"
-        command = [*self._arguments.command, f"{_JSON}={path}"]
-        command += [f"--deselect={nodeid}" for nodeid in deselected]
-        status = worktree_runs.run(command, self._trees[side].folder, self._environments[side], log)
-        show(f"{name}  {time.monotonic() - began:.1f} s")
-        if status not in _RED_IS_FINE or not path.exists():
-            nothing = " without a report" * (not path.exists())
-            raise ValueError(
-                f"{name}: {shlex.join(self._arguments.command)} ended{nothing} with {_ending(status, log)}"
-            )
-        return report.load(path)
+        return launching.launch(
+            self._arguments.command,
+            name,
+            self._trees[side].folder,
+            environ=self._environments[side],
+            into=self.kept,
+            deselected=deselected,
+        )
 
     def _judge(self, both: Both) -> Verdicts:
         import hashlib
 
-        import msgspec
-
         from pytest_llmgpu import calibration, gate, report
-        from pytest_llmgpu.verdicts import Baseline, Candidate
+        from pytest_llmgpu.verdicts import Baseline
 
         data = report.encode(both.base, compressed=True)
         report.dump(both.base, self.kept / "base.json.gz")
         tree = self._trees["base"]
         today, noise = rules_of(self._arguments, both.head)
         self.noise = calibration.in_words(storage_of(self._arguments), both.head, self._arguments.calibration)
-        verdicts = gate.judge(
+        both.head.verdicts = gate.judge(
             both.base,
             both.head,
             self.policy,
@@ -175,8 +161,6 @@ class _Job:
             calibration=noise,
             baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
         )
-        head = Candidate(created=both.head.created, commit=both.head.commit.sha)
-        both.head.verdicts = msgspec.structs.replace(verdicts, head=head)
         report.dump(both.head, self.kept / "head.json.gz")
         return both.head.verdicts
 
@@ -198,40 +182,8 @@ def _policy(arguments: argparse.Namespace, base: Worktree) -> Policy:
     return split(policy, arguments.again)
 
 
-def _folder(trees: Sequence[Worktree]) -> Path:
-    """Make the folder that is kept and return it."""
-    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    name = "_".join([*(tree.sha[:_LETTERS] for tree in trees), now])
-    for number in itertools.count(1):
-        path = _KEPT / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-            (path / "launches").mkdir()
-        except FileExistsError:
-            continue  # another one of this second
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be made: {error.strerror}") from None
-        break
-    return path.resolve()
-
-
 def _inside(environ: dict[str, str], tree: Worktree) -> bool:
     return Path(environ["VIRTUAL_ENV"]).is_relative_to(tree.root)
-
-
-def _ending(status: int, log: Path) -> str:
-    """Return how a command ended: its status, and what it said last."""
-    from pytest_llmgpu import worktree_runs
-
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    said = worktree_runs.last_line(log)
-    return f"{how}{f': {said}' if said else ''}; see {log}"
-
-
-def _launches(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:  # noqa: PLR2004 - as many as statistics knows of
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number from 1 to 1000 is needed")
-    return int(text)
 
 
 COMMAND: Command = _Ab()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pytest_llmgpu.cli import launching
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
+if TYPE_CHECKING:
+    from pytest_llmgpu.report import Report
+
 __all__ = ["COMMAND"]
+
+_EPILOG = """\
+Launches of the same commit on an otherwise idle machine: what differs between them is noise. The gate takes it from the
+store by itself, for reports of the same machine."""
+
+_KEPT = "calibrate"
 
 
 class _Calibrate:
@@ -17,11 +29,17 @@ class _Calibrate:
     help = "keep a runner's noise between launches of the same thing, which the gate reads by itself"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.usage = "%(prog)s [options] REPORT [REPORT ...]\n       %(prog)s --launches N [options] -- COMMAND"
+        parser.epilog = _EPILOG
         parser.add_argument(
-            "reports",
-            metavar="REPORT",
+            "words",
+            metavar="REPORT | COMMAND",
             nargs="+",
-            help=f"one report with several launches a case, or several of the same cases: {REFERENCE}",
+            help=f"one report with several launches a case, or several of the same cases: {REFERENCE}. With "
+            "--launches what measures, after --: such as pytest benchmarks",
+        )
+        parser.add_argument(
+            "--launches", metavar="N", type=launching.count, help="run COMMAND so many times, and keep its reports"
         )
         parser.add_argument(
             "--output", metavar="FILE", type=Path, help="where to write (default: beside the machine's reports)"
@@ -33,9 +51,8 @@ class _Calibrate:
 
         from pytest_llmgpu import calibration, launch_merging
 
-        sources = [source(reference, arguments) for reference in arguments.reports]
-        names = [one.name for one in sources]
-        report = launch_merging.merge([one.report() for one in sources], names)
+        found = _named(arguments) if arguments.launches is None else _launched(arguments)
+        report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
         measured = calibration.measure(report)
         path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
         try:
@@ -55,6 +72,28 @@ class _Calibrate:
             lines.append(f"left out: {left:,} without {least} undisturbed launches of the same batches")
         show("\n".join(lines))
         return 0
+
+
+def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
+    sources = [source(reference, arguments) for reference in arguments.words]
+    return [(one.name, one.report()) for one in sources]
+
+
+def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
+    """Run the command as often as asked for; return each launch's name and report."""
+    from pytest_llmgpu import calibration, worktree_runs
+
+    if arguments.launches < calibration.LEAST:
+        raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} are needed to differ")
+    launching.check(arguments.words)
+    into = launching.kept(storage_of(arguments) / _KEPT)
+    with worktree_runs.interruptible():
+        names = [f"launch-{number}" for number in range(1, arguments.launches + 1)]
+        found = [
+            (name, launching.launch(arguments.words, name, Path(), environ=os.environ, into=into)) for name in names
+        ]
+    show(f"reports and logs: {into}\n")
+    return found
 
 
 COMMAND: Command = _Calibrate()
