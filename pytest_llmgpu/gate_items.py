@@ -16,6 +16,7 @@ import pytest
 
 from pytest_llmgpu import collected
 from pytest_llmgpu.collected import DESELECTED
+from pytest_llmgpu.exports.junit import verdict_properties
 from pytest_llmgpu.fixtures import SESSION
 
 __all__ = ["NAME", "WHOLE_RUN", "GateItem"]
@@ -61,6 +62,7 @@ class GateItem(pytest.Item):
             self.config.stash[_CONCLUDED] = True
         ruling = benchmark.judge.ruling(self._judged)
         self.stash[_VERDICT] = ruling.verdict
+        self.user_properties += verdict_properties(ruling.rows)
         if ruling.fails:
             pytest.fail(ruling.text, pytrace=False)
         if ruling.open:

@@ -290,6 +290,8 @@ def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.P
     text = (pytester.path / "out.xml").read_text()
     assert text.count("<testcase ") == 7
     assert "mp-bs4: time REGRESSED: time changed by" in text
+    assert '<property name="llmgpu.verdict.time" value="REGRESSED: time changed by' in text
+    assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in text
 
 
 def test_the_report_is_judged_and_written_before_anything_fails(runs: FakedRuns, pytester: pytest.Pytester) -> None:
