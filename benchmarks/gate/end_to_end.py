@@ -1,0 +1,132 @@
+"""Whether the gate sees a fault in real runs, and none where there is none; prints JSON.
+
+Rounds of two reports each, launched in turn (A B A B ...): one of a strategy without its fault, one with it.
+`llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. Some launches of A
+calibrate first.
+
+    python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
+    python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from resample import asked_for
+
+from pytest_llmgpu import calibration, launch_merging, report
+from pytest_llmgpu.policy import Policy
+from pytest_llmgpu.report import Report
+
+SIDES = {"a": False, "b": True}
+"""Reports of a round, in the order in which they are launched, and whether each has the fault."""
+
+METRICS = {"slow": "time", "chatty": "traffic"}
+
+
+def main() -> int:
+    """Measure, judge, print; 1 where a fault passes as OK, or none is REGRESSED."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("probe", choices=METRICS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--launches", type=int, help="of each report (default: as many as the tool asks for)")
+    parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
+    parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
+    parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
+    parser.add_argument("--keep", type=Path, default=Path("end-to-end"), help="folder for every report")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    asked = parser.parse_args()
+    asked.keep.mkdir(parents=True, exist_ok=True)
+    bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest)
+    noise = asked.keep / "calibration.json"
+    calibrated = launch_merging.merge([bench.launch(f"calibrating-{number}") for number in range(asked.calibrating)])
+    calibration.dump(calibration.measure(calibrated), noise)
+    in_force = calibration.in_force(asked.keep, calibrated, noise)
+    assert in_force is not None, "a calibration was named"
+    named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
+    launches = asked.launches or min(asked.most, named or asked.most)
+    found: dict[str, list[tuple[int, Counter[str]]]] = {"same": [], "fault": []}
+    rounds = []
+    for number in range(asked.rounds):
+        rounds.append(bench.round(number, launches))
+        found["fault"].append(bench.judged(rounds[-1]["a"], rounds[-1]["b"], noise))
+        print(f"round {number + 1} of {asked.rounds}: {found['fault'][-1]}", file=sys.stderr)
+    for one, following in zip(rounds, [*rounds[1:], rounds[0]], strict=True):
+        found["same"].append(bench.judged(one["a"], following["a"], noise))
+    answer = {
+        "probe": asked.probe,
+        "fault": asked.fault,
+        "arguments": asked.pytest,
+        "rounds": asked.rounds,
+        "sd_between_launches": {key: round(sd, 5) for key, sd in in_force.sd.items()},
+        "launches_asked_for": named,
+        "launches": launches,
+        **{name: summary(trials) for name, trials in found.items()},
+    }
+    answer["ok"] = not answer["same"]["exit_status"].get("1") and not answer["fault"]["rows"].get("OK")
+    json.dump(answer, sys.stdout, indent=2)
+    print()
+    return 0 if answer["ok"] else 1
+
+
+class Bench:
+    """Runs of pytest with one of the probes, and the gate's word on their reports."""
+
+    def __init__(self, probe: str, fault: float, folder: Path, arguments: Sequence[str]) -> None:
+        """Say what is run, and where reports are kept."""
+        self._probe, self._fault, self._folder, self._arguments = probe, fault, folder, arguments
+
+    def round(self, number: int, launches: int) -> dict[str, Path]:
+        """Launch every side in turn, so many times; return the reports that the launches were merged into."""
+        found: dict[str, list[Report]] = {side: [] for side in SIDES}
+        for launch in range(launches):
+            for side, faulty in SIDES.items():
+                found[side].append(self.launch(f"{number}-{side}-{launch}", faulty=faulty))
+        paths = {side: self._folder / f"{number}-{side}.json.gz" for side in SIDES}
+        for side, path in paths.items():
+            report.dump(launch_merging.merge(found[side]), path)
+        return paths
+
+    def launch(self, name: str, *, faulty: bool = False) -> Report:
+        """Run pytest once, with the fault or without; return its report."""
+        path = self._folder / f"{name}.json"
+        here = Path(__file__).parent
+        environ = {**os.environ, "LLMGPU_FAULT": str(self._fault if faulty else 0.0)}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here.resolve()), os.environ.get("PYTHONPATH")]))
+        suite = [str(here.parent), f"--strategy=probes:{self._probe.upper()}", f"--llmgpu-json={path}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite, *self._arguments]
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
+        measured = report.load(path)
+        path.unlink()  # its launch is in the report of its side
+        return measured
+
+    def judged(self, base: Path, head: Path, noise: Path) -> tuple[int, Counter[str]]:
+        """Return the gate's exit status and how often it gave each verdict on the metric of the fault."""
+        command = [sys.executable, "-m", "pytest_llmgpu.cli", "gate", str(base), str(head), "--calibration", str(noise)]
+        done = subprocess.run([*command, "--json", "-"], stdout=subprocess.PIPE, text=True, check=False)
+        rows = json.loads(done.stdout)["rows"]
+        return done.returncode, Counter(row["verdict"] for row in rows if row["metric"] == METRICS[self._probe])
+
+
+def summary(trials: Sequence[tuple[int, Counter[str]]]) -> dict[str, Any]:
+    """Return how often each exit status and each verdict occurred, and in how many rounds a row was REGRESSED."""
+    rows: Counter[str] = sum((counted for _, counted in trials), Counter())
+    return {
+        "exit_status": dict(sorted(Counter(str(status) for status, _ in trials).items())),
+        "rounds_regressed": sum(counted["REGRESSED"] > 0 for _, counted in trials),
+        "rows": dict(sorted(rows.items())),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

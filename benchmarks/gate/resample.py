@@ -1,0 +1,171 @@
+"""Whether the gate keeps its promises on recorded launches: many pairs of reports drawn from one; prints JSON.
+
+The report has many launches of each case (`pytest benchmarks --llmgpu-launches=40`). A trial draws launches at random,
+none twice: some that calibrate, some for the baseline, some for the candidate. Both sides ran the same program, so that
+REGRESSED is a false alarm. Then the candidate's latencies are made longer by the margin and 2 points: the launches that
+the tool asks for have to show it, and no number of launches may pass it as OK.
+
+    python benchmarks/gate/resample.py benchmarks/reports/launches-cpu.json.gz
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu import calibration, gate, planting, report
+from pytest_llmgpu.metrics import derive
+from pytest_llmgpu.policy import Policy, Rules
+from pytest_llmgpu.report import Report
+from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration, launches_needed
+from pytest_llmgpu.time_verdicts import PROMISED
+
+TODAY = datetime.date(2026, 1, 1)
+"""No known regression is in the policy, so that any day will do."""
+
+FALSE_ALARMS = 0.01
+"""Largest share of trials of the same program that may have a row REGRESSED."""
+
+POWER = 0.95
+"""Least share of rows that are REGRESSED once they are slower, with the launches that the tool asks for."""
+
+
+def main() -> int:
+    """Print what the trials came to; 1 where a promise is broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="with many launches of each case")
+    parser.add_argument("--launches", type=int, nargs="+", default=[1, 3, 5], help="a side, beside what the tool names")
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    recorded = report.load(asked.report)
+    found = study(recorded, asked.launches, trials=asked.trials, calibrating=asked.calibrating, seed=asked.seed)
+    json.dump({"report": asked.report.name, "seed": asked.seed, **found}, sys.stdout, indent=2)
+    print()
+    return 0 if found["ok"] else 1
+
+
+def study(recorded: Report, launches: Sequence[int], *, trials: int, calibrating: int, seed: int) -> dict[str, Any]:
+    """Return what trials with each number of launches came to, and with what the tool asks for if there are as many."""
+    policy = Policy()
+    there = min(len(result.launches) for result in completed(recorded))
+    most = (there - calibrating) // 2
+    noise = calibrated(recorded, range(there))
+    named = asked_for(recorded, policy, noise)
+    sizes = sorted({*launches, *([named] if named is not None else [])})
+    chance = random.Random(seed)  # noqa: S311 - draws, no secret
+    tried = [Trials(recorded, policy, size, calibrating).run(trials, chance) for size in sizes if size <= most]
+    checks = {
+        "no_false_alarms": all(one["same"]["trials_regressed"] <= FALSE_ALARMS for one in tried),
+        "slower_is_never_ok": not any(one["slower"]["rows"].get("OK") for one in tried),
+        "launches_asked_for_show_it": next(
+            (one["slower"]["rows_regressed"] >= POWER for one in tried if one["launches"] == named), None
+        ),
+    }
+    return {
+        "cases": len(completed(recorded)),
+        "launches_recorded": there,
+        "margin": policy.time.margin,
+        "slowdown": policy.time.margin + PROMISED,
+        "sd_between_launches": {result.id: round(noise.sd[result.key], 5) for result in completed(recorded)},
+        "launches_asked_for": named,
+        "most_launches_a_side": most,
+        "trials": tried,
+        "checks": checks,
+        "ok": bool(tried) and all(value is not False for value in checks.values()),
+    }
+
+
+class Trials:
+    """Pairs of reports with so many launches a side."""
+
+    def __init__(self, recorded: Report, policy: Policy, launches: int, calibrating: int) -> None:
+        """Choose what is drawn from, and how much."""
+        self._recorded, self._policy, self._launches, self._calibrating = recorded, policy, launches, calibrating
+        self._there = min(len(result.launches) for result in completed(recorded))
+
+    def run(self, trials: int, chance: random.Random) -> dict[str, Any]:
+        """Judge so many pairs, the same and slower."""
+        same, slower = ([self._verdicts(chance, slower=slow) for _ in range(trials)] for slow in (False, True))
+        return {"launches": self._launches, "same": summary(same), "slower": summary(slower)}
+
+    def _verdicts(self, chance: random.Random, *, slower: bool) -> list[str]:
+        drawn = chance.sample(range(self._there), self._calibrating + 2 * self._launches)
+        first, second = self._calibrating, self._calibrating + self._launches
+        noise = calibrated(self._recorded, drawn[:first])
+        base, head = part(self._recorded, drawn[first:second]), part(self._recorded, drawn[second:])
+        if slower:
+            head = slowed(head, self._policy.time.margin + PROMISED)
+        said = gate.judge(base, head, self._policy, today=TODAY, calibration=noise)
+        return [row.verdict for row in said.rows if row.metric == "time"]
+
+
+def completed(recorded: Report) -> list[CaseResult]:
+    """Return the cases that were timed."""
+    return [result for result in recorded.cases if result.outcome == "completed"]
+
+
+def part(recorded: Report, numbers: Sequence[int]) -> Report:
+    """Return the report of some of its launches."""
+    cases = []
+    for result in completed(recorded):
+        copy = msgspec.structs.replace(result, launches=[result.launches[number] for number in numbers])
+        derive(copy)
+        cases.append(copy)
+    return msgspec.structs.replace(recorded, cases=cases)
+
+
+def slowed(recorded: Report, slowdown: float) -> Report:
+    """Return a report whose batches all took longer, by a fraction."""
+    sow = planting.plants(slowdown)[0].sow
+    cases = [sow(result, Rules()) for result in recorded.cases]
+    return msgspec.structs.replace(recorded, cases=[case for case in cases if isinstance(case, CaseResult)])
+
+
+def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
+    """Return the noise as the gate takes it from `llmgpu calibrate`'s file of some launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "calibration.json")
+        calibration.dump(calibration.measure(part(recorded, numbers)), path)
+        noise = calibration.in_force(Path(folder), recorded, path)
+    assert noise is not None, "a calibration was named"
+    return noise
+
+
+def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: float | None = None) -> int | None:
+    """Return the launches a side that the tool asks for, the most of any case; None above 1,000.
+
+    They show a slowdown, as a fraction; None: of the margin and 2 points.
+    """
+    cases, margin = completed(recorded), policy.time.margin
+    goal = margin + PROMISED if slowdown is None else slowdown
+    sds = [UNCALIBRATED_SD if (sd := noise.of(result.key)) is None else sd for result in cases]
+    needed = [launches_needed(goal, margin, sd, policy.confidence, len(cases)) for sd in sds]
+    return None if None in needed else max(count for count in needed if count is not None)
+
+
+def summary(trials: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return how often rows and trials were REGRESSED, and how often each verdict was given."""
+    rows = Counter(verdict for trial in trials for verdict in trial)
+    return {
+        "trials": len(trials),
+        "trials_regressed": round(sum("REGRESSED" in trial for trial in trials) / len(trials), 4),
+        "rows_regressed": round(rows["REGRESSED"] / (rows.total() or 1), 4),
+        "rows": dict(sorted(rows.items())),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The scripts of benchmarks/gate: what they make of launches, and that they can fail."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+from judged_reports import on_h200, timed
+
+from pytest_llmgpu import gate, report
+from pytest_llmgpu.report import Report
+from pytest_llmgpu.statistics import Calibration
+from pytest_llmgpu.verdicts import Verdict, Verdicts
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a script by its name, with those beside it."""
+    monkeypatch.syspath_prepend(BENCHMARKS / "gate")
+    return importlib.import_module
+
+
+@pytest.fixture
+def resample(script: Callable[[str], ModuleType]) -> ModuleType:
+    """Import resample.py."""
+    return script("resample")
+
+
+def recorded(sd: float, launches: int = 40) -> Report:
+    """Return a report of one case whose launches differ by that."""
+    chance = random.Random(1)
+    return on_h200([timed(*(1 + chance.gauss(0, sd) for _ in range(launches)))])
+
+
+def test_quiet_launches_show_what_the_tool_promises(resample: ModuleType) -> None:
+    """No false alarm, and margin + 2 points with as many launches as the tool asks for."""
+    found = resample.study(recorded(0.002), [1], trials=40, calibrating=10, seed=0)
+    assert found["slowdown"] == pytest.approx(0.04)
+    assert found["launches_asked_for"] in {1, 2}
+    last = found["trials"][-1]
+    assert last["same"]["trials_regressed"] == 0
+    assert last["slower"]["rows_regressed"] >= 0.95
+    assert found["checks"] == {"no_false_alarms": True, "slower_is_never_ok": True, "launches_asked_for_show_it": True}
+    assert found["ok"]
+
+
+def test_what_noise_hides_is_inconclusive(resample: ModuleType) -> None:
+    """The tool asks for more launches than there are; few of them pass nothing as OK."""
+    found = resample.study(recorded(0.04), [1, 3], trials=20, calibrating=10, seed=0)
+    assert found["launches_asked_for"] > found["most_launches_a_side"] == 15
+    assert [one["launches"] for one in found["trials"]] == [1, 3]
+    assert found["checks"]["launches_asked_for_show_it"] is None
+    assert all(one["slower"]["rows"]["INCONCLUSIVE"] for one in found["trials"])
+
+
+@pytest.mark.parametrize(("verdict", "broken"), [("REGRESSED", "no_false_alarms"), ("OK", "slower_is_never_ok")])
+def test_a_gate_that_always_says_the_same_is_found_out(
+    resample: ModuleType, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, broken: str
+) -> None:
+    """Whichever it says."""
+
+    def judge(base: Report, head: Report, *arguments: object, **named: object) -> Verdicts:
+        found = gate_judge(base, head, *arguments, **named)  # type: ignore[arg-type]
+        return msgspec.structs.replace(
+            found, rows=[msgspec.structs.replace(row, verdict=verdict) for row in found.rows]
+        )
+
+    gate_judge = gate.judge
+    monkeypatch.setattr(gate, "judge", judge)
+    found = resample.study(recorded(0.002), [1], trials=5, calibrating=10, seed=0)
+    assert found["checks"][broken] is False
+    assert not found["ok"]
+
+
+def test_calibration_is_the_commands_own(resample: ModuleType) -> None:
+    """Its noise is that of the launches that were drawn."""
+    noise = resample.calibrated(recorded(0.01), range(10))
+    assert isinstance(noise, Calibration)
+    [sd] = noise.sd.values()
+    assert 0.005 < sd < 0.03
+
+
+def test_the_recorded_launches_are_what_the_proof_needs(resample: ModuleType) -> None:
+    """Forty launches of every case of the main job, on a CPU, each with its batches."""
+    path = BENCHMARKS / "reports" / "launches-cpu.json.gz"
+    found = report.load(path)
+    cases = resample.completed(found)
+    assert [result.case.batch_size for result in cases] == [1, 2, 4, 8, 16, 32, 64]
+    assert {len(result.launches) for result in cases} == {40}
+    few = resample.part(found, [0, 1])
+    assert all(result.inference_s is not None for result in few.cases)
+
+
+def test_a_round_is_summed_up(script: Callable[[str], ModuleType]) -> None:
+    """Exit statuses, verdicts, and the rounds in which the fault was seen."""
+    trials = [(1, Counter(REGRESSED=2)), (0, Counter(OK=1, INCONCLUSIVE=1))]
+    assert script("end_to_end").summary(trials) == {
+        "exit_status": {"0": 1, "1": 1},
+        "rounds_regressed": 1,
+        "rows": {"INCONCLUSIVE": 1, "OK": 1, "REGRESSED": 2},
+    }
