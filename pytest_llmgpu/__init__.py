@@ -44,6 +44,7 @@ The map of the package, from what people touch down to what is measured; imports
     validation, unpacking           figures that cannot be; bytes within a limit
     privacy, child                  no name of a host or a user, no secret; how a process of ours is started
     worktrees, worktree_runs        commits checked out side by side; commands that run in them, and end with us
+    git, collector                  how git is run; Python's cycle collector, paused for large reports
     launchers, rank                 how processes are started; what one of them does
     door                            commands in, plain records out: a rank's side of its pipes
     by_hand                         the case of a report that somebody runs by hand, and its files

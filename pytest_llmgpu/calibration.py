@@ -193,13 +193,7 @@ def _found(store: Path, head: Report, given: Path | None) -> tuple[Path, Measure
 
 def _paired(result: CaseResult) -> Sequence[Sequence[float]]:
     """Return the latencies of the launches that count, and that ran the batches of the first of them."""
-    counting = [
-        launch
-        for launch in result.launches
-        if launch.batches.latency_s
-        and min(launch.batches.latency_s) > 0
-        and (launch.profile is None or evidence.disturbed(launch.profile) is None)
-    ]
+    counting = [launch for launch in result.launches if launch.batches.latency_s and evidence.untimed(launch) is None]
     first = counting[0] if counting else None
     return [
         launch.batches.latency_s
