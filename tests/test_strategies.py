@@ -73,7 +73,7 @@ def test_a_class_is_made_and_an_object_taken_as_it_is(place: str) -> None:
         ("test_strategies:Missing", "cannot be imported: AttributeError: .*'Missing'"),
         ("test_strategies:Needy", "cannot be imported: TypeError: .*'needed'"),
         ("broken:Own", r"cannot be imported: SyntaxError: .*broken\.py, line 1\)$"),
-        ("unlucky:Own", r"cannot be imported: OSError: first line$"),
+        ("unlucky:Own", r"cannot be imported: OSError: first line \(unlucky\.py, line 1\)$"),
         ("test_strategies:Lacking", r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from pytest_llmgpu.strategies.protocol import Strategy
 
@@ -76,7 +78,9 @@ def make(place: str) -> Strategy:
     # It is somebody's module, and anything may go wrong in it: a library it lacks, its syntax, its constructor.
     except Exception as error:
         reason = f"{error}".partition("\n")[0]
-        raise ValueError(f"strategy {place} cannot be imported: {type(error).__name__}: {reason}") from error
+        raise ValueError(
+            f"strategy {place} cannot be imported: {type(error).__name__}: {reason}{_at(error)}"
+        ) from error
     lacking = [name for name in _MEMBERS if not hasattr(strategy, name)]
     if lacking:
         raise ValueError(f"strategy {place} lacks {', '.join(lacking)} (see pytest_llmgpu.strategies.protocol)")
@@ -84,6 +88,16 @@ def make(place: str) -> Strategy:
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"strategy {place} is named {name!r}: letters, digits, _, . and - are needed")
     return strategy  # type: ignore[return-value]  # its members were checked
+
+
+def _at(error: Exception) -> str:
+    """Return the last line of somebody's own code that an error came from; empty where there is none."""
+    if isinstance(error, SyntaxError):
+        return ""  # it says so itself
+    ours = {__file__, importlib.__file__}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _is_place(text: object) -> bool:
