@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
     parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
     parser.add_argument("--keep", type=Path, default=Path("end-to-end"), help="folder for every report")
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    parser.add_argument("pytest", nargs="+", help="arguments for pytest, after --")
     asked = parser.parse_args()
     asked.keep.mkdir(parents=True, exist_ok=True)
     bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest)
@@ -53,14 +53,14 @@ def main() -> int:
     assert in_force is not None, "a calibration was named"
     named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
     launches = asked.launches or min(asked.most, named or asked.most)
-    found: dict[str, list[tuple[int, Counter[str]]]] = {"same": [], "fault": []}
+    found: dict[str, list[tuple[int, Counter[str]]]] = {"without_fault": [], "with_fault": []}
     rounds = []
     for number in range(asked.rounds):
         rounds.append(bench.round(number, launches))
-        found["fault"].append(bench.judged(rounds[-1]["a"], rounds[-1]["b"], noise))
+        found["with_fault"].append(bench.judged(rounds[-1]["a"], rounds[-1]["b"], noise))
         print(f"round {number + 1} of {asked.rounds}: {found['fault'][-1]}", file=sys.stderr)
     for one, following in zip(rounds, [*rounds[1:], rounds[0]], strict=True):
-        found["same"].append(bench.judged(one["a"], following["a"], noise))
+        found["without_fault"].append(bench.judged(one["a"], following["a"], noise))
     answer = {
         "probe": asked.probe,
         "fault": asked.fault,
@@ -71,7 +71,7 @@ def main() -> int:
         "launches": launches,
         **{name: summary(trials) for name, trials in found.items()},
     }
-    answer["ok"] = not answer["same"]["exit_status"].get("1") and not answer["fault"]["rows"].get("OK")
+    answer["ok"] = not answer["without_fault"]["exit_status"].get("1") and not answer["with_fault"]["rows"].get("OK")
     json.dump(answer, sys.stdout, indent=2)
     print()
     return 0 if answer["ok"] else 1
