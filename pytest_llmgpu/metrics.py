@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 import statistics
 import sys
 from array import array
@@ -65,12 +66,10 @@ def derive(result: CaseResult) -> None:
         return
     seconds = [inference_s(launch) for launch in launches]
     result.inference_s = statistics.median(seconds)
-    result.sequences_per_s = statistics.median(
-        sum(launch.batches.sequences) / s for launch, s in zip(launches, seconds, strict=True)
-    )
-    result.tokens_per_s = statistics.median(
-        sum(launch.batches.tokens) / s for launch, s in zip(launches, seconds, strict=True)
-    )
+    timed = [(launch.batches, s) for launch, s in zip(launches, seconds, strict=True) if s > 0]
+    if timed:  # a file may hold latencies of 0.0
+        result.sequences_per_s = statistics.median(sum(batches.sequences) / s for batches, s in timed)
+        result.tokens_per_s = statistics.median(sum(batches.tokens) / s for batches, s in timed)
     accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
     if accuracies:
         result.acc = statistics.median(accuracy.acc for accuracy in accuracies)
@@ -142,6 +141,12 @@ def explained(dtype: str) -> float:
 
 
 def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite."""
+    """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite.
+
+    Raises:
+        ValueError: there are not as many of both.
+    """
+    if len(values) != len(expected):
+        raise ValueError(f"{len(values)} numbers are compared with {len(expected)}")
     total = math.fsum(map(abs, expected))
-    return math.fsum(abs(a - b) for a, b in zip(values, expected, strict=True)) / (total or 1.0)
+    return math.fsum(map(abs, map(operator.sub, values, expected))) / (total or 1.0)

@@ -1,18 +1,17 @@
 """What judging costs: two reports of many cases, read and compared in a process of its own; prints JSON.
 
-The reports are made up: as many batches and items a case as asked for, noise of 1 % in each batch, a few items flipped.
+The reports are made up: as many batches and items a case as asked for, noise of 1 % in each batch, a few items flipped,
+log-likelihoods rounded otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import random
 import subprocess
 import sys
 import tempfile
-from array import array
 from pathlib import Path
 
 LIMIT_S = 2.0
@@ -74,7 +73,7 @@ def main() -> int:
 def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int) -> None:
     """Write a report that differs from another seed's in its noise."""
     from pytest_llmgpu.case import Case
-    from pytest_llmgpu.metrics import derive
+    from pytest_llmgpu.metrics import derive, encode
     from pytest_llmgpu.report import Environment, Report, dump
     from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Launch, Traffic
 
@@ -101,7 +100,7 @@ def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launch
             items=items,
             predictions=chosen,
             predictions_norm=chosen,
-            loglikelihoods=base64.b64encode(array("f", [-1.0] * 4 * items).tobytes()).decode(),
+            loglikelihoods=encode(-1.0 - 1e-4 * chance.random() for _ in range(4 * items)),
             stderr=None,
             labels=labels,
         )
