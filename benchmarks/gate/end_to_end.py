@@ -58,7 +58,7 @@ def main() -> int:
     for number in range(asked.rounds):
         rounds.append(bench.round(number, launches))
         found["with_fault"].append(bench.judged(rounds[-1]["a"], rounds[-1]["b"], noise))
-        print(f"round {number + 1} of {asked.rounds}: {found['fault'][-1]}", file=sys.stderr)
+        print(f"round {number + 1} of {asked.rounds}: {found['with_fault'][-1]}", file=sys.stderr)
     for one, following in zip(rounds, [*rounds[1:], rounds[0]], strict=True):
         found["without_fault"].append(bench.judged(one["a"], following["a"], noise))
     answer = {
