@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from pytest_llmgpu.result import DeviceProfile, Launch, Profile
 
-__all__ = ["disturbed", "first_alike", "invalid", "is_power", "untimed"]
+__all__ = ["clocks_mhz", "disturbed", "first_alike", "invalid", "is_power", "untimed"]
 
 _THROTTLED = 0.005
 """Throttled for no more of a window than this is not worth a word. NVML counts the few milliseconds of power capping
@@ -30,10 +31,14 @@ _GONE = ("GPU is lost", "GPU requires restart")
 """How NVML words that a GPU fell off the bus, or has to be reset."""
 
 _GIB = 1 << 30
+_NOT_KNOWN: Mapping[str, int] = MappingProxyType({})
 
 
 def invalid(
-    profile: Profile, first: Profile | None, ranks_per_device: Mapping[str, int], used_before: Mapping[str, int]
+    profile: Profile,
+    first: Profile | None = None,
+    ranks_per_device: Mapping[str, int] | None = None,
+    used_before: Mapping[str, int] = _NOT_KNOWN,
 ) -> list[str]:
     """Return what speaks against a profile, each kind of it in a sentence without its stop; nothing where all is well.
 
@@ -43,15 +48,16 @@ def invalid(
     Args:
         profile: What was seen of the case.
         first: What was seen of the session's first case on these devices; None where there is none.
-        ranks_per_device: UUID to how many of our processes compute there; others have none.
-        used_before: UUID to the bytes in use before any rank was started.
+        ranks_per_device: UUID to how many of our processes compute there; others have none. None where that is not
+            known.
+        used_before: UUID to the bytes in use before any rank was started, as far as that is known.
     """
-    clocks = {} if first is None else _clocks_mhz(first)
+    clocks = {} if first is None else clocks_mhz(first)
     kinds: dict[str, Callable[[DeviceProfile], str | None]] = {
         "no longer answering": _lost,
         _KIND_THROTTLED: lambda device: _throttled(device, profile.duration_s),
-        _KIND_CLOCK: (lambda device: _off_clock(_clocks_mhz(profile).get(device.uuid), clocks.get(device.uuid))),
-        "programs of others at work": lambda device: _strangers(device, ranks_per_device.get(device.uuid, 0)),
+        _KIND_CLOCK: (lambda device: _off_clock(clocks_mhz(profile).get(device.uuid), clocks.get(device.uuid))),
+        "programs of others at work": lambda device: _strangers(device, ranks_per_device),
         "memory in use before the start": lambda device: _occupied(used_before.get(device.uuid, 0)),
         "memory errors that ECC could not correct": lambda device: _count(device, "ecc_uncorrected"),
         "errors of the GPU that the driver logged (Xid, see dmesg)": lambda device: _count(device, "xids"),
@@ -92,7 +98,7 @@ def first_alike(profiles: Iterable[Profile | None], profile: Profile) -> Profile
     """
     uuids = {device.uuid for device in profile.devices}
     for other in profiles:
-        if other is not None and {device.uuid for device in other.devices} == uuids == set(_clocks_mhz(other)):
+        if other is not None and {device.uuid for device in other.devices} == uuids == set(clocks_mhz(other)):
             return other
     return None
 
@@ -110,7 +116,7 @@ def _throttled(device: DeviceProfile, duration_s: float) -> str | None:
     return f"for {100 * fraction:.1f} % of the time"
 
 
-def _clocks_mhz(profile: Profile) -> dict[str, float]:
+def clocks_mhz(profile: Profile) -> dict[str, float]:
     """Return UUID to the median SM clock, of those with enough readings."""
     if profile.series is None or profile.samples < _FEW_READINGS:
         return {}
@@ -129,8 +135,10 @@ def _off_clock(mhz: float | None, first_mhz: float | None) -> str | None:
     return f"ran at {mhz:,.0f} instead of {first_mhz:,.0f} MHz"
 
 
-def _strangers(device: DeviceProfile, ours: int) -> str | None:
-    processes = device.counters.get("compute_processes", 0)
+def _strangers(device: DeviceProfile, ranks_per_device: Mapping[str, int] | None) -> str | None:
+    if ranks_per_device is None:
+        return None
+    ours, processes = ranks_per_device.get(device.uuid, 0), device.counters.get("compute_processes", 0)
     return f"has {processes - ours:.0f} beside {ours} of ours" if processes > ours else None
 
 

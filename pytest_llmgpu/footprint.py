@@ -44,7 +44,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     device_index: int
     """NVML index of the device that is full first."""
     limit_bytes: int
-    """What a case may use of that device: its cap, else all of its memory."""
+    """What a case may use of that device: its cap, else all of its memory but the driver's own share."""
     fixed_bytes: int
     """What the device holds without a sequence: weights, CUDA context, buffers of NCCL."""
     bytes_per_sequence: int
@@ -149,7 +149,7 @@ def _prediction(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Predictio
     if len(points.batch_sizes) < 2:  # noqa: PLR2004 - a line needs two points
         return "it takes two batch sizes that completed, of different largest batches"
     cap = completed[0].case.gpu_memory_bytes
-    limits = {gpu.index: gpu.memory_bytes for gpu in gpus}
+    limits = {gpu.index: gpu.memory_bytes - (gpu.reserved_bytes or 0) for gpu in gpus if gpu.memory_bytes is not None}
     found = []
     for index, peaks in points.peaks.items():
         limit = limits.get(index) if cap is None else cap

@@ -25,6 +25,7 @@ __all__ = [
     "Failure",
     "Finding",
     "Launch",
+    "Link",
     "Metric",
     "Outcome",
     "Path",
@@ -144,7 +145,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     uuid: str
     metrics: dict[str, Metric] = {}
-    """Keys: utilization_pct, memory_used_bytes, pcie_tx_bytes_per_s, pcie_rx_bytes_per_s, power_w, sm_clock_mhz."""
+    """Keys: utilization_pct, memory_used_bytes, pcie_tx_bytes_per_s, pcie_rx_bytes_per_s, power_w, sm_clock_mhz,
+    nvlink_tx_bytes_per_s, nvlink_rx_bytes_per_s, sm_active_pct, tensor_active_pct, dram_active_pct."""
     energy_j: float | None = None
     throttled_s: float | None = None
     counters: dict[str, float] = {}
@@ -181,7 +183,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds that the sampler itself used in the window; None with fewer than two samples."""
     series: Series | None = None
     invalid: list[str] = []
-    """Evidence that the window does not speak for the case alone."""
+    """Evidence that the window does not speak for the case alone. Throttling counts above half a percent of the window:
+    many a step from idle to busy begins with milliseconds of power capping; `throttled_s` of the device has them."""
     why: dict[str, str] = {}
     """`profile` to the reason there is no profile at all (no NVML, no GPU)."""
 
@@ -226,18 +229,30 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     wire_bytes: int
     """What this rank sends by the ring algorithms; for recv what it receives."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """Wire bytes that this rank sends: what it receives was sent by another of them."""
+        return 0 if self.collective == "recv" else self.wire_bytes
+
+
+Link = Literal["nvlink", "mixed", "pcie", "host"]
+"""What traffic goes over; `mixed` is partly NVLink and partly PCIe, `host` PCIe by way of the host's memory."""
+
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
     """Which links carried a case's traffic, by the devices' counters."""
 
-    link: Literal["nvlink", "pcie", "host"] | None
-    """What carried most of it; None where counters cannot tell, or nothing was sent."""
+    link: Link | None
+    """What carried it; None where counters cannot tell, or nothing was sent."""
     nvlink_bytes: float | None = None
     """Sent over NVLink by all devices together; None where it was not counted."""
     pcie_bytes: float | None = None
     """Sent over PCIe by all devices together, to the host as well as to each other."""
     expected_bytes: int
     """What all ranks together put on the wire, by the program's own account."""
+    nvlink_shares: list[float] = []
+    """What each rank's device sent over NVLink as a fraction of what the rank put on the wire, ranks that send nothing
+    left out; one fraction of all devices where a process has several. Empty where it was not counted."""
     text: str
     """The path in one sentence; where the counters differ from the account, by how much and why."""
 
@@ -250,6 +265,11 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     wire_bytes_per_sequence: float
     """Of all ranks together."""
     path: Path | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Wire bytes that all ranks together send in all batches."""
+        return sum(one.sent_bytes for rank in self.ranks for one in rank)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,6 +324,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     id: str
     """`mp-bs8`; `mp-bs8#2` for a second measurement."""
     nodeid: str | None = None
+    markers: list[str] = []
+    """Names of the test's markers, by which a policy may have other margins for it; none where nobody recorded them."""
     key: str
     case: Case
     outcome: Outcome

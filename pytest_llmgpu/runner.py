@@ -20,7 +20,7 @@ from pytest_llmgpu.group import RankGroup, slowest
 from pytest_llmgpu.launchers.protocol import Launcher, RankFailedError
 from pytest_llmgpu.memory import DeviceUse
 from pytest_llmgpu.models import ModelSource
-from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling import figures, nvml
 from pytest_llmgpu.profiling.window import Profiler
 from pytest_llmgpu.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
@@ -133,17 +133,19 @@ class Runner:
     def _measure(self, request: Request, launch: Launch) -> str:
         """Fill a launch, and return how its forwards were run."""
         case = request.case
-        self._profiler_of(request.machine).start()
+        profiler = self._profiler_of(request.machine)
+        profiler.start()
+        self._begin("load", profiler)
         group = self._load(request)
         launch.load_s = self._load_s
         self._give(group, request)
         # Before the window begins: what the case before left in caches is not this one's.
         group.ask(rank.reset, phase="load", timeout_s=request.timeout_s)
-        self._phase, self._began_s = "forward", time.monotonic()
+        self._begin("forward", profiler)
         began = self._began_s
         group.ask(rank.warm_up, case.dataset_sha256, case.batch_size, phase="forward", timeout_s=request.timeout_s)
         # Now and after the last batch the devices are idle: counters that are read then say what the batches sent.
-        self._profiler_of(request.machine).mark(wait=True)
+        profiler.mark(wait=True)
         replies: list[rank.ScoreReply] = group.ask(
             rank.measure,
             phase="forward",
@@ -151,7 +153,7 @@ class Runner:
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
         # Before answers are compared, which takes longer than a mark may wait: the devices are idle now.
-        self._profiler_of(request.machine).mark()
+        profiler.mark()
         launch.wall_s = time.monotonic() - began
         assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
         _compare_ranks(replies, case)
@@ -164,7 +166,7 @@ class Runner:
             launch.tokens_requested = workspace.tokens_requested
             launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
-        launch.profile = self._judged(self._profiler_of(request.machine).slice(started, ended), request)
+        launch.profile = self._judged(profiler.slice(started, ended), request)
         self._profiles.append(launch.profile)
         launch.memory = [
             _device_memory(use, request.machine, launch.profile, reply.workspace)
@@ -172,6 +174,11 @@ class Runner:
             for use in reply.memory
         ]
         return replies[0].execution
+
+    def _begin(self, phase: Phase, profiler: Profiler) -> None:
+        """Begin a part of a case: where it fails, its profile begins here, and so does what the devices counted."""
+        profiler.mark()
+        self._phase, self._began_s = phase, time.monotonic()
 
     def _account(self, request: Request, result: CaseResult) -> None:
         """Add what the program itself sent; what was measured stays, whatever comes of this."""
@@ -233,14 +240,15 @@ class Runner:
             group.given.add(sha256)
 
     def _keep_what_finished(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:
+        profiler = self._profiler_of(request.machine)
         ended_s = time.monotonic()
+        profiler.mark()  # before the ranks are ended, which takes longer than a mark may wait
         group = self._group
         self._abandon()
         if group is not None and self._phase == "forward":
             # While it loads, a group may hold the batches of the case before.
             # Only of ranks that are ended is it known that all they streamed has been heard.
             launch.batches = group.batches()
-        profiler = self._profiler_of(request.machine)
         held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
         # A rank that did not load has told what it holds with its failure; one that is gone told it when it loaded.
         launch.profile = self._judged(profiler.slice(self._began_s, ended_s, held or None), request)
@@ -301,13 +309,12 @@ def _device_memory(
 ) -> DeviceMemory:
     index = next((gpu.index for gpu in machine.gpus if gpu.uuid == use.uuid), 0)
     seen = next((device for device in profile.devices if device.uuid == use.uuid), None)
-    used = seen.metrics.get("memory_used_bytes") if seen else None
+    used = figures.of_window(profile, seen, "memory_used_bytes") if seen else profile.why.get("profile", "no sample")
     why = dict(use.why)
     if workspace is None:
         why["workspace_bytes"] = "no workspace outside torch's allocator was told of"
-    if used is None or used.max is None:
-        reason = (seen.why.get("memory_used_bytes") if seen else None) or profile.why.get("profile", "no sample")
-        why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), reason)
+    if isinstance(used, str):
+        why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)
     return DeviceMemory(
         index=index,
         weights_bytes=use.weights_bytes,
@@ -316,7 +323,7 @@ def _device_memory(
         peak_reserved_bytes=use.peak_reserved_bytes,
         workspace_bytes=None if workspace is None else workspace.workspace_bytes,
         held_bytes=use.held_bytes,
-        nvml_used_max_bytes=None if used is None or used.max is None else round(used.max),
-        nvml_used_mean_bytes=None if used is None or used.mean is None else round(used.mean),
+        nvml_used_max_bytes=None if isinstance(used, str) or used.max is None else round(used.max),
+        nvml_used_mean_bytes=None if isinstance(used, str) or used.mean is None else round(used.mean),
         why=why,
     )

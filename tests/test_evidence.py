@@ -94,6 +94,13 @@ def test_more_processes_than_ranks_are_somebody_elses(ranks: dict[str, int], pro
     assert invalid(_profile(counters={"compute_processes": processes}), None, ranks, {}) == said
 
 
+def test_without_knowing_what_is_ours_a_profile_blames_nobody() -> None:
+    """A window of a test has processes that nobody has counted; what the devices say of themselves is told."""
+    assert invalid(_profile(counters={"compute_processes": 9.0, "xids": 1.0})) == [
+        "errors of the GPU that the driver logged (Xid, see dmesg): GPU 7 had 1"
+    ]
+
+
 def test_memory_in_use_before_the_start_is_somebody_elses() -> None:
     """Some MiB of an idle driver are not."""
     used = {"GPU-0": 64 << 20, "GPU-1": 3 * GIB // 2, "GPU-of-another-case": 9 * GIB}
@@ -158,7 +165,7 @@ def test_what_nvml_tells_becomes_evidence(
     nvml_stub: Callable[..., dict[str, str]], settings: dict[str, str], kinds: list[str]
 ) -> None:
     """From the calls to the sentence: counts between the marks, processes, and a GPU that goes away."""
-    profiler = Profiler(0.02, environment=nvml_stub(gpus=2, **settings))
+    profiler = Profiler(0.025, environment=nvml_stub(gpus=2, **settings))
     with profiler.window() as window:
         recording = profiler._recording
         assert recording is not None, profiler.why

@@ -109,6 +109,14 @@ def test_a_cap_is_the_limit() -> None:
     assert predict(_series(gpu_memory_bytes=cap), []) is not None, "a cap needs no NVML"
 
 
+def test_the_drivers_own_share_is_not_to_be_had() -> None:
+    """Without a cap the limit is what programs can have of the board, as torch tells it."""
+    (gpu, _) = _GPUS
+    reserved = _predicted(_series(), [msgspec.structs.replace(gpu, reserved_bytes=GIB)])
+    assert reserved.limit_bytes == 31 * GIB
+    assert reserved.max_batch_size == (31 * GIB - _WEIGHTS - _CONTEXT) // _PER_SEQUENCE
+
+
 def test_the_device_that_is_full_first_decides() -> None:
     """Figures of devices are never averaged: one that computes logits is full before the others."""
     results = [_case(size, [_memory(_line(size)), _memory(_line(3 * size), index=1)]) for size in (1, 2, 4)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.profiling.nvml import Gpu, Inventory, inventory, memory_used_bytes, used_bytes, visible
+from pytest_llmgpu.profiling.nvml import Gpu, Inventory, inventory, memory_v2, used_bytes, visible
 
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]
@@ -43,6 +43,7 @@ def test_inventory_describes_every_gpu(nvml_stub: StubEnvironment, gpus: int) ->
             "uuid": uuid(index),
             "name": "Stub GPU",
             "memory_bytes": 80 * GIB,
+            "reserved_bytes": GIB,
             "pcie_gen": 5,
             "pcie_width": 8,
             "nvlinks": 12,
@@ -133,7 +134,18 @@ def test_used_bytes_are_those_of_nvidia_smi(nvml_stub: StubEnvironment) -> None:
 def test_used_bytes_survive_gpustat() -> None:
     """A memory call without the `version` argument, as gpustat leaves it, still answers."""
     patched = SimpleNamespace(nvmlMemory_v2=2, nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle))
-    assert memory_used_bytes(patched, 5) == 5
+    assert memory_v2(patched, 5).used == 5
+
+
+def test_a_driver_without_the_newer_memory_call_is_read_the_old_way(nvml_stub: StubEnvironment) -> None:
+    """Its figure has no reserved share to leave out, and how large that is is not known, with the reason."""
+    older = nvml_stub(unsupported="nvmlDeviceGetMemoryInfo_v2")
+    assert ask(older, f"nvml.used_bytes([{uuid(0)!r}])") == {uuid(0): 11 * GIB}
+    (gpu,) = ask(older, "nvml.inventory()")["gpus"]
+    assert (gpu["memory_bytes"], gpu["reserved_bytes"]) == (80 * GIB, None)
+    assert gpu["why"]["reserved_bytes"].endswith("Not Supported")
+    lost = ask(nvml_stub(lost="0:0"), f"nvml.used_bytes([{uuid(0)!r}])")
+    assert lost == {}
 
 
 ALIKE = Inventory(

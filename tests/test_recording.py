@@ -7,7 +7,8 @@ import math
 import pytest
 
 from pytest_llmgpu.profiling import recording as module
-from pytest_llmgpu.profiling.cumulative import Cumulative
+from pytest_llmgpu.profiling.cumulative import THROTTLED, Cumulative
+from pytest_llmgpu.profiling.figures import of_window
 from pytest_llmgpu.profiling.recording import Recording
 from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
 from pytest_llmgpu.result import Profile
@@ -36,7 +37,9 @@ def fill(stream: Recording, ks: list[int], late_s: float = 0.0) -> Recording:
     return stream
 
 
-UNMARKED = dict.fromkeys(Cumulative.NAMES, "the counter was not read at the window's start")
+UNMARKED = dict.fromkeys(
+    (set(Cumulative.NAMES) - set(THROTTLED)) | {"throttled_s"}, "the counter was not read at the window's start"
+)
 """Reasons of counters without a mark."""
 
 
@@ -218,6 +221,49 @@ def test_a_window_with_spans_waits_for_the_tick_after_its_end() -> None:
     assert stream.settled(100.5, 101.9)
 
 
+def test_a_window_with_spans_waits_for_the_tick_after_its_mark() -> None:
+    """A tick between a window's end and its mark does not hurry: the ring has nothing to say then."""
+    stream = spanning([0, 1, 2])
+    assert not stream.settled(100.5, 101.9, orders=1)
+    stream.add(TickRecord(3, 103.0, [[0.0, 0.0]], {}, [[1.0, 1.0]], orders=1))
+    assert stream.settled(100.5, 101.9, orders=1)
+    assert not stream.settled(100.5, 101.9, orders=2)
+    assert fill(recording(), [0, 1, 2]).settled(100.5, 101.9, orders=2), "without spans there is nothing to wait for"
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "metric", "expected"),
+    [
+        (100.5, 102.5, "power_w", 15.0),
+        (101.2, 101.8, "power_w", "no reading fell inside"),
+        (101.1, 101.3, "pcie_tx_bytes_per_s", 5.0),
+        (101.4, 101.8, "pcie_tx_bytes_per_s", "no reading fell inside"),
+        (100.5, 102.5, "nvlink_tx_bytes_per_s", "no sample"),
+    ],
+)
+def test_the_nearest_reading_is_no_figure_of_the_window(
+    start_s: float, end_s: float, metric: str, expected: float | str
+) -> None:
+    """What was in use at another time is not what the case used; one that reaches into the window speaks for it."""
+    profile = cut(fill(recording(), [0, 1, 2]), start_s, end_s)
+    found = of_window(profile, profile.devices[0], metric)
+    if isinstance(expected, str):
+        assert isinstance(found, str)
+        assert found.startswith(expected)
+    else:
+        assert not isinstance(found, str)
+        assert found.mean == expected
+
+
+def test_a_span_of_another_time_is_no_figure_of_the_window() -> None:
+    """Its reason names what gave none; a metric that was refused keeps the reason it has."""
+    profile = cut(spanning([0, 1, 2, 3]), 100.2, 100.8)
+    assert not isinstance(of_window(profile, profile.devices[0], "nvlink_tx_bytes_per_s"), str)
+    late = cut(spanning([0, 1, 2, 3]), 104.5, 104.9)
+    assert "nearest" in str(of_window(late, late.devices[0], "nvlink_tx_bytes_per_s"))
+    assert of_window(late, late.devices[0], "utilization_pct") == "ring: no reading speaks for this window"
+
+
 def test_a_reason_of_another_time_is_not_told_of_a_window_that_is_covered() -> None:
     """A metric with nothing to say at some ticks keeps its old reasons to itself."""
     stream = spanning([0, 1, 2, 3])
@@ -241,24 +287,63 @@ def marked(*marks: tuple[float, dict[str, float]]) -> Recording:
     """Return a stream with these marks: time and counters."""
     stream = spanning(list(range(20)))
     for number, (t_s, counters) in enumerate(marks, 1):
-        stream.mark(MarkRecord(number, [t_s], [counters], [{"throttled_s": "refused"}]))
+        refused = {name: f"{name} refused" for name in THROTTLED if name not in counters}
+        stream.mark(MarkRecord(number, [t_s], [counters], [refused]))
     return stream
 
 
 def test_counters_are_those_between_the_marks_at_the_ends() -> None:
     """Energy is the difference, a rate of bytes is exact and covers all, and other marks do not matter."""
     stream = marked(
-        (100.5, {"energy_j": 1.0, "nvlink_tx_bytes_per_s": 0.0}),
-        (102.02, {"energy_j": 10.0, "nvlink_tx_bytes_per_s": 500.0}),
-        (105.02, {"energy_j": 310.0, "nvlink_tx_bytes_per_s": 3500.0}),
-        (109.0, {"energy_j": 999.0, "nvlink_tx_bytes_per_s": 9999.0}),
+        (100.5, {"energy_j": 1.0, "nvlink_tx_bytes": 0.0}),
+        (102.02, {"energy_j": 10.0, "nvlink_tx_bytes": 500.0}),
+        (105.02, {"energy_j": 310.0, "nvlink_tx_bytes": 3500.0}),
+        (109.0, {"energy_j": 999.0, "nvlink_tx_bytes": 9999.0}),
     )
     device = cut(stream, 102.0, 105.0).devices[0]
     assert device.energy_j == 300.0
     assert device.counters == {"nvlink_tx_bytes": 3000.0}
     assert device.metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(1000.0)
     assert device.metrics["nvlink_tx_bytes_per_s"].coverage == 1.0
-    assert (device.throttled_s, device.why["throttled_s"]) == (None, "refused")
+    assert (device.throttled_s, device.why["throttled_s"]) == (None, "throttled_power_s refused")
+
+
+def test_a_rate_of_bytes_is_of_the_window_where_its_marks_enclose_it() -> None:
+    """Devices are idle from a mark to the window: that time would make a short case look slower than its bytes."""
+    marks = [(101.95, {"nvlink_tx_bytes": 0.0}), (104.09, {"nvlink_tx_bytes": 3000.0})]
+    metric = cut(marked(*marks), 102.0, 104.0).devices[0].metrics["nvlink_tx_bytes_per_s"]
+    assert (metric.mean, metric.max) == (1500.0, 1500.0), "readings of a second say 20 to 40 where idle time is in them"
+    assert cut(marked(*marks), 101.9, 104.0).devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(
+        3000 / 2.14
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "throttled_s", "why"),
+    [
+        (
+            {"throttled_power_s": 1.0, "throttled_heat_s": 5.0},
+            {"throttled_power_s": 2.0, "throttled_heat_s": 7.0},
+            3,
+            None,
+        ),
+        ({"throttled_power_s": 1.0}, {"throttled_power_s": 2.0}, 1, "only in part: throttled_heat_s refused"),
+        (
+            {"throttled_power_s": 1.0, "throttled_heat_s": 5.0},
+            {"throttled_power_s": 2.0},
+            1,
+            "only in part: throttled_heat_s refused",
+        ),
+        ({}, {}, None, "throttled_power_s refused"),
+    ],
+)
+def test_throttled_time_is_of_what_was_counted_at_both_ends(
+    first: dict[str, float], last: dict[str, float], throttled_s: float | None, why: str | None
+) -> None:
+    """Heat that is not told is not zero without a word, and one refused at an end alone is not a difference."""
+    device = cut(marked((102.0, first), (105.0, last)), 102.0, 105.0).devices[0]
+    assert (device.throttled_s, device.why.get("throttled_s")) == (throttled_s, why)
+    assert not {*THROTTLED} & (device.counters.keys() | device.why.keys())
 
 
 @pytest.mark.parametrize(
@@ -278,16 +363,16 @@ def test_a_window_without_its_marks_has_no_counter(start_s: float, end_s: float,
 
 
 def test_a_mark_of_many_devices_is_at_the_end_for_all_of_them() -> None:
-    """However long the others take, one that was asked first or last has its counters; its own times make the rate."""
+    """However long the others take, one that was asked first or last has its counters."""
     devices = [HeaderDevice(index, f"GPU-{index}", {}, ["fields"], [None]) for index in range(2)]
     stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], devices, spans=True))
     for number, t_s in enumerate(([101.75, 101.95], [105.05, 105.25]), 1):
-        counts = {"energy_j": 10.0 * number, "nvlink_tx_bytes_per_s": 330.0 * number}
+        counts = {"energy_j": 10.0 * number, "nvlink_tx_bytes": 330.0 * number}
         stream.mark(MarkRecord(number, t_s, [counts, counts], [{}, {}]))
     stream.add(TickRecord(6, 106.0, [[1.0], [1.0]], {}, [[1.0], [1.0]]))
     for device in cut(stream, 102.0, 105.0).devices:
         assert device.energy_j == 10.0
-        assert device.metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(100.0)
+        assert device.metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(110.0)
     assert cut(stream, 102.06, 105.0).devices[1].energy_j is None
 
 

@@ -181,6 +181,67 @@ def test_counters_are_read_between_warm_up_and_measurement(recorded: list[CaseRe
     assert profiler.did[-5:] == ["warm_up", "mark, wait=True", "measure", "mark, wait=False", "account"]
 
 
+def test_counters_are_read_where_a_part_of_a_case_begins_and_where_it_fails(recorded: list[CaseResult]) -> None:
+    """The window of a case that fails begins with loading or warm-up and ends before its ranks do."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        profiler.did.append(fn.__name__)
+        if fn is rank.measure:
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, profiler = _runner(launcher)
+    launcher.ended = profiler.did  # in one list, for the order
+    runner.run(_request(_case(4)), recorded.append)
+    mark = "mark, wait=False"
+    assert profiler.did == [
+        *(mark, "load", "give", "reset", mark, "warm_up", "mark, wait=True", "measure"),
+        *(mark, "killed"),
+    ]
+
+
+@pytest.mark.parametrize("failing", [rank.load, rank.measure])
+def test_a_case_that_fails_has_the_evidence_of_it(
+    nvml_stub: Callable[..., dict[str, str]], recorded: list[CaseResult], failing: Callable[..., Any]
+) -> None:
+    """A crash by an Xid or a memory error is where people look for them."""
+    profiler = Profiler(0.025, environment=nvml_stub(xid="0:1", ecc="0:1", processes="2"))
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is failing:
+            profiler.mark(wait=True)  # some time passes
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _reply(fn, args)
+
+    runner = Runner(_FakeLauncher(answer), lambda _machine: profiler, lambda *_: None, lambda _: None)
+    try:
+        result = runner.run(_request(_case(4)), recorded.append)
+    finally:
+        profiler.close()
+    profile = result.launches[0].profile
+    assert profile is not None
+    assert [sentence.partition(":")[0] for sentence in profile.invalid] == [
+        "programs of others at work",
+        "memory errors that ECC could not correct",
+        "errors of the GPU that the driver logged (Xid, see dmesg)",
+    ]
+
+
+def test_memory_of_another_time_is_not_the_cases(recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window without a reading has the nearest one, which is no figure of the case."""
+    runner, profiler = _runner(_FakeLauncher(_reply))
+    slice_ = profiler.slice
+    monkeypatch.setattr(
+        profiler,
+        "slice",
+        lambda *ends: msgspec.structs.replace(slice_(*ends), samples=0, why={"samples": "no reading fell inside"}),
+    )
+    memory = runner.run(_request(_case(4)), recorded.append).launches[0].memory[0]
+    assert (memory.nvml_used_max_bytes, memory.nvml_used_mean_bytes) == (None, None)
+    assert memory.why["nvml_used_max_bytes"] == "no reading fell inside"
+
+
 _SENT = Collective(collective="all_reduce", calls=3, payload_bytes=80, wire_bytes=120)
 
 

@@ -24,6 +24,7 @@ from pytest_llmgpu.profiling.sampling import BlockingCall
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]
 PCIE = "nvmlDeviceGetPcieThroughput"
+RING = "nvmlDeviceGetSamples, without a sample for a second nvmlDeviceGetUtilizationRates"
 NEITHER = {
     "nvlink_tx_bytes_per_s": "nvmlDeviceGetFieldValues [138, 139]: Not Supported",
     "nvlink_rx_bytes_per_s": "nvmlDeviceGetFieldValues [138, 139]: Not Supported",
@@ -142,8 +143,8 @@ def test_a_hung_call_gives_none_until_it_returns() -> None:
 
 
 @contextmanager
-def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.02) -> Iterator[subprocess.Popen[str]]:
-    """Run the sampler every 20 ms."""
+def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.025) -> Iterator[subprocess.Popen[str]]:
+    """Run the sampler every 25 ms."""
     command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", "--period", str(period_s), *arguments]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rescue = threading.Timer(30, process.kill)  # so that a stream that stays silent fails the test
@@ -235,7 +236,7 @@ def test_an_unsupported_call_is_made_once(nvml_stub: StubEnvironment, tmp_path: 
 
 def test_a_gpu_lost_on_the_way_is_null_with_its_reason_told_once(nvml_stub: StubEnvironment) -> None:
     """Other devices go on, and the stream does not repeat the reason."""
-    with sampler(nvml_stub(gpus=2, lost="1:25")) as process:
+    with sampler(nvml_stub(gpus=2, lost="1:40")) as process:
         header, *stream = records(process, 12)
     assert header["devices"][1]["why"] == NEITHER
     assert None not in stream[0]["values"][1][:6]
@@ -317,20 +318,33 @@ def test_sources_differ_from_device_to_device(nvml_stub: StubEnvironment) -> Non
     assert "nvlink_tx_bytes_per_s" not in header["devices"][1]["why"]
 
 
-def test_counters_stream_every_byte_over_a_wrap(nvml_stub: StubEnvironment) -> None:
-    """Rates times seconds are whole steps of the counters, which wrap at their second reading."""
-    with sampler(nvml_stub(fields="197,198,138,139", field_step=1000)) as process:
-        _, *stream = records(process, 6)
+def test_counters_stream_every_byte_over_a_wrap(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Rates times seconds add up to all that the counters grew by from tick to tick, over a wrap of 16 steps."""
+    log, step = tmp_path / "calls", 1 << 28
+    with sampler(nvml_stub(fields="197,198", field_step=step, log=log)) as process:
+        _, first, *stream = records(process, 20)
+    looks_s = looks(log)
+    before, last = (
+        next(n for n, look_s in enumerate(looks_s) if look_s >= tick["t_s"] - 1e-6) for tick in (first, stream[-1])
+    )
+    for metric in ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"):
+        streamed = sum(column(tick, metric) * column(tick, metric, of="seconds") for tick in stream)
+        assert streamed == pytest.approx((last - before) * step)
+    assert last - before >= len(stream)
+
+
+def test_nvlink_streams_every_byte(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """What the tick after a mark says is all that was sent since the counters were read first."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(fields="138,139", field_step=1000, log=log)) as process:
+        records(process, 4)
         marks(process, 1)
         (hurried,) = records(process, 1)
-    for metric, step, those in (
-        ("pcie_tx_bytes_per_s", 1000, stream),
-        ("nvlink_rx_bytes_per_s", 1000 * 1024, [hurried]),
-    ):
-        for tick in those:
-            steps = column(tick, metric) * column(tick, metric, of="seconds") / step
-            assert steps == pytest.approx(round(steps))
-            assert 1 <= round(steps) < 1000
+    last = next(number for number, look_s in enumerate(looks(log)) if look_s >= hurried["t_s"] - 1e-6)
+    first = 1  # after PCIe's counters, which there are none of
+    for metric in ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"):
+        streamed = column(hurried, metric) * column(hurried, metric, of="seconds")
+        assert streamed == pytest.approx((last - first) * 1000 * 1024)
 
 
 def test_nvlink_is_not_read_at_every_tick(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
@@ -383,11 +397,15 @@ def test_byte_counters_are_looked_at_between_ticks(nvml_stub: StubEnvironment, t
     """However long the period, no look at them is due later than 40 ms after the one before."""
     log = tmp_path / "calls"
     with sampler(nvml_stub(fields="197,198", log=log), period_s=0.2) as process:
-        records(process, 3)
+        _, first, last = records(process, 3)
+    looks_s = looks(log)
+    assert sum(first["t_s"] <= look_s < last["t_s"] for look_s in looks_s) >= 4
+
+
+def looks(log: Path) -> list[float]:
+    """Return when fields were read."""
     lines = [line.split() for line in log.read_text().splitlines()]
-    counted = sum(line[4] == "nvmlDeviceGetFieldValues" for line in lines)
-    powered = sum(line[4] == "nvmlDeviceGetPowerUsage" for line in lines)
-    assert counted >= 4 * (powered - 1)
+    return [int(line[0]) / 1e6 for line in lines if line[4] == "nvmlDeviceGetFieldValues"]
 
 
 @pytest.mark.parametrize(("ring", "value"), [("absent", 40), ("idle", None), ("70", None)])
@@ -395,8 +413,7 @@ def test_utilization_comes_from_the_ring_of_samples(nvml_stub: StubEnvironment, 
     """An idle ring is one too; without one the rate of the driver's last period is read at every tick."""
     with sampler(nvml_stub(ring=ring)) as process:
         header, tick = records(process, 2)
-    absent = ring == "absent"
-    assert methods(header)["utilization_pct"] == f"nvmlDeviceGet{'UtilizationRates' if absent else 'Samples'}"
+    assert methods(header)["utilization_pct"] == ("nvmlDeviceGetUtilizationRates" if ring == "absent" else RING)
     assert column(tick, "utilization_pct") == value
 
 
@@ -445,10 +462,41 @@ def test_a_mark_reads_the_counters(nvml_stub: StubEnvironment) -> None:
         first, second = marks(process, 2)
     assert (first["mark"], second["mark"]) == (1, 2)
     assert [second["counters"][i]["energy_j"] - first["counters"][i]["energy_j"] for i in (0, 1)] == [5, 6]
-    assert set(first["counters"][0]) == {*Cumulative.NAMES, "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"}
+    assert set(first["counters"][0]) == {*Cumulative.NAMES, "nvlink_tx_bytes", "nvlink_rx_bytes"}
     assert first["why"] == second["why"] == [{}, {}]
-    assert second["counters"][1]["throttled_s"] > first["counters"][1]["throttled_s"]
+    assert second["counters"][1]["throttled_heat_s"] > first["counters"][1]["throttled_heat_s"]
     assert second["t_s"][0] >= first["t_s"][1] >= first["t_s"][0]
+
+
+def test_xid_errors_are_heard_of_before_the_first_mark(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """A crash while the model loads is counted too; the paper's profiler asks for nothing of the kind."""
+    for method, registered in (("auto", True), ("paper", False)):
+        log = tmp_path / method
+        with sampler(nvml_stub(log=log), "--method", method) as process:
+            records(process, 2)
+        assert ("nvmlDeviceRegisterEvents" in log.read_text()) is registered
+
+
+def test_ticks_tell_how_many_marks_were_ordered_before_them(nvml_stub: StubEnvironment) -> None:
+    """The first tick that counts an order is the one at which counters read once a second speak."""
+    with sampler(nvml_stub(fields="138,139")) as process:
+        _, before = records(process, 2)
+        marks(process, 1)
+        (after,) = records(process, 1)
+        ordered = [marks(process, 2), records(process, 1)][1][0]
+    assert [tick["orders"] for tick in (before, after, ordered)] == [0, 1, 3]
+    assert column(before, "nvlink_tx_bytes_per_s") is None
+    assert column(after, "nvlink_tx_bytes_per_s") is not None
+
+
+def test_memory_without_the_newer_call_is_that_of_the_older(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """A driver without it has the metric all the same, by the method that the header names; it is not asked in vain."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(unsupported="nvmlDeviceGetMemoryInfo_v2", log=log)) as process:
+        header, tick = records(process, 2)
+    assert methods(header)["memory_used_bytes"] == "nvmlDeviceGetMemoryInfo"
+    assert column(tick, "memory_used_bytes") == 11 * GIB
+    assert log.read_text().count("nvmlDeviceGetMemoryInfo_v2") == 1
 
 
 def test_a_mark_counts_errors_and_processes(nvml_stub: StubEnvironment) -> None:
@@ -471,7 +519,7 @@ def test_a_mark_counts_errors_and_processes(nvml_stub: StubEnvironment) -> None:
 )
 def test_a_count_that_is_not_supported_is_a_reason(nvml_stub: StubEnvironment, call: str, name: str) -> None:
     """A GPU without ECC has no memory errors to count, which is not 0 of them; the other GPU has."""
-    with sampler(nvml_stub(gpus=2, fields="74", unsupported=f"{call}@0")) as process:
+    with sampler(nvml_stub(gpus=2, fields="74,75", unsupported=f"{call}@0")) as process:
         found = marks(process, 2)
     for mark in found:
         assert mark["why"] == [{name: f"{call}: Not Supported"}, {}]
@@ -487,14 +535,14 @@ def test_a_gpu_without_processes_has_none(nvml_stub: StubEnvironment) -> None:
 
 def test_a_mark_of_a_lost_gpu_has_its_reasons(nvml_stub: StubEnvironment) -> None:
     """Every count of it tells the loss, bytes over NVLink included."""
-    with sampler(nvml_stub(gpus=2, fields="74,138,139", lost="1:25")) as process:
+    with sampler(nvml_stub(gpus=2, fields="74,75,138,139", lost="1:40")) as process:
         records(process, 12)
         (mark,) = marks(process, 1)
     assert mark["counters"][1] == {}
     assert mark["why"][0] == {}
-    assert set(mark["why"][1]) == {*Cumulative.NAMES, "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"}
+    assert set(mark["why"][1]) == {*Cumulative.NAMES, "nvlink_tx_bytes", "nvlink_rx_bytes"}
     assert all(reason.endswith(": GPU is lost") for reason in mark["why"][1].values())
-    assert mark["why"][1]["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
+    assert mark["why"][1]["nvlink_tx_bytes"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
 
 
 def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: StubEnvironment) -> None:
@@ -532,12 +580,12 @@ def test_the_papers_profiler_never_makes_up_for_a_late_round(nvml_stub: StubEnvi
     with sampler(nvml_stub(gpus=2, pcie_us=1000), "--method", "paper") as process:
         _, *stream = records(process, 25)
     starts_s = [tick["t_s"] for tick in stream]
-    assert min(after - before for before, after in pairwise(starts_s)) >= 0.02 - 1e-6
+    assert min(after - before for before, after in pairwise(starts_s)) >= 0.025 - 1e-6
 
 
 @pytest.mark.parametrize(
     ("settings", "period_s", "smallest"),
-    [({"gpm": 1}, 0.09, "0.1 s"), ({}, 0.019, "0.02 s"), ({"gpm": 1, "gpm_refused": "20"}, 0.05, "0.1 s")],
+    [({"gpm": 1}, 0.09, "0.1 s"), ({}, 0.024, "0.025 s"), ({"gpm": 1, "gpm_refused": "20"}, 0.05, "0.1 s")],
 )
 def test_a_period_below_what_the_sources_allow_is_refused(
     nvml_stub: StubEnvironment, settings: dict[str, Any], period_s: float, smallest: str
@@ -557,8 +605,15 @@ def test_a_period_below_what_the_sources_allow_is_refused(
     assert asked.stdout.strip() == record["error"]
 
 
+def test_a_period_that_a_round_fills_is_refused(nvml_stub: StubEnvironment) -> None:
+    """Where nothing blocks, what the calls themselves take is the limit: a core would do little else."""
+    with sampler(nvml_stub(gpus=8, fields="197,198"), period_s=0.0001) as process:
+        (record,) = records(process, 1)
+    assert record["error"].startswith("sampling period is 0.0001 s; allowed are 0.0")
+
+
 def test_byte_counters_allow_a_shorter_period(nvml_stub: StubEnvironment) -> None:
-    """Without GPM and the call that blocks no period is too short, and without NVML none is refused."""
+    """Without GPM and the call that blocks periods may be shorter, and without NVML none is refused."""
     with sampler(nvml_stub(fields="197,198"), period_s=0.005) as process:
         assert "t0_s" in records(process, 1)[0]
     with sampler(nvml_stub(gpm=1), "--method", "paper", period_s=0.005) as process:

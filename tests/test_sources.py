@@ -10,8 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from pytest_llmgpu.profiling import devices
+from pytest_llmgpu.profiling.calls import CALLS
 from pytest_llmgpu.profiling.counters import ByteCounters, NvLink
 from pytest_llmgpu.profiling.devices import METRICS, Device
+from pytest_llmgpu.profiling.sampling import Sampler
 from pytest_llmgpu.profiling.sources import Gpm, SampleRing
 
 GIB = 1 << 30
@@ -31,7 +34,10 @@ class FakeNvml:
 
     NVMLError = Refusal
     NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_NO_PERMISSION = 4
     NVML_ERROR_NOT_FOUND = 6
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
+    NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25
     NVML_GPU_UTILIZATION_SAMPLES = 1
     NVML_GPM_METRICS_GET_VERSION = 1
 
@@ -189,7 +195,7 @@ def test_nvlink_counts_over_a_refusal() -> None:
         source.read(101.0)
     nvml.lost = False
     nvml.fields = {138: 5000, 139: 2000}
-    assert source.totals() == {"nvlink_tx_bytes_per_s": 5000 * 1024, "nvlink_rx_bytes_per_s": 2000 * 1024}
+    assert source.totals() == {"nvlink_tx_bytes": 5000 * 1024, "nvlink_rx_bytes": 2000 * 1024}
     spoken = source.read(102.0)
     assert spoken is not None
     assert spoken.seconds == 2.0
@@ -297,7 +303,23 @@ def test_the_first_sample_after_an_idle_stretch_does_not_stand_for_it() -> None:
     nvml.ring = [(1_000_000, 0)]
     source = SampleRing(nvml, None, nvml.clock)
     nvml.ring = [(61_000_000, 20), (62_000_000, 40)]
-    assert source.read(162.0) == ({"utilization_pct": 30.0}, 62.0, {})
+    assert source.read(162.0) == ({"utilization_pct": 30.0}, 2.0, {})
+
+
+def test_a_ring_that_ran_over_speaks_for_what_it_still_holds() -> None:
+    """After a minute in which nobody read it, 71 samples of 0.2 s are 15 s, not all of the minute."""
+    nvml = FakeNvml()
+    nvml.ring = [(1_000_000, 0)]
+    source = SampleRing(nvml, None, nvml.clock)
+    nvml.ring = [(47_000_000 + 200_000 * number, 100) for number in range(71)]
+    spoken = source.read(160.0)
+    assert spoken is not None
+    assert spoken.values == {"utilization_pct": pytest.approx(100.0)}
+    assert spoken.seconds == pytest.approx(15.0)
+    nvml.ring = [(61_000_000 + 200_000 * number, 50) for number in range(1, 5)]
+    spoken = source.read(161.0)
+    assert spoken is not None
+    assert spoken.seconds == 1.0, "the newest sample is not of just now, and nothing is lost"
 
 
 def test_a_ring_that_is_refused_is_no_source() -> None:
@@ -306,6 +328,88 @@ def test_a_ring_that_is_refused_is_no_source() -> None:
     nvml.lost = True
     with pytest.raises(Refusal):
         SampleRing(nvml, None, nvml.clock)
+
+
+def device(nvml: FakeNvml, **calls: Any) -> Device:
+    """Return a device with calls beside those of the sources."""
+    link = {"nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5, "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16}
+    for name, call in (link | calls).items():
+        setattr(nvml, name, call)
+    return Device(nvml, None, 0, "GPU-0")
+
+
+@pytest.mark.parametrize(("code", "kept"), [(999, True), (15, True), (3, False), (13, False), (4, False), (25, False)])
+def test_only_a_refusal_that_lasts_drops_a_metric(code: int, kept: bool) -> None:
+    """One bad answer at the start does not cost the metric for the session; a call that is not there is asked once."""
+    asked: list[int] = []
+
+    def power(_: object) -> int:
+        asked.append(code)
+        if len(asked) == 1:
+            raise Refusal(code)
+        return 300_000
+
+    one = device(FakeNvml(), nvmlDeviceGetPowerUsage=power)
+    one.chosen = {"power_w": CALLS["power_w"]}
+    sampler = Sampler([one])
+    rounds = [sampler.round(100.0).values[0][METRICS.index("power_w")] for _ in range(2)]
+    assert rounds == ([300.0] * 2 if kept else [None] * 2)
+    assert len(asked) == (3 if kept else 1)
+    assert one.why == {"power_w": f"nvmlDeviceGetPowerUsage: refusal {code}"}
+
+
+@pytest.mark.parametrize(("code", "opened"), [(999, True), (3, False)])
+def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> None:
+    """A better source is not given up for the session because of one answer that need not last."""
+    refusals = [Refusal(code)]
+    nvml = FakeNvml()
+    nvml.fields = {138: 0, 139: 0}
+    read = nvml.nvmlDeviceGetFieldValues
+
+    def fields(handle: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
+        if ids[0] == (138, 0xFFFFFFFF) and refusals:
+            raise refusals.pop()
+        return read(handle, ids)
+
+    one = device(nvml, nvmlDeviceGetFieldValues=fields, nvmlEventSetCreate=_refuse)
+    one.open()
+    assert any(isinstance(source, NvLink) for source in one.sources) is opened
+    assert ("nvlink_tx_bytes_per_s" in one.why) is not opened
+
+
+def test_a_poll_that_is_refused_is_the_reason_of_its_own_metrics() -> None:
+    """What another source gives has nothing to do with it."""
+    nvml = FakeNvml()
+    one = device(nvml)
+    source = counters(nvml, tx=0, rx=0)
+    one.sources = [source]
+    one.chosen = {"pcie_tx_bytes_per_s": source, "pcie_rx_bytes_per_s": CALLS["pcie_rx_bytes_per_s"]}
+    nvml.lost = True
+    one.poll(101.0)
+    assert one.why == {"pcie_tx_bytes_per_s": "nvmlDeviceGetFieldValues [197, 198]: refusal 15"}
+
+
+def test_the_smallest_period_leaves_a_round_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five times the shortest round of three: the first is slow, and one may be interrupted."""
+    nvml = FakeNvml()
+    took_s = iter((0.5, 0.002, 0.1, 0.0, 0.5, 0.002, 0.1))
+
+    def power(_: object) -> int:
+        nvml.now_s += next(took_s)
+        return 300_000
+
+    one = device(nvml, nvmlDeviceGetPowerUsage=power)
+    monkeypatch.setattr("time.monotonic", nvml.clock)
+    monkeypatch.setattr(one, "open", lambda: False)
+    monkeypatch.setattr(one, "choose", lambda: one.chosen.update(power_w=CALLS["power_w"]))
+    with pytest.raises(ValueError, match=r"period is 0\.009 s; allowed are 0\.01\d* s and more"):
+        devices.choose([one], 0.009)
+    next(took_s)
+    devices.choose([one], 0.0101)
+
+
+def _refuse(*_: object) -> None:
+    raise Refusal(3)
 
 
 def test_metrics_have_one_column_each() -> None:

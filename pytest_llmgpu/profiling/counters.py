@@ -125,8 +125,9 @@ class NvLink:
         self._since_s = clock()
 
     def totals(self) -> dict[str, int]:
-        """Return per metric the bytes since the driver was loaded; without one that is refused now."""
-        return {metric: value * _KIB for metric, value in self._counters().items() if not isinstance(value, str)}
+        """Return `nvlink_tx_bytes` and `nvlink_rx_bytes` since the driver was loaded; without one refused now."""
+        found = self._counters().items()
+        return {metric.removesuffix("_per_s"): value * _KIB for metric, value in found if not isinstance(value, str)}
 
     def read(self, now_s: float, *, hurry: bool = False) -> Spoken | None:
         """Answer with the bytes since the last answer, once a second."""

@@ -6,12 +6,13 @@ nothing, or a call of `calls`. A new metric is a new entry of `METRICS` and of o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pytest_llmgpu.profiling.ask import Ask
-from pytest_llmgpu.profiling.calls import CALLS, PAPER, Call
+from pytest_llmgpu.profiling.ask import Ask, lasting
+from pytest_llmgpu.profiling.calls import CALLS, OLDER, PAPER, Call
 from pytest_llmgpu.profiling.counters import ByteCounters, NvLink
 from pytest_llmgpu.profiling.cumulative import Cumulative
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
@@ -30,6 +31,11 @@ _LINK_MARGIN = 1.1
 
 _NOT_THE_PAPERS = "the paper's profiler does not read it"
 
+_ROUNDS = 3
+"""Rounds that are timed; the shortest counts, since the first is slow and any may be interrupted."""
+_ROUNDS_A_PERIOD = 5
+"""A round may take this part of a period: beyond that a core is busy with little else and deadlines are missed."""
+
 METRICS = (*CALLS, *NvLink.IDS, "sm_active_pct", "tensor_active_pct", "dram_active_pct")
 """The sampler's columns, in order."""
 
@@ -47,6 +53,8 @@ class Device:
         """In the order of preference; nothing before `choose`."""
         self.chosen: dict[str, Source | Call] = {}
         """Metric to where it comes from; without those that nothing gives."""
+        self.lacking: set[str] = set()
+        """Metrics whose call this device or driver does not have: asking again is in vain."""
         self._nvml = nvml
         self._handle = handle
         self._pcie_limit = _pcie_limit(nvml, handle)
@@ -57,6 +65,7 @@ class Device:
         if self.method == "paper":
             self.why = dict.fromkeys(METRICS[len(PAPER) :], _NOT_THE_PAPERS)
             return False
+        self._cumulative.open()
         nvml, handle, limit, clock = self._nvml, self._handle, self._pcie_limit, time.monotonic
         openings: list[tuple[Callable[[], Source], Sequence[str], str]] = [
             (lambda: Gpm(nvml, handle, clock), list(Gpm.IDS), Gpm.method),
@@ -65,11 +74,9 @@ class Device:
             (lambda: SampleRing(nvml, handle, clock), SampleRing.metrics, SampleRing.method),
         ]
         for opening, metrics, name in openings:
-            refused: dict[str, str] = {}
-            source = Ask(nvml, refused)(name, opening)
-            if source is None:
-                reason = refused[name].removeprefix("<lambda>: ")
-                self.why.update(dict.fromkeys(metrics, f"{name}: {reason}"))
+            source = self._opened(opening)
+            if isinstance(source, str):
+                self.why.update(dict.fromkeys(metrics, f"{name}: {source}"))
             else:
                 self.sources.append(source)
         return any(isinstance(source, Gpm) for source in self.sources)
@@ -86,17 +93,19 @@ class Device:
         for metric in PAPER if self.method == "paper" else CALLS:
             self.chosen.setdefault(metric, CALLS[metric])
         self.sources = [source for source in self.sources if source in self.chosen.values()]
-        self.why = {metric: reason for metric, reason in self.why.items() if metric not in self.chosen}
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the reasons of metrics that are read on: what was refused while sources were tried is past."""
+        read = self.chosen.keys() - self.lacking
+        self.why = {metric: reason for metric, reason in self.why.items() if metric not in read}
 
     @property
     def smallest_period_s(self) -> float:
-        """Shortest sampling period that all sources of this device keep up with."""
+        """Shortest sampling period that leaves every source of this device its time, beside what a round takes."""
         if self.method == "paper":
             return 0.0  # its waits shrink to nothing instead
-        return max(
-            (source.window_s or 0.0) if isinstance(source, Call) else source.smallest_period_s
-            for source in self.chosen.values()
-        )
+        return max(source.smallest_period_s for source in self.chosen.values())
 
     @property
     def polled(self) -> bool:
@@ -105,10 +114,16 @@ class Device:
 
     def read(self, metric: str) -> float | None:
         """Return what the metric's call says now; None, with its reason, where it cannot be had or believed."""
-        call = CALLS[metric]
+        chosen = self.chosen.get(metric)
+        call = chosen if isinstance(chosen, Call) else CALLS[metric]
         try:
             value = call.read(self._nvml, self._handle)
         except self._nvml.NVMLError as error:
+            if lasting(self._nvml, error):
+                if metric in OLDER and call is not OLDER[metric]:
+                    self.chosen[metric] = OLDER[metric]
+                    return self.read(metric)
+                self.lacking.add(metric)
             self.why[metric] = f"{call.method}: {error}"
             return None
         return self._believed(metric, value, call.method)
@@ -134,7 +149,8 @@ class Device:
                     try:
                         source.poll()
                     except self._nvml.NVMLError as error:  # told by the next reading, if it lasts
-                        self.why.update(dict.fromkeys(source.metrics, f"{source.method}: {error}"))
+                        mine = [metric for metric in source.metrics if self.chosen.get(metric) is source]
+                        self.why.update(dict.fromkeys(mine, f"{source.method}: {error}"))
                 next_s = source.due_s
         return next_s
 
@@ -148,10 +164,23 @@ class Device:
             if isinstance(source, NvLink):
                 refused: dict[str, str] = {}
                 counters.update(Ask(self._nvml, refused)("", source.totals) or {})
+                names = [metric.removesuffix("_per_s") for metric in source.metrics]
                 for reason in refused.values():
-                    why.update(dict.fromkeys(source.metrics, f"{source.method}{reason.removeprefix('totals')}"))
+                    why.update(dict.fromkeys(names, f"{source.method}{reason.removeprefix('totals')}"))
         counters.update(self._cumulative.read(why))
         return counters, why
+
+    def _opened(self, opening: Callable[[], Source]) -> Source | str:
+        """Return a source, or why the device has none; a refusal that need not last is not believed at once."""
+        try:
+            return opening()
+        except self._nvml.NVMLError as error:
+            if lasting(self._nvml, error):
+                return str(error)
+        try:
+            return opening()
+        except self._nvml.NVMLError as error:
+            return str(error)
 
     def _hear(self, source: Source, now_s: float, *, hurry: bool) -> Spoken | None:
         try:
@@ -216,12 +245,34 @@ def choose(devices: Sequence[Device], period_s: float) -> None:
         time.sleep(GPM_APART_S)
     for device in devices:
         device.choose()
-    smallest_s = max(device.smallest_period_s for device in devices)
+    smallest_s = max(*(device.smallest_period_s for device in devices), _ROUNDS_A_PERIOD * _round_s(devices))
+    for device in devices:
+        device.forget()
     if period_s < smallest_s:
+        smallest_s = math.ceil(1e4 * smallest_s) / 1e4
         raise ValueError(
             f"sampling period is {period_s:g} s; allowed are {smallest_s:g} s and more: "
             "the sources of these GPUs need so long for a reading"
         )
+
+
+def _round_s(devices: Sequence[Device]) -> float:
+    """Return how long a round of all that does not block takes; 0 under the paper's method, whose rounds may overrun.
+
+    What is read once a second only is not in it.
+    """
+    rounds = []
+    for _ in range(_ROUNDS):
+        begun_s = time.monotonic()
+        for device in devices:
+            if device.method == "paper":
+                return 0.0
+            for metric, source in list(device.chosen.items()):
+                if isinstance(source, Call) and source.window_s is None and metric not in device.lacking:
+                    device.read(metric)
+            device.hear(begun_s)
+        rounds.append(time.monotonic() - begun_s)
+    return min(rounds)
 
 
 def check_period(period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu.result import Metric
+from pytest_llmgpu.result import DeviceProfile, Metric, Profile
 
-__all__ = ["Span", "moments", "spans"]
+__all__ = ["Span", "moments", "of_window", "spans"]
 
 
 class Span(NamedTuple):
@@ -17,6 +17,24 @@ class Span(NamedTuple):
     value: float
     start_s: float
     end_s: float
+
+
+def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | str:
+    """Return a metric's figures where they are of the window, else why there are none.
+
+    A profile without a reading inside has the nearest one, which is of another time: no figure of the case.
+
+    Args:
+        profile: of the window.
+        device: of the profile.
+        name: of the metric.
+    """
+    metric = device.metrics.get(name)
+    if metric is None or metric.mean is None:
+        return device.why.get(name) or profile.why.get("profile", "no sample")
+    if metric.coverage == 0 or (metric.coverage is None and not profile.samples):
+        return profile.why.get("samples") or f"{metric.method}: no reading speaks for this window"
+    return metric
 
 
 def moments(

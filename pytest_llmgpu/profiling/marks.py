@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu.profiling.cumulative import Cumulative
+from pytest_llmgpu.profiling.cumulative import THROTTLED, Cumulative
 from pytest_llmgpu.result import Metric
 
 __all__ = ["Mark", "counted"]
@@ -17,8 +18,8 @@ _MARK_NEAR = 0.01
 _OF_A_MOMENT = "compute_processes"
 """No counter: of a window it is the larger of both ends."""
 
-_BYTES = {"nvlink_tx_bytes": "nvlink_tx_bytes_per_s", "nvlink_rx_bytes": "nvlink_rx_bytes_per_s"}
-"""Count of bytes to the metric that is its rate, which is its name in a mark too."""
+_BYTES = ("nvlink_tx_bytes", "nvlink_rx_bytes")
+"""Counts of bytes, each of which gives the metric that is its rate."""
 
 
 class Mark(NamedTuple):
@@ -59,17 +60,34 @@ def counted(
             why[name] = answer
         else:
             counts[name] = answer[0]
-    for name, rate in _BYTES.items():
-        old = metrics.get(rate)
+    _throttled(counts, why)
+    for name in _BYTES:
+        old = metrics.get(f"{name}_per_s")
         if old is None or not old.method:
             continue  # the metric says why the device has none
-        answer = _difference(_ends(rate, marks, start_s, end_s))
-        if isinstance(answer, str):
-            why[name] = answer
-        else:
-            counts[name] = answer[0]
-            metrics[rate] = Metric(mean=answer[0] / answer[1], max=old.max, method=old.method, coverage=1.0)
+        ends = _ends(name, marks, start_s, end_s)
+        answer = _difference(ends)
+        if isinstance(ends, str) or isinstance(answer, str):
+            why[name] = str(answer)
+            continue
+        counts[name], seconds = answer
+        if ends[0][0] <= start_s and end_s <= ends[1][0]:
+            seconds = end_s - start_s  # the bytes are the window's: what lies between it and its marks is idle time
+        rate = counts[name] / seconds
+        # Readings of a second may reach over the window's ends, where nothing was sent.
+        most = rate if old.max is None else max(rate, old.max)
+        metrics[f"{name}_per_s"] = Metric(mean=rate, max=most, method=old.method, coverage=1.0)
     return counts
+
+
+def _throttled(counts: dict[str, float], why: dict[str, str]) -> None:
+    """Put in one what was counted for power and for heat; where one of them is missing, say so."""
+    known = [counts.pop(name) for name in THROTTLED if name in counts]
+    missing = [why.pop(name) for name in THROTTLED if name in why]
+    if known:
+        counts["throttled_s"] = math.fsum(known)
+    if missing:
+        why["throttled_s"] = f"only in part: {missing[0]}" if known else missing[0]
 
 
 _Ends = tuple[tuple[float, float], tuple[float, float]]

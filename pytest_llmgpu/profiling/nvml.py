@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.profiling.ask import Ask
+from pytest_llmgpu.profiling.ask import Ask, lasting
 from pytest_llmgpu.profiling.topology import active_links, matrix
 
-__all__ = ["Gpu", "Inventory", "NvmlMissingError", "inventory", "memory_used_bytes", "session", "used_bytes", "visible"]
+__all__ = ["Gpu", "Inventory", "NvmlMissingError", "inventory", "memory_v2", "session", "used_bytes", "visible"]
 
 
 class NvmlMissingError(RuntimeError):
@@ -32,6 +32,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     memory_bytes: int | None = None
     """All memory of the board, the driver's own share included."""
+    reserved_bytes: int | None = None
+    """The driver's own share, which no program can have; None where the driver does not tell it."""
     pcie_gen: int | None = None
     """Largest generation that GPU and slot agree on: the current one falls when the GPU idles."""
     pcie_width: int | None = None
@@ -95,7 +97,7 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
             ask = Ask(nvml, {})
             for uuid in uuids:
                 handle = ask(uuid, nvml.nvmlDeviceGetHandleByUUID, uuid)
-                used = None if handle is None else ask(uuid, memory_used_bytes, nvml, handle)
+                used = None if handle is None else ask(uuid, _used_bytes, nvml, handle)
                 if used is not None:
                     answer[uuid] = used
     except NvmlMissingError:
@@ -103,13 +105,25 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
     return answer
 
 
-def memory_used_bytes(nvml: Any, handle: Any) -> int:
-    """Return a device's memory in use as nvidia-smi shows it: without the driver's reserved share (`_v2` call)."""
+def memory_v2(nvml: Any, handle: Any) -> Any:
+    """Return a device's memory: `total`, `reserved` for the driver, `used` beside that, `free`.
+
+    Raises:
+        NVMLError: The driver is older than this call, or refuses.
+    """
     try:
-        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except TypeError:  # gpustat puts a function without `version` in its place, which asks for v2 by itself
-        info = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return int(info.used)
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _used_bytes(nvml: Any, handle: Any) -> int:
+    try:
+        return int(memory_v2(nvml, handle).used)
+    except nvml.NVMLError as error:
+        if not lasting(nvml, error):
+            raise
+    return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def visible(inventory: Inventory, cuda_visible_devices: str | None, cuda_device_order: str | None = None) -> list[Gpu]:
@@ -201,12 +215,14 @@ def _gpu(nvml: Any, index: int, handle: Any, inventory_why: dict[str, str]) -> t
     why: dict[str, str] = {}
     ask = Ask(nvml, why)
     memory = ask("memory_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
+    apart = ask("reserved_bytes", memory_v2, nvml, handle)
     links = active_links(nvml, handle, ask)
     gpu = Gpu(
         index=index,
         uuid=uuid,
         name=name,
         memory_bytes=None if memory is None else int(memory.total),
+        reserved_bytes=None if apart is None else int(apart.reserved),
         pcie_gen=ask("pcie_gen", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=ask("pcie_width", nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         nvlinks=None if links is None else len(links),

@@ -58,6 +58,7 @@ class Recording:
         self._kept: deque[Reading] = deque()
         self._marks: deque[MarkRecord] = deque(maxlen=_MARKS)
         self._dropped = False
+        self._orders = 0
         values = len(header.devices) * len(header.metrics)
         self._capacity = HISTORY_BYTES // (_READING_BYTES + (12 if header.spans else 8) * values)
 
@@ -70,6 +71,7 @@ class Recording:
         """
         seconds = _flat("f", tick.seconds) if tick.seconds else None
         self._kept.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
+        self._orders = tick.orders
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
         while len(self._kept) > self._capacity and self._kept[0].t_s < open_since_s:
@@ -93,13 +95,21 @@ class Recording:
         first, last = inside[0], inside[-1]
         return ((last.cpu_s or 0.0) - (first.cpu_s or 0.0)) / (last.t_s - first.t_s) * (end_s - start_s)
 
-    def settled(self, start_s: float, end_s: float) -> bool:
-        """Return whether no tick still to come can change the slice between these times."""
+    def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
+        """Return whether no tick still to come can change the slice between these times.
+
+        Args:
+            start_s: Start of the window.
+            end_s: Its end.
+            orders: Marks ordered so far: the tick after the latest says what has been read once a second until then.
+        """
         if self.behind(end_s):
             return False
+        if self.header.spans:
+            return self._kept[-1].t_s > end_s and self._orders >= orders
         # Without a reading inside, the one after may be nearer than the one before.
-        if self._kept[-1].t_s > end_s or self.header.spans:
-            return self._kept[-1].t_s > end_s
+        if self._kept[-1].t_s > end_s:
+            return True
         return any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
 
     def behind(self, end_s: float) -> bool:

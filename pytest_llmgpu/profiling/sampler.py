@@ -8,9 +8,10 @@ It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_M
 
 or `{"error": reason}` and the end; then ticks, values by device and metric in the header's order, null for what could
 not be read, its reason told once, or for what has nothing to say yet; how many seconds before the tick each speaks
-for, null for a moment; and the CPU seconds that this process has used so far:
+for, null for a moment; how many marks were ordered before it; and the CPU seconds that this process has used so far:
 
-    {"k": 12, "t_s": ..., "values": [[...]], "seconds": [[...]], "cpu_s": ..., "why": {"0": {metric: reason}}}
+    {"k": 12, "t_s": ..., "values": [[...]], "seconds": [[...]], "orders": 3, "cpu_s": ...,
+     "why": {"0": {metric: reason}}}
 
 A line `mark` on stdin is answered by what cumulative counters say, per device, read between ticks:
 
@@ -32,11 +33,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 from pytest_llmgpu.profiling.calls import Call
 from pytest_llmgpu.profiling.deadlines import compensated, ticks
-from pytest_llmgpu.profiling.devices import METRICS, Device, choose, open_devices
+from pytest_llmgpu.profiling.devices import METRICS, Device, Method, choose, open_devices
 from pytest_llmgpu.profiling.marking import Marking
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
 from pytest_llmgpu.profiling.promptness import LATE_S, Promptness
@@ -52,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.profiling.sampler", description=__doc__)
     parser.add_argument("--period", type=float, default=1 / 6, help="seconds between readings")
     parser.add_argument("--uuids", type=lambda text: text.split(","), help="GPUs to read, in this order (all)")
-    parser.add_argument(
-        "--method", choices=("auto", "paper"), default="auto", help="best sources, or the paper's calls"
-    )
+    parser.add_argument("--method", choices=get_args(Method), default="auto", help="best sources, or the paper's calls")
     parser.add_argument("--parent", type=int, help="process id to end with")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,6 +81,7 @@ class _Stream:
         self._sampler = Sampler(devices)
         self._marking = Marking(devices, period_s, time.monotonic, _write)
         self._promptness = Promptness()
+        self._orders = 0
         self._hurry = False
         self._free_s = 0.0
 
@@ -108,6 +108,7 @@ class _Stream:
             record: dict[str, Any] = {"k": tick.k, "t_s": tick.start_s, "values": values}
             if any(device.sources for device in self._devices):
                 record["seconds"] = seconds
+                record["orders"] = self._orders
             record["cpu_s"] = time.process_time()
             news = {
                 str(number): device.why for number, device in enumerate(self._devices) if device.why != told[number]
@@ -136,6 +137,7 @@ class _Stream:
         orders = os.read(0, 4096)
         for _ in range(orders.count(b"\n")):
             self._marking.order()
+            self._orders += 1
             self._hurry = True
         return orders == b""
 

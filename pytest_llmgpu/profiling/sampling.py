@@ -71,14 +71,15 @@ class Sampler:
     """Reads devices that have chosen, the blocking calls all at once in threads, all others in this thread."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        """Make every call once; what NVML refuses now is not asked again."""
+        """Make every call once; what a device turns out not to have is not asked again."""
         self._devices = devices
         self._polled = [device for device in devices if device.polled]
         self._asked: list[list[str]] = []
         self._threads: dict[tuple[int, str], BlockingCall] = {}
         for number, device in enumerate(devices):
             serial = device.method == "paper"
-            calls = [metric for metric, source in device.chosen.items() if isinstance(source, Call)]
+            chosen = device.chosen.items()
+            calls = [metric for metric, source in chosen if isinstance(source, Call) and metric not in device.lacking]
             # The paper's profiler makes its calls one after another, in its order.
             self._asked.append([metric for metric in (PAPER if serial else METRICS) if metric in calls])
             for metric in self._asked[-1]:
@@ -86,7 +87,7 @@ class Sampler:
                     self._threads[number, metric] = BlockingCall(device, metric)
         self._calls()
         for asked, device in zip(self._asked, devices, strict=True):
-            asked[:] = [metric for metric in asked if metric not in device.why]
+            asked[:] = [metric for metric in asked if metric not in device.lacking]
 
     def round(self, now_s: float, *, hurry: bool = False) -> Round:
         """Return the readings of the tick that began then.

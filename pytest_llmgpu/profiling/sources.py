@@ -64,7 +64,12 @@ class Source(Protocol):
 
 
 class Gpm:
-    """GPU performance monitoring, Hopper and newer: averages over exactly the time between two samples."""
+    """GPU performance monitoring, Hopper and newer: averages over about the time between two samples.
+
+    Not exactly: the device averages over a time of its own near that one. What a rate is multiplied by to give bytes is
+    off where sending begins and ends, by a few percent of a burst of 2 s and by up to a quarter of one of 0.35 s
+    (`benchmarks/overhead/agreement.py`).
+    """
 
     method = "nvmlGpmMetricsGet"
     smallest_period_s = GPM_APART_S
@@ -119,9 +124,9 @@ class Gpm:
 
 
 class SampleRing:
-    """The driver's own utilisation samples, all of them."""
+    """The driver's own utilisation samples, all of them; while there are none, its rate."""
 
-    method = "nvmlDeviceGetSamples"
+    method = "nvmlDeviceGetSamples, without a sample for a second nvmlDeviceGetUtilizationRates"
     smallest_period_s = 0.0
     metrics = ("utilization_pct",)
 
@@ -138,15 +143,18 @@ class SampleRing:
         if seconds <= 0 or (seconds < _RING_S and not hurry):
             return None
         news = self._news()
+        spoken_s = seconds
         if news:
-            mean = self._mean(news)
+            mean, took_s = self._mean(news)
+            # It holds some 70 samples: after a longer stand-still the oldest are gone. The newest is not of just now.
+            spoken_s = seconds if took_s > seconds - _RING_SAMPLE_S else took_s
         elif seconds < _RING_S:
             return None  # the driver has not finished its next sample
         else:
             # The driver samples no idle GPU, and this call says 0 then; of a ring that stays empty it says the truth.
             mean = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         self._since_s = now_s
-        return Spoken({"utilization_pct": mean}, seconds)
+        return Spoken({"utilization_pct": mean}, spoken_s)
 
     def _news(self) -> list[tuple[int, float]]:
         """Return the samples since the last, oldest first: microseconds and percent."""
@@ -162,8 +170,8 @@ class SampleRing:
         found = ((int(sample.timeStamp), float(getattr(sample.sampleValue, member))) for sample in samples)
         return sorted(sample for sample in found if sample[0] > self._last_us)
 
-    def _mean(self, news: Sequence[tuple[int, float]]) -> float:
-        """Return the weighted mean and remember the newest."""
+    def _mean(self, news: Sequence[tuple[int, float]]) -> tuple[float, float]:
+        """Return the weighted mean and the seconds that the samples took, and remember the newest."""
         before_us = self._last_us
         weighted = total = 0.0
         for stamp, percent in news:
@@ -172,4 +180,4 @@ class SampleRing:
             weighted, total = weighted + took * percent, total + took
             before_us = stamp
         self._last_us = before_us
-        return weighted / total
+        return weighted / total, total / 1e6

@@ -49,6 +49,8 @@ class TickRecord(msgspec.Struct, frozen=True):
     """[device, metric] how long before the tick a value speaks for; None for a moment or a time after it."""
     cpu_s: float | None = None
     """CPU seconds the sampler has used so far."""
+    orders: int = 0
+    """Marks that were ordered before it began: after an order, what has something to say says it at the next tick."""
 
 
 class MarkRecord(msgspec.Struct, frozen=True):

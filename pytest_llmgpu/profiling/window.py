@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from pytest_llmgpu import child
+from pytest_llmgpu import child, evidence
 from pytest_llmgpu.profiling.devices import Method
 from pytest_llmgpu.profiling.recording import Recording
 from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
@@ -98,6 +98,7 @@ class Profiler:
         self._marked_s = -math.inf
         self._failure: str | None = None
         self._ended = False
+        self._silent = False
         self._closing = False
 
     @property
@@ -117,11 +118,20 @@ class Profiler:
             return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the sampler, once, and wait some seconds at most until it answers."""
+        """Start the sampler, unless it runs, and wait some seconds at most until it answers.
+
+        One that has ended or fallen silent on the way is replaced, and what it streamed is gone, unless a window is
+        open that began with it.
+        """
         with self._changed:
             if self._uuids == []:
                 self._failure = "no GPU is visible"
                 return
+            failed = self._recording is not None and (self._ended or self._silent)
+            replace = failed and not self._open and not self._closing
+        if replace:
+            self._discard()
+        with self._changed:
             if self._listener is None:
                 self._listener = threading.Thread(target=self._listen, name="llmgpu sampler", daemon=True)
                 self._listener.start()
@@ -173,12 +183,14 @@ class Profiler:
             if recording is not None:
                 marks = self._marks
                 self._changed.wait_for(
-                    lambda: self._ended or (recording.settled(start_s, end_s) and recording.marks >= marks), _STREAM_S
+                    lambda: self._ended or (recording.settled(start_s, end_s, marks) and recording.marks >= marks),
+                    _STREAM_S,
                 )
                 why = {}
                 if self._failure is not None:
                     why = {"sampler": self._failure}
                 elif not self._ended and recording.behind(end_s):
+                    self._silent = True
                     why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
                 held = self.held_bytes if held_bytes is None else held_bytes
                 return recording.profile(start_s, end_s, held, why)
@@ -193,7 +205,10 @@ class Profiler:
 
     @contextmanager
     def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
-        """Profile a block: `with profiler.window() as window: ...`, then `window.profile`."""
+        """Profile a block: `with profiler.window() as window: ...`, then `window.profile`.
+
+        Its `invalid` has what the profile itself shows: whose programs ran there is not known here.
+        """
         self.start()
         self.mark()
         window = Window(time.monotonic())
@@ -204,7 +219,8 @@ class Profiler:
         finally:
             window.end_s = time.monotonic()
             self.mark()
-            window.profile = self.slice(window.start_s, window.end_s, held_bytes)
+            profile = self.slice(window.start_s, window.end_s, held_bytes)
+            window.profile = msgspec.structs.replace(profile, invalid=evidence.invalid(profile))
             with self._changed:
                 self._open.remove(window.start_s)
 
@@ -222,6 +238,21 @@ class Profiler:
         if listener.is_alive() and process is not None:
             process.kill()
             listener.join(_END_S)
+
+    def _discard(self) -> None:
+        """Be as before the start, the sampler killed. One that hangs in the driver and cannot be killed is kept."""
+        with self._changed:
+            listener, process = self._listener, self._process
+        if process is not None:
+            process.kill()
+        if listener is not None:
+            listener.join(_END_S)
+            if listener.is_alive():
+                return
+        with self._changed:
+            self._listener = self._process = self._recording = self._failure = None
+            self._marks, self._marked_s = 0, -math.inf
+            self._ended = self._silent = False
 
     def _listen(self) -> None:
         """Run the sampler and take in its stream until it ends.
@@ -263,6 +294,7 @@ class Profiler:
         if not line.endswith(b"\n"):
             return  # the sampler was killed while it wrote
         with self._changed:
+            self._silent = False
             if line.startswith(b'{"error":'):
                 self._failure = msgspec.json.decode(line, type=_Refusal).error
             elif self._recording is None:
