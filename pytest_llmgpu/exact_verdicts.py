@@ -7,14 +7,12 @@ from collections import Counter
 from typing import Literal
 
 from pytest_llmgpu.metrics import peaks_bytes
+from pytest_llmgpu.path import FASTEST_FIRST, NAMES, moved
 from pytest_llmgpu.policy import MemoryRule
-from pytest_llmgpu.result import CaseResult, Traffic
+from pytest_llmgpu.result import CaseResult, Path, Traffic
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["memory_row", "path_row", "traffic_row"]
-
-_FASTER = ("nvlink", "pcie", "host")
-"""Links from the fastest to the slowest; `host` is PCIe by way of the host's memory."""
 
 _NAMED = 3
 """Most changes that a reason names: it has two lines."""
@@ -30,8 +28,8 @@ def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str
     assert base.traffic is not None
     assert head.traffic is not None
     same = base.traffic.ranks == head.traffic.ranks  # else the kinds may only be in another order
-    now_sent = _wire_bytes(head.traffic)
-    sent = now_sent if same else _wire_bytes(base.traffic)
+    now_sent = float(head.traffic.sent_bytes)
+    sent = now_sent if same else float(base.traffic.sent_bytes)
     wire = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "margin": 0.0}
     before, after = (_by_rank(side) if not same else Counter() for side in (base.traffic, head.traffic))
     if before == after:
@@ -59,18 +57,20 @@ def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str
 
 
 def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
-    """Judge which links carried the traffic: NVLink before PCIe before PCIe by way of the host."""
+    """Judge which links carried the traffic: NVLink before a part on PCIe, PCIe, and PCIe by way of the host."""
     if head.traffic is not None and not any(head.traffic.ranks):
         return "nothing is sent"
-    link, now = _link(base), _link(head)
-    if (missing := _missing(head, "path", link, now, gated=gated)) is not None:
+    then, now = _path(base), _path(head)
+    if (missing := _missing(head, "path", then, now, gated=gated)) is not None:
         return missing
-    assert link is not None
+    assert then is not None
+    assert then.link is not None
     assert now is not None
-    rank = _FASTER.index(now) - _FASTER.index(link)
-    verdict: Verdict = "OK" if not rank else "REGRESSED" if rank > 0 else "IMPROVED"
-    reason = f"traffic moved from {link} to {now}." if rank else f"traffic goes over {now} as before."
-    return Row.of(head, "path", verdict, reason, gated=gated)
+    assert now.link is not None
+    if (words := moved(then, now)) is None:
+        return Row.of(head, "path", "OK", f"traffic goes over {NAMES[now.link]} as before.", gated=gated)
+    slower = FASTEST_FIRST.index(now.link) > FASTEST_FIRST.index(then.link)
+    return Row.of(head, "path", "REGRESSED" if slower else "IMPROVED", f"traffic {words}.", gated=gated)
 
 
 def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
@@ -126,9 +126,10 @@ def _missing(
     return f"{metric} is new" if after else f"{metric} was not measured"
 
 
-def _link(result: CaseResult) -> str | None:
+def _path(result: CaseResult) -> Path | None:
+    """Return the path where its link is known."""
     path = result.traffic.path if result.traffic is not None else None
-    return path.link if path is not None else None
+    return path if path is not None and path.link is not None else None
 
 
 def _by_kind(figures: Counter[tuple[int, str, str]]) -> Counter[tuple[str, str]]:
@@ -146,7 +147,3 @@ def _by_rank(traffic: Traffic) -> Counter[tuple[int, str, str]]:
             figures[number, entry.collective, "payload bytes"] += entry.payload_bytes
             figures[number, entry.collective, "wire bytes"] += entry.wire_bytes
     return figures
-
-
-def _wire_bytes(traffic: Traffic) -> float:
-    return float(sum([entry.wire_bytes for rank in traffic.ranks for entry in rank]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.metrics import predictions_of
+from pytest_llmgpu.path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.result import Accuracy, CaseResult, Finding
 
 __all__ = ["disagreements"]
@@ -19,7 +21,13 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
         launches: the results of one case, each of one launch.
     """
     completed = [result for result in launches if result.outcome == "completed"]
-    return [*_of_answers(completed), *_of_batches(completed), *_of_traffic(completed), *_of_execution(completed)]
+    return [
+        *_of_answers(completed),
+        *_of_batches(completed),
+        *_of_traffic(completed),
+        *_of_paths(completed),
+        *_of_execution(completed),
+    ]
 
 
 def _of_answers(launches: Sequence[CaseResult]) -> Iterator[Finding]:
@@ -63,6 +71,20 @@ def _of_traffic(launches: Sequence[CaseResult]) -> Iterator[Finding]:
             severity="warning",
             text=f"{len(sent)} launches of the same case do not send the same bytes.",
             next_step="Exact figures of it are left out: look for what the program decides anew in each process.",
+        )
+
+
+def _of_paths(launches: Sequence[CaseResult]) -> Iterator[Finding]:
+    paths = [result.traffic.path for result in launches if result.traffic is not None]
+    links = Counter(path.link for path in paths if path is not None and path.link is not None)
+    if len(links) > 1:
+        counts = ", ".join(f"{links[link]} over {NAMES[link]}" for link in FASTEST_FIRST if link in links)
+        yield Finding(
+            code="launches-take-other-paths",
+            severity="warning",
+            text=f"{links.total()} launches of the same case do not send over the same links: {counts}.",
+            next_step="The slowest path is the case's: look for NCCL's variables, GPUs or containers that change from "
+            "launch to launch (NCCL_DEBUG=INFO tells what NCCL chose).",
         )
 
 

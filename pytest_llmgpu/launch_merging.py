@@ -14,6 +14,7 @@ import msgspec
 from pytest_llmgpu import capacity
 from pytest_llmgpu.matching import hardware_differences
 from pytest_llmgpu.metrics import derive
+from pytest_llmgpu.path import FASTEST_FIRST
 from pytest_llmgpu.report import Report, Session
 from pytest_llmgpu.result import AccuracyCheck, CaseResult, Finding, Outcome, Traffic
 
@@ -83,7 +84,8 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     """Return one result with the launches of several of one case.
 
     The worst outcome counts: out of memory in any launch is out of memory. So does the first check of the answers that
-    failed. Traffic is exact, so that launches that differ in it have none, with the reason in `why`.
+    failed, and the slowest path that a launch took. Traffic is exact: launches that differ in it have none, with the
+    reason in `why`.
 
     Args:
         results: one at least.
@@ -176,14 +178,18 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def _traffic(results: Sequence[CaseResult]) -> tuple[Traffic | None, str | None]:
-    """Return the traffic of all launches, from one whose path is known if there is one; or why there is none."""
+    """Return the traffic of all launches, from the one with the slowest path that is known; or why there is none."""
     known = [result.traffic for result in results if result.traffic is not None]
     other = next((traffic for traffic in known if traffic.ranks != known[0].ranks), None)
     if other is not None:
-        sent = [sum(entry.wire_bytes for rank in one.ranks for entry in rank) for one in (known[0], other)]
+        sent = known[0].sent_bytes, other.sent_bytes
         return None, f"launches of the same thing sent {sent[0]:,} and {sent[1]:,} bytes on the wire"
-    with_path = (one for one in known if one.path is not None and one.path.link is not None)
-    return next(with_path, known[0] if known else None), None
+    return max(known, key=_slowness, default=None), None
+
+
+def _slowness(traffic: Traffic) -> int:
+    """Return the place of its link among those from the fastest to the slowest; -1 where it is not known."""
+    return -1 if traffic.path is None or traffic.path.link is None else FASTEST_FIRST.index(traffic.path.link)
 
 
 def _check(results: Sequence[CaseResult]) -> AccuracyCheck | None:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Literal
+from typing import NamedTuple, get_args
 
 from pytest_llmgpu.report import Environment
-from pytest_llmgpu.result import DeviceProfile, Path, Profile, Traffic
+from pytest_llmgpu.result import DeviceProfile, Link, Path, Profile, Traffic
 
-__all__ = ["moved", "of_case"]
+__all__ = ["AGREE", "FASTEST_FIRST", "NAMES", "moved", "of_case", "pcie_bytes"]
+
+AGREE = 0.01
+"""Counters and account are the same within this."""
+
+FASTEST_FIRST: tuple[Link, ...] = get_args(Link)
+
+NAMES: dict[Link, str] = {
+    "nvlink": "NVLink",
+    "mixed": "NVLink and PCIe",
+    "pcie": "PCIe",
+    "host": "PCIe by way of the host's memory",
+}
+
+_ALL = 0.9
+"""A link that shows so much of what a rank sent has carried it; one that shows no more than the rest has not."""
 
 _MOST = 0.5
-"""A link that shows so much of what was sent has carried it."""
+"""PCIe, which is sampled, has carried what NVLink has not if it shows so much of it. NVLink has carried all if it shows
+so much and PCIe does not: sums that its switch computes take fewer bytes than a ring's, 0.57 of them with 8 GPUs."""
 
-_AGREE = 0.01
-"""Counters and account are the same within this."""
+_COVERED = 0.9
+"""Readings that speak for less of a window leave bytes out."""
 
 _LL128 = (1.05, 1.09)
 """What NCCL's LL128 protocol sends per byte: 8 bytes of every 128 are flags."""
@@ -23,48 +38,80 @@ _LL128 = (1.05, 1.09)
 _LL = (1.5, 2.1)
 """The same of its LL protocol, in which every second 4 bytes are a flag; less where some messages are sent without."""
 
-_NAMES = {"nvlink": "NVLink", "pcie": "PCIe", "host": "the host's memory"}
-
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+class _Sender(NamedTuple):
+    """A rank and its device, or a process with all of its; in bytes, None where one of them was not counted."""
+
+    name: str
+    expected: int
+    """What it put on the wire, by the program's own account."""
+    nvlink: float | None
+    """Sent over NVLink."""
+    nvlink_received: float | None
+    pcie: float | None
+    """Sent over PCIe."""
+    pcie_received: float | None
+
+    @property
+    def share(self) -> float:
+        """What NVLink shows of what it sent."""
+        return (self.nvlink or 0.0) / self.expected
 
 
 def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Path:
     """Return the path of what a case sent.
 
-    NVLink's counters are exact; of PCIe the mean rate times the window is taken, in which everything counts that
-    goes to or comes from the host too. Whether bytes on PCIe went straight to the other GPU or by way of the host's
-    memory looks alike to the GPUs: that is known only where NCCL was told not to go straight.
+    A rank is held against its own device: in a sum over all of them, one that sends too much hides one that sends too
+    little. A process that has several devices is held against their sum, since nobody counts for which of them it
+    sends. NVLink's counters are exact; on PCIe everything counts that goes to or comes from the host too. Whether bytes
+    on PCIe went straight to the other GPU or by way of the host's memory looks alike to the GPUs: that is known only
+    where NCCL was told not to go straight.
 
     Args:
         traffic: What the program itself sent in the window.
-        profile: What the devices' counters saw in it.
+        profile: What the devices' counters saw in it, in the order of the ranks.
         environment: Of the session: its GPUs, how they are joined, and NCCL's variables.
     """
-    expected = sum(one.wire_bytes for rank in traffic.ranks for one in rank if one.collective != "recv")
-    sent, received = (_total(profile.devices, f"nvlink_{way}") for way in ("tx", "rx"))
-    pcie = [_total(profile.devices, f"pcie_{way}", profile.duration_s) for way in ("tx", "rx")]
-    link: Literal["nvlink", "pcie", "host"] | None = None
-    if expected == 0:
+    total = _sum("all GPUs", traffic.sent_bytes, profile, profile.devices)
+    senders = _senders(traffic, profile, total)
+    links = {_link(sender, without_nvlink=_without_nvlink(profile, environment)) for sender in senders}
+    link: Link | None = None
+    if senders and None not in links:
+        link = next(iter(links)) if len(links) == 1 else "mixed"
+    if link == "pcie" and _by_host(traffic, environment):
+        link = "host"
+    joined = _joined(profile, environment)
+    if total.expected == 0:
         text = "Nothing is sent from GPU to GPU"
     elif not profile.devices:
         text = f"Not known: there is no GPU profile ({_reason(profile, '')})"
-    elif sent is not None and sent >= _MOST * expected:
-        link = "nvlink"
-        text = f"Over NVLink{_joined(profile, environment)}: {_compared(sent, received, pcie[0], expected, profile)}"
-    elif sent is None and not _without_nvlink(profile, environment):
+    elif link == "nvlink":
+        text = f"Over {NAMES[link]}{joined}: {_compared(total, senders, profile)}"
+    elif link == "mixed":
+        text = f"Over {NAMES[link]}{joined}: NVLink shows {_size(total.nvlink or 0)}, PCIe {_on_pcie(total, profile)}"
+    elif link is not None:
+        nvlink = "there is no NVLink" if total.nvlink is None else f"NVLink shows {_size(total.nvlink)}"
+        text = f"Over {NAMES[link]}{joined}: {_on_pcie(total, profile)}; {nvlink}"
+    elif total.nvlink is None and not _without_nvlink(profile, environment):
         text = f"Not known: what went over NVLink was not counted ({_reason(profile, 'nvlink_tx')})"
-    elif None in pcie:
-        text = f"Not known: what went over PCIe was not counted ({_reason(profile, 'pcie_')})"
-    elif min(size or 0.0 for size in pcie) >= _MOST * expected:
-        link = "host" if _by_host(traffic, environment) else "pcie"
-        over = "Over PCIe by way of the host's memory" if link == "host" else "Over PCIe"
-        text = f"{over}{_joined(profile, environment)}: {_on_pcie(pcie, sent, expected)}"
+    elif total.pcie is None or total.pcie_received is None:
+        nvlink = f"; NVLink shows {_size(total.nvlink)} of {_size(total.expected)}" if total.nvlink else ""
+        text = f"Not known: what went over PCIe was not counted ({_reason(profile, 'pcie_')}){nvlink}"
     else:
         text = (
-            f"Not known: of the {_size(expected)} that the program sent, NVLink shows {_size(sent or 0.0)} and PCIe "
-            f"{_size(pcie[0] or 0.0)} sent and {_size(pcie[1] or 0.0)} received"
+            f"Not known: of the {_size(total.expected)} that the program sent, NVLink shows {_size(total.nvlink or 0)} "
+            f"and PCIe {_size(total.pcie)} sent and {_size(total.pcie_received)} received"
         )
-    return Path(link=link, nvlink_bytes=sent, pcie_bytes=pcie[0], expected_bytes=expected, text=f"{text}.")
+    return Path(
+        link=link,
+        nvlink_bytes=total.nvlink,
+        pcie_bytes=total.pcie,
+        expected_bytes=total.expected,
+        nvlink_shares=[] if total.nvlink is None else [round(sender.share, 6) for sender in senders],
+        text=f"{text}.",
+    )
 
 
 def moved(base: Path, head: Path) -> str | None:
@@ -76,46 +123,86 @@ def moved(base: Path, head: Path) -> str | None:
     """
     if base.link is None or head.link is None or base.link == head.link:
         return None
+    if base.nvlink_bytes is None and head.nvlink_bytes is None:
+        name, then, now = "PCIe", base.pcie_bytes, head.pcie_bytes
+    else:
+        name, then, now = "NVLink", base.nvlink_bytes, head.nvlink_bytes
     return (
-        f"moved from {_NAMES[base.link]} to {_NAMES[head.link]}: NVLink carried {_counted(base.nvlink_bytes)} of "
-        f"{_size(base.expected_bytes)}, now {_counted(head.nvlink_bytes)} of {_size(head.expected_bytes)}"
+        f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {name} carried {_counted(then)} for "
+        f"{_size(base.expected_bytes)} sent, now {_counted(now)} for {_size(head.expected_bytes)}"
     )
 
 
-def _total(devices: Sequence[DeviceProfile], name: str, duration_s: float | None = None) -> float | None:
-    """Return the bytes of all devices, by their counters or, with a duration, by their mean rates.
+def pcie_bytes(profile: Profile, device: DeviceProfile, way: str) -> float | None:
+    """Return the bytes over PCIe that a device's readings account for; None where they leave some of the window out.
 
-    None where one of them does not know.
+    Of a tenth at most of the window, at its very ends, there may be no reading: for it nothing is added.
+
+    Args:
+        profile: The window.
+        device: One of its devices.
+        way: `tx` for what the device sent, `rx` for what it received.
     """
-    sizes: list[float | None] = []
-    for device in devices:
-        metric = device.metrics.get(f"{name}_bytes_per_s")
-        # Without coverage it is a reading of another time.
-        rate = None if metric is None or metric.coverage == 0 else metric.mean
-        if duration_s is None:
-            sizes.append(device.counters.get(f"{name}_bytes"))
-        else:
-            sizes.append(None if rate is None else rate * duration_s)
+    metric = device.metrics.get(f"pcie_{way}_bytes_per_s")
+    if metric is None or metric.mean is None or metric.coverage is None or metric.coverage < _COVERED:
+        return None
+    return metric.mean * metric.coverage * profile.duration_s
+
+
+def _senders(traffic: Traffic, profile: Profile, total: _Sender) -> list[_Sender]:
+    """Return who sent something, each with its own device; of all together where a process has several."""
+    sent = [sum(one.sent_bytes for one in rank) for rank in traffic.ranks]
+    if len(sent) != len(profile.devices):
+        return [total] if total.expected and profile.devices else []
+    ranks = zip(sent, profile.devices, strict=True)
+    return [_sum(f"GPU {device.index}", size, profile, [device]) for size, device in ranks if size]
+
+
+def _sum(name: str, expected: int, profile: Profile, devices: list[DeviceProfile]) -> _Sender:
+    nvlink = [[device.counters.get(f"nvlink_{way}_bytes") for device in devices] for way in ("tx", "rx")]
+    pcie = [[pcie_bytes(profile, device, way) for device in devices] for way in ("tx", "rx")]
+    return _Sender(name, expected, *(_total(sizes) for sizes in (*nvlink, *pcie)))
+
+
+def _total(sizes: list[float | None]) -> float | None:
+    """Return the sum; None where one of them is not known, or there is none."""
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
 
 
-def _compared(sent: float, received: float | None, pcie: float | None, expected: int, profile: Profile) -> str:
-    """Return what NVLink's counters say of the account."""
-    ratio = sent / expected
-    if abs(ratio - 1) <= _AGREE:
-        return f"{_size(sent)}, what the program sent ({_pct(ratio - 1, 2)})"
-    gap = f"{_size(sent)} where the program sent {_size(expected)} ({_pct(ratio - 1, 1)})"
-    return f"{gap}. {'. '.join(_explanations(sent, received, pcie, expected, profile))}"
+def _link(sender: _Sender, *, without_nvlink: bool) -> Link | None:
+    """Return what carried what a rank sent, straight or not; None where its device's counters cannot tell."""
+    if sender.nvlink is None and not without_nvlink:
+        return None
+    if sender.share >= _ALL:
+        return "nvlink"
+    if sender.pcie is None or sender.pcie_received is None:
+        return "pcie" if sender.nvlink is None else None  # where there is no NVLink, it is the only way
+    if min(sender.pcie, sender.pcie_received) >= _MOST * (1 - sender.share) * sender.expected:
+        return "pcie" if sender.share <= 1 - _ALL else "mixed"
+    return "nvlink" if sender.share >= _MOST else None
 
 
-def _explanations(
-    sent: float, received: float | None, pcie: float | None, expected: int, profile: Profile
-) -> list[str]:
+def _compared(total: _Sender, senders: list[_Sender], profile: Profile) -> str:
+    """Return what NVLink's counters say of the account: of all together, and of the rank that is farthest off."""
+    ratio = total.share
+    worst = max(senders, key=lambda sender: abs(sender.share - 1))
+    if abs(worst.share - 1) <= AGREE:
+        return f"{_size(total.nvlink or 0)}, what the program sent ({_pct(ratio - 1, 2)})"
+    gap = f"{_size(total.nvlink or 0)} where the program sent {_size(total.expected)} ({_pct(ratio - 1, 1)})"
+    if abs(worst.share - ratio) > AGREE:
+        gap += (
+            f", {worst.name} {_size(worst.nvlink or 0)} where its rank sent {_size(worst.expected)} "
+            f"({_pct(worst.share - 1, 1)})"
+        )
+    return f"{gap}. {'. '.join(_explanations(total if abs(ratio - 1) > AGREE else worst, profile))}"
+
+
+def _explanations(seen: _Sender, profile: Profile) -> list[str]:
     """Return what may explain the gap, as far as the data tell: sentences without their stops."""
-    ratio = sent / expected
+    ratio, sent, received, pcie = seen.share, seen.nvlink or 0.0, seen.nvlink_received, seen.pcie
     found = []
-    if received is not None and abs(sent - received) > _AGREE * max(sent, received):
+    if received is not None and abs(sent - received) > AGREE * max(sent, received):
         found.append(
             f"These GPUs received {_size(received)}: the rest of it went to or came from a GPU of another tenant"
         )
@@ -125,7 +212,7 @@ def _explanations(
         found.append("NCCL's LL128 protocol sends 8 bytes of flags with every 120: 6.7 % more")
     elif _LL[0] <= ratio <= _LL[1]:
         found.append("NCCL's LL protocol, for small messages, sends as many bytes of flags as of data")
-    elif ratio < 1 and pcie is not None and pcie >= _MOST * (expected - sent):
+    elif ratio < 1 and pcie is not None and pcie >= _MOST * (seen.expected - sent):
         found.append(f"PCIe carried {_size(pcie)} meanwhile: a part may have gone that way")
     elif ratio < 1:
         found.append("Sums that the NVLink switch computes (NVLS) take fewer bytes than a ring's")
@@ -134,12 +221,12 @@ def _explanations(
     return found
 
 
-def _on_pcie(pcie: Sequence[float | None], sent: float | None, expected: int) -> str:
-    out, back = (size or 0.0 for size in pcie)
-    nvlink = "there is no NVLink" if sent is None else f"NVLink shows {_size(sent)}"
+def _on_pcie(total: _Sender, profile: Profile) -> str:
+    if total.pcie is None or total.pcie_received is None:
+        return f"{_counted(None)} of {_size(total.expected)} ({_reason(profile, 'pcie_')})"
     return (
-        f"{_size(out)} sent and {_size(back)} received, packet headers and the host's own included, where the program "
-        f"sent {_size(expected)}; {nvlink}"
+        f"{_size(total.pcie)} sent and {_size(total.pcie_received)} received, packet headers and the host's own "
+        f"included, where the program sent {_size(total.expected)}"
     )
 
 
@@ -168,9 +255,13 @@ def _joined(profile: Profile, environment: Environment) -> str:
 
 def _reason(profile: Profile, name: str) -> str:
     """Return why something was not counted."""
-    told = (reason for device in profile.devices for key, reason in device.why.items() if key.startswith(name))
+    told = [reason for device in profile.devices for key, reason in device.why.items() if key.startswith(name)]
+    metrics = [item for device in profile.devices for item in device.metrics.items()]
+    covered = [one.coverage for key, one in metrics if key.startswith(name) and one.coverage]
+    if not told and covered and min(covered) < _COVERED:
+        told = [f"its readings speak for {100 * min(covered):.0f} % of the time"]
     otherwise = profile.why.get("profile") or profile.why.get("samples") or "no reason was recorded"
-    return next(told, otherwise).rstrip(".")
+    return (told or [otherwise])[0].rstrip(".")
 
 
 def _counted(size: float | None) -> str:

@@ -85,14 +85,10 @@ def _one_more_collective(result: CaseResult, _: Rules) -> CaseResult | str:
     batches = next((launch.batches for launch in result.launches if launch.batches.latency_s), Batches())
     calls = len(batches.latency_s) or 1
     ranks = [_with_more_calls(rank, calls) for rank in result.traffic.ranks]
-    added = sum(
-        _wire_bytes(after) - _wire_bytes(before) for before, after in zip(result.traffic.ranks, ranks, strict=True)
-    )
-    traffic = msgspec.structs.replace(
-        result.traffic,
-        ranks=ranks,
-        wire_bytes_per_sequence=result.traffic.wire_bytes_per_sequence + added / (sum(batches.sequences) or 1),
-    )
+    traffic = msgspec.structs.replace(result.traffic, ranks=ranks)
+    added = traffic.sent_bytes - result.traffic.sent_bytes
+    per_sequence = traffic.wire_bytes_per_sequence + added / (sum(batches.sequences) or 1)
+    traffic = msgspec.structs.replace(traffic, wire_bytes_per_sequence=per_sequence)
     return msgspec.structs.replace(result, traffic=traffic)
 
 
@@ -109,10 +105,6 @@ def _with_more_calls(rank: Sequence[Collective], calls: int) -> list[Collective]
         wire_bytes=first.wire_bytes + calls * first.wire_bytes // first.calls,
     )
     return [more, *rank[1:]]
-
-
-def _wire_bytes(rank: Sequence[Collective]) -> int:
-    return sum(entry.wire_bytes for entry in rank)
 
 
 def _more_memory(result: CaseResult, _: Rules) -> CaseResult | str:

@@ -10,7 +10,7 @@ Wire bytes are what one rank sends by the ring algorithms, in a group of n ranks
     all_gather              (n-1) x S           S is this rank's part: (n-1)/n of the whole
     reduce_scatter          (n-1)/n x S
     all_to_all              S less what the rank keeps, (n-1)/n x S where it is split evenly
-    broadcast               S                   passed on along a chain; the last rank of it sends nothing
+    broadcast               S                   passed on along a chain from the root; the last rank sends nothing
     send, recv, peer_copy   S                   for recv what is received, which the sender counts too
 
 NCCL may choose another algorithm, such as trees or NVLink's own sums, and adds its protocol's flags: what really went
@@ -155,7 +155,7 @@ def check(ranks: Sequence[Iterable[Collective]]) -> None:
 
 def wire_bytes_per_sequence(ranks: Iterable[Iterable[Collective]], sequences: int) -> float:
     """Return what all ranks together put on the wire for one sequence: what is received was sent by another of them."""
-    return sum(one.wire_bytes for rank in ranks for one in rank if one.collective != "recv") / sequences
+    return sum(one.sent_bytes for rank in ranks for one in rank) / sequences
 
 
 def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, workload: str = logits.LEAN) -> _Tally:
@@ -242,6 +242,10 @@ def _moved(
         ranks, rank = _seat(given, world_size)
         if kind == "all_to_all":
             yield kind, size, size * (1 - _kept(given.get("input_split_sizes"), payload, ranks, rank))
+        elif kind == "broadcast":
+            root = given.get("root_rank", given.get("src"))
+            # Before the root comes, in a ring, the last of the chain that begins with it.
+            yield kind, size, 0 if rank == (root - 1) % ranks else size
         else:
             yield kind, size, size * _sent(kind, ranks)
 

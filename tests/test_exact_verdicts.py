@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from report_factory import GIB, make_memory, make_result
 from verdict_factory import make_traffic
@@ -93,15 +94,42 @@ def test_a_figure_that_is_gone_is_missing() -> None:
     [
         ("nvlink", "nvlink", "OK"),
         ("nvlink", "pcie", "REGRESSED"),
+        ("nvlink", "mixed", "REGRESSED"),
+        ("pcie", "mixed", "IMPROVED"),
         ("pcie", "host", "REGRESSED"),
         ("host", "nvlink", "IMPROVED"),
         ("nvlink", None, "MISSING"),
     ],
 )
 def test_a_slower_link_is_a_row_of_its_own(base: str, head: str | None, verdict: str) -> None:
-    """The same bytes over PCIe are another machine."""
+    """The same bytes over PCIe are another machine, and some of them there another path."""
     row = _row(path_row(_sending(make_traffic(link=base)), _sending(make_traffic(link=head)), gated=True))
     assert (row.metric, row.verdict) == ("path", verdict)
+
+
+def test_a_path_that_moved_is_told_with_its_figures() -> None:
+    """Both links by name, and what was counted then and now."""
+    sides = []
+    for link, counted in (("nvlink", 131072.0), ("pcie", 0.0)):
+        traffic = make_traffic(link=link)
+        assert traffic.path is not None
+        path = msgspec.structs.replace(traffic.path, nvlink_bytes=counted)
+        sides.append(_sending(msgspec.structs.replace(traffic, path=path)))
+    base, head = sides
+    row = _row(path_row(base, head, gated=True))
+    assert row.reason == (
+        "traffic moved from NVLink to PCIe: NVLink carried 131.1 kB for 131.1 kB sent, now 0 bytes for 131.1 kB."
+    )
+    row = _row(path_row(head, head, gated=True))
+    assert row.reason == "traffic goes over PCIe as before."
+
+
+def test_what_a_rank_receives_is_not_sent_again() -> None:
+    """A pipeline's bytes on the wire are counted where they are sent."""
+    there = make_traffic(64, kind="send").ranks[0], make_traffic(64, kind="recv").ranks[0]
+    traffic = Traffic(ranks=list(there), wire_bytes_per_sequence=1.0)
+    row = _row(traffic_row(_sending(traffic), _sending(traffic), gated=True))
+    assert (row.base, row.head) == (64 * 1024, 64 * 1024)
 
 
 def test_what_sends_nothing_has_no_path() -> None:

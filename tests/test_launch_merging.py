@@ -110,6 +110,9 @@ def test_traffic_that_differs_between_launches_is_not_known() -> None:
     same = [with_launches([1.0], traffic=traffic) for traffic in (None, make_traffic(), make_traffic(link="nvlink"))]
     merged = merge_results(same)
     assert merged.traffic == make_traffic(link="nvlink")
+    ways = [with_launches([1.0], traffic=make_traffic(link=link)) for link in ("nvlink", "pcie", "mixed", "nvlink")]
+    merged = merge_results(ways)
+    assert merged.traffic == make_traffic(link="pcie"), "the slowest, wherever it stands"
     differing = merge_results([with_launches([1.0], traffic=make_traffic(calls)) for calls in (64, 65)])
     assert differing.traffic is None
     assert differing.why["traffic"] == "launches of the same thing sent 131,072 and 133,120 bytes on the wire"

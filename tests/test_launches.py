@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_model
+import verdict_factory
 from faked_runs import BENCHMARK, FakedRuns
 from report_factory import make_answers, make_failed, make_result, make_traffic
 
@@ -249,6 +250,19 @@ def test_launches_of_other_batches_or_ways_are_findings() -> None:
     two.launches[0].plan_sha256 = "0" * 64
     codes = [finding.code for finding in launch_findings.disagreements([one, two])]
     assert codes == ["launches-run-other-batches", "launches-run-otherwise"]
+
+
+def test_launches_that_take_other_links_are_a_finding() -> None:
+    """How many took which, from the fastest; one whose link is not known takes no other."""
+    links = ["pcie", "nvlink", None, "nvlink", "mixed"]
+    results = [make_result(1.0, traffic=verdict_factory.make_traffic(link=link)) for link in links]
+    (finding,) = launch_findings.disagreements(results)
+    assert (finding.code, finding.severity) == ("launches-take-other-paths", "warning")
+    assert finding.text == (
+        "4 launches of the same case do not send over the same links: 2 over NVLink, 1 over NVLink and PCIe, "
+        "1 over PCIe."
+    )
+    assert launch_findings.disagreements([results[1], results[2], results[3]]) == []
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:

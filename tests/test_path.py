@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from report_factory import make_report
 
-from pytest_llmgpu.path import moved, of_case
+from pytest_llmgpu.path import moved, of_case, pcie_bytes
 from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.report import Environment
 from pytest_llmgpu.result import Collective, CollectiveKind, DeviceProfile, Metric, Path, Profile, Traffic
@@ -87,7 +87,8 @@ def test_nvlink_that_counted_what_was_sent_agrees(counted: float, agrees: str) -
         (10.67, {}, "+6.7 %", "LL128 protocol"),
         (19.9, {}, "+99.0 %", "LL protocol"),
         (8.33, {}, "-16.7 %", "NVLS"),
-        (7.0, {"pcie": 3.2 * GB}, "-30.0 %", "PCIe carried 3.20 GB meanwhile"),
+        (5.72, {}, "-42.8 %", "NVLS"),
+        (9.3, {"pcie": 0.5 * GB}, "-7.0 %", "PCIe carried 500.0 MB meanwhile"),
         (12.0, {}, "+20.0 %", "Look for another program"),
         (12.0, {"received": 10.0 * GB}, "+20.0 %", "received 10.00 GB: the rest of it went to or came from a GPU of"),
         (12.0, {"invalid": ["programs of others at work: GPU 1"]}, "+20.0 %", "`profile.invalid`"),
@@ -135,6 +136,111 @@ def test_what_nvlink_did_not_carry_went_over_pcie(variables: dict[str, str], kin
     assert ("by way of the host's memory" in path.text) is (link == "host")
     assert "10.90 GB sent and 10.90 GB received" in path.text
     assert path.text.endswith("where the program sent 10.00 GB; NVLink shows 0 bytes.")
+
+
+def _shown(*devices: tuple[float, float]) -> Profile:
+    """Return what each of two devices sent in GB, over NVLink and over PCIe, and received as much."""
+    profile = _profile(0.0)
+    for place, (nvlink, pcie) in enumerate(devices):
+        mean = pcie * GB / profile.duration_s
+        profile.devices[place] = msgspec.structs.replace(
+            profile.devices[place],
+            counters={f"nvlink_{way}_bytes": nvlink * GB for way in ("tx", "rx")},
+            metrics={
+                f"pcie_{way}_bytes_per_s": Metric(mean=mean, max=mean, method="gpm", coverage=1.0)
+                for way in ("tx", "rx")
+            },
+        )
+    return profile
+
+
+@pytest.mark.parametrize(
+    ("devices", "link"),
+    [
+        (((4.5, 0.0), (4.5, 0.0)), "nvlink"),
+        (((4.5, 2.5), (4.5, 2.5)), "nvlink"),
+        (((2.75, 2.4), (2.75, 2.4)), "mixed"),
+        (((2.5, 2.7), (2.5, 2.7)), "mixed"),
+        (((5.0, 0.0), (0.0, 5.4)), "mixed"),
+        (((5.0, 0.0), (2.75, 2.4)), "mixed"),
+        (((0.4, 5.0), (0.4, 5.0)), "pcie"),
+        (((2.85, 0.1), (2.85, 0.1)), "nvlink"),
+        (((2.0, 0.1), (2.0, 0.1)), None),
+        (((10.0, 0.0), (0.0, 0.1)), None),
+    ],
+)
+def test_a_path_is_one_link_where_every_rank_takes_it(
+    devices: tuple[tuple[float, float], ...], link: str | None
+) -> None:
+    """Of 5 GB of each: nine tenths, or what its switch's sums leave; PCIe that shows the rest makes it mixed."""
+    path = of_case(_traffic(), _shown(*devices), _environment())
+    assert path.link == link
+    assert path.nvlink_shares == [round(nvlink / 5, 6) for nvlink, _ in devices]
+
+
+def test_a_mixed_path_tells_both_links() -> None:
+    """Its figures are of all GPUs together."""
+    path = of_case(_traffic(), _shown((5.0, 0.0), (0.0, 5.4)), _environment(joined="NV4"))
+    assert path.text == (
+        "Over NVLink and PCIe (NV4): NVLink shows 5.00 GB, PCIe 5.40 GB sent and 5.40 GB received, packet headers and "
+        "the host's own included, where the program sent 10.00 GB."
+    )
+
+
+def test_a_device_that_sends_too_much_hides_none_that_sends_too_little() -> None:
+    """The sum agrees to the byte; the device that is farthest off is named, with its rank's account."""
+    path = of_case(_traffic(), _shown((6.0, 0.0), (4.0, 0.0)), _environment())
+    assert path.link == "nvlink"
+    assert path.text.startswith(
+        "Over NVLink (NV18): 10.00 GB where the program sent 10.00 GB (+0.0 %), "
+        "GPU 2 6.00 GB where its rank sent 5.00 GB (+20.0 %). Look for another program"
+    )
+
+
+def test_a_process_with_several_devices_is_held_against_their_sum() -> None:
+    """Which of them sends is nobody's account."""
+    path = of_case(_traffic(kind="peer_copy", ranks=1), _shown((10.0, 0.0), (0.0, 0.0)), _environment())
+    assert (path.link, path.nvlink_shares) == ("nvlink", [1.0])
+    assert path.text.endswith("10.00 GB, what the program sent (+0.00 %).")
+
+
+def test_ranks_that_send_nothing_take_no_path() -> None:
+    """What their devices show says nothing of the others' way."""
+    traffic = _traffic()
+    traffic.ranks[1] = []
+    path = of_case(traffic, _shown((5.0, 0.0), (0.0, 0.0)), _environment())
+    assert (path.link, path.expected_bytes, path.nvlink_shares) == ("nvlink", 5 * GB, [1.0])
+
+
+@pytest.mark.parametrize(("coverage", "counted"), [(0.9, 0.9), (1.0, 1.0), (0.89, None), (0.0, None), (None, None)])
+def test_pcie_is_counted_where_readings_speak_for_nine_tenths(coverage: float | None, counted: float | None) -> None:
+    """Bytes are those of the readings; of less than that nobody knows them."""
+    metric = Metric(mean=1e9, max=1e9, method="gpm", coverage=coverage)
+    device = DeviceProfile(index=0, uuid="GPU-0", metrics={"pcie_rx_bytes_per_s": metric})
+    expected = None if counted is None else pytest.approx(counted * 50e9)
+    assert pcie_bytes(_profile(devices=[device]), device, "rx") == expected
+    assert pcie_bytes(_profile(devices=[device]), device, "tx") is None
+
+
+def test_pcie_that_was_read_now_and_then_is_no_path_beside_nvlink() -> None:
+    """The study's own profiler sees an eighth of the time; without NVLink there is no other way to take."""
+    profile = _profile(2.0 * GB, 10.9 * GB)
+    for device in profile.devices:
+        for name, metric in device.metrics.items():
+            device.metrics[name] = msgspec.structs.replace(metric, coverage=0.12)
+    path = of_case(_traffic(), profile, _environment())
+    reason = "its readings speak for 12 % of the time"
+    assert (path.link, path.pcie_bytes) == (None, None)
+    assert path.text == (
+        f"Not known: what went over PCIe was not counted ({reason}); NVLink shows 2.00 GB of 10.00 GB."
+    )
+    devices = [msgspec.structs.replace(device, counters={}, why={}) for device in profile.devices]
+    without = msgspec.structs.replace(profile, devices=devices)
+    path = of_case(_traffic(), without, _environment(None, "PIX"))
+    assert (path.link, path.text) == (
+        "pcie",
+        f"Over PCIe (PIX): an unknown part of 10.00 GB ({reason}); there is no NVLink.",
+    )
 
 
 def test_gpus_without_nvlink_need_no_counter_of_it() -> None:
@@ -206,10 +312,16 @@ def _path(link: Any, nvlink: float | None = None) -> Path:
 def test_traffic_that_takes_another_path_has_moved() -> None:
     """The finding names both paths and what NVLink carried then and now."""
     assert moved(_path("nvlink", 10.0 * GB), _path("pcie", 0.0)) == (
-        "moved from NVLink to PCIe: NVLink carried 10.00 GB of 10.00 GB, now 0 bytes of 10.00 GB"
+        "moved from NVLink to PCIe: NVLink carried 10.00 GB for 10.00 GB sent, now 0 bytes for 10.00 GB"
     )
     assert moved(_path("host"), _path("nvlink", 10.0 * GB)) == (
-        "moved from the host's memory to NVLink: NVLink carried an unknown part of 10.00 GB, now 10.00 GB of 10.00 GB"
+        "moved from PCIe by way of the host's memory to NVLink: NVLink carried an unknown part for 10.00 GB sent, "
+        "now 10.00 GB for 10.00 GB"
+    )
+    slower = msgspec.structs.replace(_path("host"), pcie_bytes=25.0 * GB)
+    assert moved(msgspec.structs.replace(_path("pcie"), pcie_bytes=10.9 * GB), slower) == (
+        "moved from PCIe to PCIe by way of the host's memory: PCIe carried 10.90 GB for 10.00 GB sent, "
+        "now 25.00 GB for 10.00 GB"
     )
 
 

@@ -85,6 +85,11 @@ _KNOWN: dict[str, tuple[Callable[[torch.Tensor], object], list[Collective]]] = {
         [_one("reduce_scatter", 96, 72)],
     ),
     "broadcast": (lambda tensor: distributed.broadcast(tensor, src=0), [_one("broadcast", 96, 96)]),
+    "broadcast that ends here": (lambda tensor: distributed.broadcast(tensor, src=2), [_one("broadcast", 96, 0)]),
+    "functional broadcast": (
+        lambda tensor: functional.broadcast(tensor, 2, _world()) + 1,
+        [_one("broadcast", 96, 0)],
+    ),
     "send": (lambda tensor: distributed.send(tensor, 2), [_one("send", 96, 96)]),
     "receive": (lambda tensor: distributed.recv(tensor, 2), [_one("recv", 96, 96)]),
     "send and receive": (_send_and_receive, [_one("send", 96, 96), _one("recv", 8, 8)]),
