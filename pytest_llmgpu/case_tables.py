@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 
@@ -11,12 +11,14 @@ from pytest_llmgpu.device_figures import (
     COMMUNICATION,
     MEMORY,
     Figure,
+    digits,
     mean_and_largest,
     of_devices,
+    sends,
     why_missing,
 )
 from pytest_llmgpu.report import Environment
-from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.result import CaseResult, Path
 from pytest_llmgpu.study_table import LEGEND, Cell, layout, row_name, study_table
 
 __all__ = ["WIDTH", "Painter", "device_tables", "painter", "time_table"]
@@ -26,6 +28,8 @@ WIDTH = 100
 
 Painter = Callable[[str, str], str]
 """Text and the number of an ANSI style to the text in that style."""
+
+_MB = 1e6
 
 _RED, _GREEN, _YELLOW = "31", "32", "33"
 _MARKS = {"best": "*", "wrong": "!", "graphs": "g:", "oom": "OoM:", "skipped": "-:"}
@@ -42,17 +46,20 @@ def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
-    """Return communication and memory of the completed cases, or a line that says why there are none."""
+    """Return communication, path and memory of the completed cases, or a line that says why there are none."""
     columns, rows = layout(cases)
     order = [(title, row, rows[row][title]) for title in columns for row in rows if title in rows[row]]
     order = [(title, row, result) for title, row, result in order if result.outcome == "completed"]
     if not order:
         return ""
+    by_title = {title: [result for other, _, result in order if other == title] for title, _, _ in order}
     if cases[0].case.device == "cpu":
-        return "No communication or memory table: this ran on a CPU, and NVML and torch's counters see GPUs only."
+        text = "No communication or memory table: this ran on a CPU, and NVML and torch's counters see GPUs only."
+        return "\n".join([text, *_collectives(by_title)])
     reasons: dict[str, list[str]] = {}
+    communication = _device_table("Communication per GPU", COMMUNICATION, order, reasons, environment)
     tables = [
-        _device_table("Communication per GPU", COMMUNICATION, order, reasons, environment),
+        "\n".join(filter(None, [communication, *_collectives(by_title), *_paths(by_title)])),
         _device_table("Memory per GPU", MEMORY, order, reasons, environment),
     ]
     lines = [wrapped for why, names in reasons.items() for wrapped in _wrap(f"No {', '.join(names)}: {why}.")]
@@ -90,6 +97,48 @@ def _device_table(
     return "\n".join(lines)
 
 
+def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
+    """Yield how often the ranks of each strategy communicate, and what that puts on the wire, by kind."""
+    for title, results in by_title.items():
+        found = [sends(result) for result in results]
+        parts = []
+        for kind in dict.fromkeys(kind for of_case in found for kind in of_case):
+            calls, sizes = zip(*(of_case[kind] for of_case in found if kind in of_case), strict=True)
+            parts.append(f"{_span(calls)} {kind} a batch ({_span(size / _MB for size in sizes)} MB/sequence)")
+        if parts:
+            ranks = [rank for result in results if result.traffic is not None for rank in (result.traffic.ranks,)]
+            alike = all(rank == of_case[0] for of_case in ranks for rank in of_case)
+            several = any(len(of_case) > 1 for of_case in ranks)
+            who = "each rank" if several and alike else "a rank on average" if several else "its one process"
+            yield _filled(f"{title}, {who}: {', '.join(parts)}")
+
+
+def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
+    """Yield which links carried the traffic of each strategy: a line a link, of the case that is farthest off.
+
+    What a finding says already is left out.
+    """
+    for title, results in by_title.items():
+        links: dict[str | None, list[tuple[float, CaseResult, Path]]] = {}
+        for result in results:
+            path = result.traffic.path if result.traffic is not None else None
+            if path is not None and path.expected_bytes and path.text not in (one.text for one in result.findings):
+                counted = path.pcie_bytes if path.link in ("pcie", "host") else path.nvlink_bytes
+                off = abs((counted or 0.0) / path.expected_bytes - 1)
+                links.setdefault(path.link, []).append((off, result, path))
+        for found in links.values():
+            _, result, path = max(found, key=lambda one: one[0])
+            where = f"at batch size {result.case.batch_size}"
+            yield _filled(f"{title} {f'(farthest off {where})' if len(found) > 1 else where}: {path.text}")
+
+
+def _span(values: Iterable[float]) -> str:
+    """Return `least to most` to about three digits, or the one value that all are."""
+    ends = sorted(set(values))
+    shown = [f"{value:,.{0 if value.is_integer() else digits(value)}f}" for value in (ends[0], ends[-1])]
+    return " to ".join(dict.fromkeys(shown))
+
+
 def _fitted(firsts: Sequence[Sequence[str]], written: Mapping[Figure, Sequence[str]]) -> tuple[str, list[Figure]]:
     """Return the table of the figures that fit the width, and those left out for it."""
     figures = list(written)
@@ -119,6 +168,10 @@ def _cell(cell: Cell, paint: Painter) -> str:
     if cell.kind == "wrong":
         return paint(f"! {text}", _RED)
     return paint(f"* {text}", _GREEN) if cell.kind == "best" else text
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _wrap(text: str) -> list[str]:

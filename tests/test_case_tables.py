@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +21,17 @@ from report_factory import (
 from pytest_llmgpu.accuracy import check
 from pytest_llmgpu.case_tables import WIDTH, device_tables, painter, time_table
 from pytest_llmgpu.report import Environment
-from pytest_llmgpu.result import CaseResult, DeviceMemory, DeviceProfile, Outcome
+from pytest_llmgpu.result import (
+    CaseResult,
+    Collective,
+    DeviceMemory,
+    DeviceProfile,
+    Finding,
+    Link,
+    Outcome,
+    Traffic,
+)
+from pytest_llmgpu.result import Path as ResultPath
 
 _PLAIN = painter(color=False)
 _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
@@ -181,7 +192,7 @@ def test_communication_and_memory_are_means_with_the_largest_device() -> None:
     result = make_result(1.0, None, profile, memory, traffic=make_traffic(), batch_size=8)
     communication, held = (table.splitlines() for table in device_tables([result], _ENVIRONMENT).split("\n\n"))
     assert communication[0] == "Communication per GPU: mean over the GPUs (largest)"
-    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "3.08", "(3.30)", "40.0"]
+    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "3.08", "(3.30)", "10.0"]
     assert communication[4].split() == cells
     assert held[0] == "Memory per GPU: mean over the GPUs (largest)"
     names = ["strategy", "batch", "weights", "activations", "cached", "rest", "torch peak", "NVML peak"]
@@ -198,6 +209,83 @@ def test_communication_and_memory_are_means_with_the_largest_device() -> None:
         "(19.0)",
     ]
     assert held[4].split() == ["mp", "8", *cells]
+
+
+def _sending(ranks: Sequence[int], devices: int = 4, **fields: Any) -> CaseResult:
+    """Return a case of two batches of 32 sequences, in each of which a rank all-reduces 480 times, so many bytes."""
+    sent = [Collective(collective="all_reduce", calls=960, payload_bytes=size, wire_bytes=size) for size in ranks]
+    traffic = Traffic(ranks=[[one] for one in sent], wire_bytes_per_sequence=sum(ranks) / 64)
+    profile = make_profile(devices)
+    return make_result(1.0, None, profile, traffic=traffic, devices=devices, **{"batch_size": 32, **fields})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        ([64_000_000] * 4, ["1.00"]),
+        ([64_000_000, 128_000_000, 64_000_000, 64_000_000], ["1.25", "(2.00)"]),
+        ([256_000_000], ["1.00"]),
+    ],
+)
+def test_what_is_sent_is_a_devices_part(ranks: list[int], cell: list[str]) -> None:
+    """As the title says: of each rank, not of all; where one process has all devices, its sum is shared out."""
+    lines = device_tables([_sending(ranks)], _ENVIRONMENT).splitlines()
+    assert lines[4].split()[-len(cell) :] == cell
+    assert lines[4].split()[-len(cell) - 1].startswith("(")
+
+
+def test_each_strategys_collectives_are_told_per_batch_and_sequence() -> None:
+    """Of a rank: calls of a batch, wire bytes of a sequence, over the batch sizes."""
+    several = [_sending([size] * 4, strategy="tp", batch_size=32) for size in (64_000_000, 128_000_000)]
+    gathered = Collective(collective="all_gather", calls=2, payload_bytes=1, wire_bytes=16_000_000)
+    for result in several:
+        assert result.traffic is not None
+        for rank in result.traffic.ranks:
+            rank.append(gathered)
+    uneven = _sending([64_000_000, 192_000_000], strategy="iok")
+    lines = device_tables([_sending([256_000_000]), *several, uneven], _ENVIRONMENT).splitlines()
+    assert lines[lines.index("") - 3 : lines.index("")] == [
+        "mp, its one process: 480 all_reduce a batch (4 MB/sequence)",
+        "tp, each rank: 480 all_reduce a batch (1 to 2 MB/sequence), 1 all_gather a batch (0.250 MB/sequence)",
+        "iok, a rank on average: 480 all_reduce a batch (2 MB/sequence)",
+    ]
+    on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
+    assert on_cpu[1:] == ["mp, its one process: 480 all_reduce a batch (1 MB/sequence)"]
+
+
+def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
+    """Return a case whose links show so much of what it sent."""
+    result = _sending([64_000_000] * 4, strategy="tp", **fields)
+    assert result.traffic is not None
+    path = ResultPath(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
+    result.traffic = msgspec.structs.replace(result.traffic, path=path)
+    return result
+
+
+def test_the_path_of_each_strategy_is_told_once_a_link() -> None:
+    """By the case that is farthest from its account; what a finding says is not said again."""
+    results = [
+        _going("nvlink", 1.001, "Over NVLink: near.", batch_size=1),
+        _going("nvlink", 0.9, "Over NVLink: far.", batch_size=2),
+        _going("nvlink", 2.0, "Over NVLink: twice.", batch_size=4),
+        _going("host", 1.2, "Over PCIe.", batch_size=8),
+        _going(None, 0.0, "Not known.", batch_size=16),
+    ]
+    results[2].findings = [Finding(code="x", severity="info", text="Over NVLink: twice.", next_step="y")]
+    lines = device_tables(results, _ENVIRONMENT).splitlines()
+    assert lines[lines.index("") - 3 : lines.index("")] == [
+        "tp (farthest off at batch size 2): Over NVLink: far.",
+        "tp at batch size 8: Over PCIe.",
+        "tp at batch size 16: Not known.",
+    ]
+
+
+def test_a_reading_of_another_time_is_no_figure_of_the_case() -> None:
+    """The nearest reading is left out, and why there is none is said."""
+    profile = make_profile(1, samples=0, why={"samples": "no reading fell inside the window"})
+    text = device_tables([make_result(1.0, None, profile, make_memory(1), devices=1)], _ENVIRONMENT)
+    assert text.splitlines()[0] == "Memory per GPU"
+    assert text.splitlines()[-1] == "No GPU busy, PCIe TX, PCIe RX: no reading fell inside the window."
 
 
 def memory_lines(devices: int, **fields: int) -> list[str]:
@@ -260,7 +348,7 @@ def test_three_strategies_fit_the_width() -> None:
     results = _checked(paper_results())
     lines = [*time_table(results, _PLAIN).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
     assert max(map(len, lines)) <= WIDTH
-    assert len(lines) == 11 + 2 * (4 + 20) + 1
+    assert len(lines) == 11 + 2 * (4 + 20) + 3 + 1
 
 
 def test_a_cpu_has_a_line_and_no_table_of_blanks() -> None:

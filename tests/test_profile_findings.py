@@ -4,11 +4,21 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from report_factory import GIB, make_memory, make_profile, make_result
+from report_factory import GIB, make_memory, make_profile, make_result, make_traffic
 
 from pytest_llmgpu import evidence
 from pytest_llmgpu.profile_findings import disturbances, imbalance, of_profile
-from pytest_llmgpu.result import CaseResult, DeviceMemory, Finding, Launch, Metric, Profile
+from pytest_llmgpu.result import (
+    CaseResult,
+    DeviceMemory,
+    Finding,
+    Launch,
+    Link,
+    Metric,
+    Path,
+    Profile,
+    Series,
+)
 
 
 def _codes(results: Sequence[CaseResult]) -> list[list[str]]:
@@ -102,6 +112,9 @@ def test_the_busiest_device_is_news() -> None:
     ("values", "stands_out"),
     [
         ([20.0, 20.0, 20.0, 30.1], True),
+        ([59.0, 88.0, 88.0, 91.0], True),
+        ([75.0, 90.0, 90.0, 90.0], False),
+        ([10.0, 20.0, 20.0, 20.0], False),
         ([20.0, 20.0, 20.0, 30.0], False),
         ([80.0, 80.0, 80.0, 95.0], False),
         ([5.0, 5.0, 14.0], False),
@@ -114,6 +127,88 @@ def test_the_busiest_device_is_news() -> None:
 def test_utilisation_stands_out_by_a_fifth_and_ten_points(values: list[float | None], stands_out: bool) -> None:
     """Less is noise of the driver's samples; one device has no others, and of some nobody knows the median."""
     assert bool(imbalance(Launch(profile=_busy(*values)))) is stands_out
+
+
+def test_a_device_that_is_less_busy_than_the_others_is_news() -> None:
+    """Ranks that share every layer wait for it in kernels, which count as busy."""
+    (finding,) = imbalance(Launch(profile=_busy(59.0, 88.0, 88.0, 91.0)))
+    assert (finding.code, finding.severity) == ("less-busy-device", "info")
+    assert finding.text == "GPU 0 was busy for 59 % of the time, the median of the others is 88 %."
+
+
+def _clocked(*mhz: float, throttled_s: Sequence[float | None] = ()) -> Profile:
+    """Return a profile of 60 s whose devices run at these SM clocks, and are throttled for so long."""
+    profile = _busy(*[90.0] * len(mhz))
+    devices = [
+        msgspec.structs.replace(device, throttled_s=seconds)
+        for device, seconds in zip(profile.devices, throttled_s or [None] * len(mhz), strict=True)
+    ]
+    series = Series(t_s=[0.0, 1.0, 2.0], devices=[{"sm_clock_mhz": [clock, clock, 5.0]} for clock in mhz])
+    return msgspec.structs.replace(profile, devices=devices, series=series)
+
+
+@pytest.mark.parametrize(
+    ("mhz", "throttled_s", "text"),
+    [
+        ((1980, 1200, 1980, 1980), (), "GPU 1 ran at 1,200 MHz, the median of the others is 1,980 MHz."),
+        ((1800, 1770, 1830, 1800), (60, 60, 60, 60), None),
+        ((1980, 1200), (None, 60), "GPU 1 ran at 1,200 MHz, the median of the others is 1,980 MHz."),
+        (
+            (1980, 1980, 1980, 1980),
+            (0, 0, 24, 1.2),
+            "GPU 2 was throttled for 40 % of the time, the median of the others is 0 %.",
+        ),
+        ((1980, 1980, 1980), (0, 0, 6), None),
+        ((1980, 1980, 1980), (0, None, 60), None),
+        ((1980,), (60,), None),
+    ],
+)
+def test_a_device_that_may_not_run_as_fast_is_news(
+    mhz: Sequence[float], throttled_s: Sequence[float | None], text: str | None
+) -> None:
+    """By its median clock against the others', or else by how long it was throttled: all wait for it, and look busy."""
+    found = imbalance(Launch(profile=_clocked(*mhz, throttled_s=throttled_s)))
+    assert [finding.text for finding in found if finding.code == "slower-device"] == ([] if text is None else [text])
+
+
+def test_every_launch_is_looked_at() -> None:
+    """What only a later one shows is said, and what several show once, as the first does."""
+    result = make_result(1.0, None, make_profile())
+    uneven = [Launch(profile=_busy(20.0, 20.0, busiest)) for busiest in (60.0, 70.0)]
+    result.launches = [*result.launches, *uneven]
+    assert _only(result).text == "GPU 2 was busy for 60 % of the time, the median of the GPUs is 20 %."
+
+
+def _going(
+    link: Link | None, shares: Sequence[float] = (1.0, 1.0), nvlink: float | None = 1.0, size: int = 1
+) -> CaseResult:
+    path = Path(link=link, expected_bytes=10, nvlink_bytes=nvlink, nvlink_shares=list(shares), text="As counted.")
+    traffic = msgspec.structs.replace(make_traffic(), path=path)
+    return make_result(1.0, None, make_profile(), traffic=traffic, batch_size=size)
+
+
+@pytest.mark.parametrize(
+    ("result", "codes"),
+    [
+        (_going("nvlink", [0.991, 1.009]), []),
+        (_going("nvlink", [1.0, 1.02]), ["traffic-counted-otherwise"]),
+        (_going("nvlink", [0.98, 1.0]), ["traffic-counted-otherwise"]),
+        (_going("mixed", [1.0, 0.0]), ["traffic-off-nvlink"]),
+        (_going("pcie", [0.0, 0.0], 0.0), ["traffic-off-nvlink"]),
+        (_going("host", [], None), []),
+        (_going(None), []),
+    ],
+)
+def test_what_links_carried_is_news_where_it_is_not_what_was_sent(result: CaseResult, codes: list[str]) -> None:
+    """Of any rank more than 1 % off, or off NVLink where there is one; a machine without one has no other way."""
+    assert _codes([result]) == [codes]
+    for finding in result.findings:
+        assert (finding.severity, finding.text) == ("info", "As counted.")
+
+
+def test_the_links_of_a_series_are_told_once() -> None:
+    """Its other batch sizes are in the table's lines."""
+    assert _codes([_going("pcie", [0.0, 0.0], 0.0, size) for size in (1, 2)]) == [["traffic-off-nvlink"], []]
 
 
 def test_a_window_without_samples_tells_nothing_of_the_work() -> None:
