@@ -37,6 +37,7 @@ def step(kind: str, message_bytes: int, wire_bytes: int, **counted: list[int | N
         "kind": kind,
         "message_bytes": message_bytes,
         "ranks": 2,
+        "nvlink": True,
         "wire_bytes_of_one": wire_bytes,
         "expected_bytes": 10 * wire_bytes,
         "devices": counted,
@@ -107,6 +108,24 @@ def test_what_was_not_counted_does_not_agree(agreement: ModuleType) -> None:
     assert answer["why"] == "nvlink_tx_bytes: refused"
 
 
+@pytest.mark.parametrize(
+    ("shown", "ok", "why"),
+    [
+        ([40 * MIB, 44 * MIB], True, "there is no NVLink: held against PCIe"),
+        ([40 * MIB, 100 * MIB], True, "there is no NVLink: held against PCIe"),
+        ([39 * MIB, 44 * MIB], False, "there is no NVLink: held against PCIe; a ratio lies outside of the bound"),
+        ([40 * MIB, None], None, "there is no NVLink, and PCIe was not counted: nvlink_tx_bytes: refused"),
+    ],
+)
+def test_without_nvlink_a_collective_is_held_against_pcie(
+    agreement: ModuleType, shown: list[int | None], ok: bool | None, why: str
+) -> None:
+    """At least what was sent shows there; how much more is the way's. A machine that cannot count it does not fail."""
+    given = step("all_reduce", 4 * MIB, 4 * MIB, pcie_tx_bytes=shown, pcie_rx_bytes=shown, nvlink_tx_bytes=[None, None])
+    answer = agreement.judged({**given, "nvlink": False})
+    assert (answer["ok"], answer["why"], answer["bound"]) == (ok, why, (0.99, None))
+
+
 def test_the_package_and_the_formula_must_count_the_same(agreement: ModuleType) -> None:
     """Counters that agree with a wrong account are no agreement."""
     answer = agreement.judged(over_nvlink(80 * MIB, wire_bytes=8 * MIB))
@@ -140,6 +159,33 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(
     """Tables of the binomial give the same order statistics and confidence."""
     values = list(range(count, 0, -1))
     assert script("profiler").interval(values) == (least, most, pytest.approx(confidence, abs=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("median", "least", "most", "device", "ok", "sure", "status"),
+    [
+        (0.05, -0.1, 0.15, "cuda", True, True, 0),
+        (0.05, -0.1, 0.9, "cuda", True, False, 0),
+        (0.3, 0.1, 0.5, "cuda", False, False, 1),
+        (-0.3, -0.5, -0.1, "cuda", False, False, 1),
+        (0.3, 0.1, 0.5, "cpu", False, False, 0),
+        (0.3, 0.25, 0.5, "cpu", False, False, 1),
+    ],
+)
+def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
+    script: Callable[[str], ModuleType],
+    median: float,
+    least: float,
+    most: float,
+    device: str,
+    ok: bool,
+    sure: bool,
+    status: int,
+) -> None:
+    """By the median; on a CPU, whose noise is larger than the limit, only where there is no doubt."""
+    profiler = script("profiler")
+    assert profiler.judged(median, least, most) == {"ok": ok, "sure": sure}
+    assert profiler.status(median, least, device) == status
 
 
 def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], ModuleType]) -> None:

@@ -5,8 +5,9 @@
 One process per GPU runs all-reduces and all-gathers, and copies between page-locked memory and its GPU. Every step is
 a window of our own profiler, with all GPUs idle at both of its ends. Held against: over NVLink each GPU sends and
 receives what the ring formulas say, to 0.1 % and the few KiB that the protocol adds to each message, for messages over
-1 MiB; over PCIe at least the payload and at most that with its protocol. With one GPU only the copies run. Takes about
-45 s on 4 GPUs. The status is 1 where a step is not ok.
+1 MiB; over PCIe at least the payload and at most that with its protocol. Without NVLink, PCIe has to show at least what
+the collectives send. With one GPU only the copies run. Takes about 45 s on 4 GPUs. The status is 1 where a step is not
+ok.
 
 On a machine without a GPU the ranks are on the CPU and the counters those of the tests' stub: nothing is judged.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -26,9 +28,10 @@ from typing import Any
 from known_traffic import COLLECTIVES, COPIES, KNOWN, Ranks, formula, ring_steps
 from sampler import stub_environment
 
+from pytest_llmgpu.path import pcie_bytes
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.window import Profiler
-from pytest_llmgpu.result import DeviceProfile, Profile
+from pytest_llmgpu.result import Profile
 
 __all__ = ["judged", "main"]
 
@@ -60,7 +63,10 @@ SHORT_IDLE_S = 0.05
 COPIED = {"host_to_device": ("pcie_rx_bytes",), "device_to_host": ("pcie_tx_bytes",)}
 NVLINK = ("nvlink_tx_bytes", "nvlink_rx_bytes")
 PCIE = ("pcie_tx_bytes", "pcie_rx_bytes")
+PCIE_LEAST = (PCIE_BOUND[0], math.inf)
+"""Of collectives without NVLink: how much more than the payload there is depends on the way, and was not measured."""
 _COUNTED = ("nvlink", "pcie")
+_WAYS = ("tx", "rx")
 _TELLING_S = 0.05
 """How long repetitions take that tell how long more of them will."""
 
@@ -72,6 +78,7 @@ def main() -> int:
     inventory = nvml.inventory()
     gpus = nvml.visible(inventory, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     count = min(options.gpus or len(gpus) or 2, len(gpus) or 8)
+    nvlink = any(gpu.nvlinks for gpu in gpus[:count]) or not gpus
     with tempfile.TemporaryDirectory() as folder:
         environment = None if gpus else stub_environment(Path(folder), count, older=False)
         profiler = Profiler(PERIOD_S, [gpu.uuid for gpu in gpus[:count]] or None, environment)
@@ -81,7 +88,7 @@ def main() -> int:
                 if profiler.why is not None:
                     sys.exit(f"the sampler does not run: {profiler.why}")
                 settings = _settings(options, count, inventory, ranks.facts)
-                steps = [_step(profiler, ranks, *one, _seconds(options, one[0])) for one in _plan(options, count)]
+                steps = [_step(profiler, ranks, *one, options, nvlink=nvlink) for one in _plan(options, count)]
         finally:
             profiler.close()
     for step in steps:
@@ -97,8 +104,9 @@ def judged(step: dict[str, Any]) -> dict[str, Any]:
     """Return the ratios of what was counted to what was sent, the bound, and whether all lie within it.
 
     Args:
-        step: `kind`, `message_bytes`, `ranks`; `wire_bytes_of_one` as the package counts them; `expected_bytes` of each
-            device; `devices` with the counts, [device] each, None where there is none.
+        step: `kind`, `message_bytes`, `ranks`; `nvlink`: whether the GPUs have any; `wire_bytes_of_one` as the package
+            counts them; `expected_bytes` of each device; `devices` with the counts, [device] each, None where there is
+            none.
 
     Returns:
         `ratios` by count, as they are; for collectives `beyond_bytes_of_one`: the most that a message had beside its
@@ -106,32 +114,40 @@ def judged(step: dict[str, Any]) -> dict[str, Any]:
         a False is so.
     """
     kind, expected = step["kind"], step["expected_bytes"]
+    over_pcie = kind in COLLECTIVES and not step["nvlink"]
     if kind == "nothing":
         return {"bound": None, "ok": None, "why": "what is there without us"}
-    names = NVLINK if kind in COLLECTIVES else COPIED[kind]
+    names = COPIED[kind] if kind in COPIES else PCIE if over_pcie else NVLINK
     ratios = {
         name: [None if count is None else round(count / expected, 6) for count in step["devices"][name]]
         for name in names
     }
     answer: dict[str, Any] = {"ratios": ratios}
     counts = [count for name in names for count in step["devices"][name] if count is not None]
-    if kind in COLLECTIVES and counts:
+    if kind in COLLECTIVES and counts and not over_pcie:
         beyond = (max(counts) - expected) * step["wire_bytes_of_one"] / expected
         answer["beyond_bytes_of_one"] = round(beyond, 1)
     if step["wire_bytes_of_one"] != formula(kind, step["message_bytes"], step["ranks"]):
         return {**answer, "bound": None, "ok": False, "why": "the package counts other bytes than the formula says"}
     if kind in COLLECTIVES and step["message_bytes"] <= NVLINK_OVER_BYTES:
         return {**answer, "bound": None, "ok": None, "why": "no bound is set for messages of 1 MiB and less"}
-    least, most = PCIE_BOUND
-    if kind in COLLECTIVES:
+    least, most = PCIE_LEAST if over_pcie else PCIE_BOUND
+    if kind in COLLECTIVES and not over_pcie:
         protocol_bytes = RING_STEP_BYTES * ring_steps(kind, step["ranks"])
         least, most = NVLINK_BOUND[0], round(NVLINK_BOUND[1] + protocol_bytes / step["wire_bytes_of_one"], 6)
-    bound = (least, most)
+    bound = (least, None if over_pcie else most)
     values = [ratio for row in ratios.values() for ratio in row]
+    if None in values and over_pcie:
+        told = "; ".join(step["why_not_counted"]) or "its readings leave some of the window out"
+        return {**answer, "bound": bound, "ok": None, "why": f"there is no NVLink, and PCIe was not counted: {told}"}
     if None in values:
         return {**answer, "bound": bound, "ok": False, "why": "; ".join(step["why_not_counted"]) or "not counted"}
     ok = all(least <= ratio <= most for ratio in values)
-    return {**answer, "bound": bound, "ok": ok, **({} if ok else {"why": "a ratio lies outside of the bound"})}
+    why = [
+        *(["there is no NVLink: held against PCIe"] * over_pcie),
+        *(["a ratio lies outside of the bound"] * (not ok)),
+    ]
+    return {**answer, "bound": bound, "ok": ok, **({"why": "; ".join(why)} if why else {})}
 
 
 def _parse() -> argparse.Namespace:
@@ -142,11 +158,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--messages-mib", type=int, nargs="+", default=[1, 4, 16, 64], help="of collectives, in all")
     parser.add_argument("--copies-mib", type=int, nargs="+", default=[16, 64], help="of copies")
     return parser.parse_args()
-
-
-def _seconds(options: argparse.Namespace, kind: str) -> float:
-    seconds: float = options.copy_seconds if kind in COPIES else options.seconds
-    return seconds
 
 
 def _plan(options: argparse.Namespace, count: int) -> list[tuple[str, int]]:
@@ -182,8 +193,13 @@ def _settings(
     }
 
 
-def _step(profiler: Profiler, ranks: Ranks, kind: str, message_bytes: int, seconds: float) -> dict[str, Any]:
-    """Send for about so many seconds inside a window; return what was sent and what was counted."""
+def _step(
+    profiler: Profiler, ranks: Ranks, kind: str, message_bytes: int, options: argparse.Namespace, *, nvlink: bool
+) -> dict[str, Any]:
+    """Send for some time inside a window; return what was sent and what was counted."""
+    # What PCIe is to show, be it a collective, needs time and stillness as long as its readings are.
+    counted = kind in COLLECTIVES and nvlink
+    seconds, idle_s = (options.seconds, SHORT_IDLE_S) if counted else (options.copy_seconds, IDLE_S)
     wire_bytes = repetitions = 0
     if kind != "nothing":
         wire_bytes = max(ranks.count(kind, message_bytes))
@@ -193,7 +209,6 @@ def _step(profiler: Profiler, ranks: Ranks, kind: str, message_bytes: int, secon
             repetitions = round(repetitions * 2 * _TELLING_S / took_s)
             took_s = max(ranks.run(kind, message_bytes, repetitions))
         repetitions = max(1, round(repetitions * seconds / took_s))
-    idle_s = SHORT_IDLE_S if kind in COLLECTIVES else IDLE_S
     time.sleep(idle_s)
     start_s = _mark(profiler)
     time.sleep(idle_s)
@@ -204,13 +219,16 @@ def _step(profiler: Profiler, ranks: Ranks, kind: str, message_bytes: int, secon
         "kind": kind,
         "message_bytes": message_bytes,
         "ranks": len(profile.devices),
+        "nvlink": nvlink,
         "repetitions": repetitions,
         "seconds": round(took_s, 4),
         "wire_bytes_of_one": wire_bytes,
         "expected_bytes": wire_bytes * repetitions,
         "devices": {
-            **{name: [_nvlink_bytes(device, name) for device in profile.devices] for name in NVLINK},
-            **{name: [_pcie_bytes(profile, device, name) for device in profile.devices] for name in PCIE},
+            **{name: [_whole(one.counters.get(name)) for one in profile.devices] for name in NVLINK},
+            **{
+                f"pcie_{way}_bytes": [_whole(pcie_bytes(profile, one, way)) for one in profile.devices] for way in _WAYS
+            },
         },
         "methods": _methods(profile),
         "why_not_counted": sorted({*_reasons(profile), *profile.why.values()}),
@@ -235,18 +253,8 @@ def _reasons(profile: Profile) -> list[str]:
     return [f"{name}: {why}" for name, why in items if name.startswith(_COUNTED)]
 
 
-def _nvlink_bytes(device: DeviceProfile, name: str) -> int | None:
-    counted = device.counters.get(name)
-    return None if counted is None else round(counted)
-
-
-def _pcie_bytes(profile: Profile, device: DeviceProfile, name: str) -> int | None:
-    """Return the bytes that the readings account for; None where they leave some of the window out."""
-    metric = device.metrics.get(f"{name}_per_s")
-    if metric is None or metric.mean is None or metric.coverage is None or metric.coverage < 0.9:
-        return None
-    # What is not covered is idle: the window's very ends.
-    return round(metric.mean * metric.coverage * profile.duration_s)
+def _whole(size: float | None) -> int | None:
+    return None if size is None else round(size)
 
 
 def _lines(settings: dict[str, Any], steps: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:
