@@ -19,6 +19,8 @@ from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["Answered", "answered", "below_floor", "predictions_row", "rows"]
 
+_DISAGREE = "The candidate's launches answer differently, and the baseline's all alike: the same batches should agree."
+
 _ROUNDING = 1e-9  # a floor may be a hair above the same fraction in binary
 
 
@@ -37,7 +39,15 @@ class Answered(NamedTuple):
     """Items answered otherwise that are in neither list: wrong both times, or all of them where there are no labels."""
     labelled: bool
     difference: float | None
-    """Typical difference of the log-likelihoods, as a fraction of the baseline's; None where a side's are not known."""
+    """Typical difference of the log-likelihoods, as a fraction of the baseline's, of the launch in which it is largest;
+    None where a side's are not known."""
+    changed: int
+    """Most items that any launch answers otherwise."""
+    odd: str | None
+    """Which launch the items are of, in a few words, where the candidate's launches disagree and the baseline's do
+    not; None where they are of the typical one."""
+    looks: int
+    """Launches among which that one is the worst; 1 for the typical one."""
 
     @property
     def by_chance(self) -> bool:
@@ -53,21 +63,31 @@ class Answered(NamedTuple):
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
     """Compare the answers of two results of one case: of the launch with the typical accuracy on each side.
 
+    Greedy scoring answers the same each time. Where the candidate's launches do not agree, and the baseline's do, the
+    worst of them is compared: what is wrong in a minority of launches is wrong.
+
     Returns:
         What `rows` judges; a row where comparing is impossible; or, in a few words, why there is nothing to compare.
     """
-    then, now = typical(base, rule.metric), typical(head, rule.metric)
-    if now is None and then is not None:
+    thens, nows = _scored(base), _scored(head)
+    if thens and not nows:
         return Row.of(head, "accuracy", "MISSING", "only the baseline scored items.", gated=rule.gate)
-    if then is None or now is None:
-        return "accuracy is new" if now is not None else "no items were scored"
-    before, after = predictions_of(then, rule.metric), predictions_of(now, rule.metric)
-    labels = now.labels or then.labels
-    if len(before) != len(after) or (labels is not None and len(labels) != len(after)):
+    if not thens or not nows:
+        return "accuracy is new" if nows else "no items were scored"
+    then, now = _typical(thens, rule.metric), _typical(nows, rule.metric)
+    befores, afters = ([predictions_of(one, rule.metric) for one in side] for side in (thens, nows))
+    before, labels = predictions_of(then, rule.metric), now.labels or then.labels
+    if any(len(one) != len(before) for one in (*afters, *([labels] if labels is not None else []))):
         return Row.of(head, "accuracy", "NOT_COMPARABLE", "the numbers of scored items differ.", gated=rule.gate)
-    flips = [] if before == after else [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    counts = [len(_flips(before, after)) for after in afters]
+    odd = not _agree(afters) and _agree(befores)
+    if odd:
+        now = min(zip(nows, counts, strict=True), key=lambda one: (value_of(one[0], rule.metric), -one[1]))[0]
+    after = predictions_of(now, rule.metric)
+    flips = _flips(before, after)
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
+    differences = [found for one in nows if (found := _difference(then, one)) is not None]
     return Answered(
         base,
         head,
@@ -79,44 +99,40 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         won,
         len(flips) - len(lost) - len(won),
         labels is not None,
-        _difference(then, now),
+        max(differences, default=None),
+        max(counts),
+        f"in launch {nows.index(now) + 1} of {len(nows)}" if odd else None,
+        len(nows) if odd else 1,
     )
-
-
-def typical(result: CaseResult, metric: str) -> Accuracy | None:
-    """Return the answers of the launch with the median accuracy, the lower of two; None where none scored."""
-    scored = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
-    if not scored:
-        return None
-    if len(scored) == 1:
-        return scored[0]
-    return sorted(scored, key=lambda accuracy: value_of(accuracy, metric))[(len(scored) - 1) // 2]
 
 
 def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
     """Return in a sentence how the answers are wrong whatever the baseline's are; None where they are not."""
-    accuracy = typical(result, rule.metric)
-    if accuracy is not None and rule.floor is not None and result.case.load_format != "dummy":
-        value = value_of(accuracy, rule.metric)
-        if value < rule.floor - _ROUNDING:
-            return f"accuracy ({rule.metric}) is {_pct(value)}, below the policy's floor of {_pct(rule.floor)}."
+    values = [value_of(accuracy, rule.metric) for accuracy in _scored(result)]
+    if values and rule.floor is not None and result.case.load_format != "dummy":
+        worst = min(values)
+        if worst < rule.floor - _ROUNDING:
+            where = "" if worst == max(values) else f" in launch {values.index(worst) + 1} of {len(values)}"
+            return f"accuracy ({rule.metric}) is {_pct(worst)}{where}, below the policy's floor of {_pct(rule.floor)}."
     check = result.accuracy_check
     return f"{check.text}." if check is not None and check.ok is False else None
 
 
 def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
-    """Judge the answers of all cases as one family.
+    """Judge the answers of all cases: those that are gated as one family, the others as one of their own.
 
     p is McNemar's, exact and one-sided: of at least so many lost among the items lost or won, by even odds, adjusted
     over the cases by Holm's method. REGRESSED where it is at most 1 - confidence or where the answers are below a
-    floor, IMPROVED likewise for items won, OK where a loss of the margin is ruled out, else INCONCLUSIVE.
+    floor, IMPROVED likewise for items won, OK where a loss of the margin is ruled out, else INCONCLUSIVE. The
+    worst of launches that disagree has its p multiplied by their number; what is not REGRESSED then is INCONCLUSIVE.
 
     Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are; IMPROVED where
     the baseline's own check says that its answers were wrong, and the candidate's does not.
     """
     tested = [case for case in cases if not case.by_chance]
-    worse = holm([by_chance(len(case.lost), len(case.won)) for case in tested])
-    better = holm([by_chance(len(case.won), len(case.lost)) for case in tested])
+    gates = [case.rule.gate for case in tested]
+    worse = holm([min(1.0, case.looks * by_chance(len(case.lost), len(case.won))) for case in tested], gates)
+    better = holm([by_chance(len(case.won), len(case.lost)) for case in tested], gates)
     chances = iter(zip(worse, better, strict=True))
     return [
         _row_of_numbers(case, note) if case.by_chance else _row(case, *next(chances), confidence, note)
@@ -125,8 +141,8 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
 
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
-    """Judge whether any item is answered otherwise, for the better or not."""
-    flipped = len(case.lost) + len(case.won) + case.other
+    """Judge whether any item is answered otherwise in any launch, for the better or not."""
+    flipped = case.changed
     return Row.of(
         case.result,
         "predictions",
@@ -142,9 +158,9 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
 
 
 def _row(case: Answered, worse: float, better: float, confidence: float, note: str) -> Row:
-    lost, won, rule, alpha = len(case.lost), len(case.won), case.rule, 1 - confidence
+    lost, won, rule = len(case.lost), len(case.won), case.rule
     low, high = net_loss(lost, won, case.items, confidence)
-    change = f"accuracy ({rule.metric}) is {_pct(case.head)}, was {_pct(case.base)}"
+    change = f"accuracy ({rule.metric}) is {_pct(case.head)}{f' {case.odd}' if case.odd else ''}, was {_pct(case.base)}"
     flips = f"{lost:,} items lost and {won:,} won of {case.items:,} ({written(better if won > lost else worse)})"
     verdict: Verdict
     if (floor := below_floor(case.result, rule)) is not None:
@@ -156,21 +172,8 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
     elif _foreign(case):
         verdict, reason = _of_foreign(case)
         reason += f"\n{change}: {flips}." if case.labelled else ""
-    elif not case.labelled:
-        verdict = "INCONCLUSIVE" if case.other else "OK"
-        reason = f"{case.other:,} of {case.items:,} items are answered otherwise; the right answers were not kept."
-    elif worse <= alpha:
-        verdict, reason = "REGRESSED", f"{change}: {flips}.\n{_listed('lost', case.lost)}"
-    elif better <= alpha:
-        verdict, reason = "IMPROVED", f"{change}: {flips}."
-    elif high <= rule.margin:
-        verdict = "OK"
-        reason = f"{change}: {flips}." if lost + won else f"{change}: no item was lost or won."
     else:
-        verdict = "INCONCLUSIVE"
-        reason = (
-            f"{change}: {flips}.\nThat does not rule out a loss of {100 * rule.margin:.2g} points; more items would."
-        )
+        verdict, reason = _of_items(case, worse, better, confidence, change, flips)
     if note and verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason += f"\n{note}"
     return Row.of(
@@ -190,6 +193,26 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
     )
 
 
+def _of_items(
+    case: Answered, worse: float, better: float, confidence: float, change: str, flips: str
+) -> tuple[Verdict, str]:
+    """Return the verdict on items lost and won, and the reason."""
+    lost, won, alpha = len(case.lost), len(case.won), 1 - confidence
+    if not case.labelled:
+        reason = f"{case.other:,} of {case.items:,} items are answered otherwise; the right answers were not kept."
+        return ("INCONCLUSIVE", reason) if case.other or case.odd else ("OK", reason)
+    if worse <= alpha:
+        return "REGRESSED", f"{change}: {flips}.\n{_listed('lost', case.lost)}"
+    if case.odd:
+        return "INCONCLUSIVE", f"{change}: {flips}.\n{_DISAGREE}"
+    if better <= alpha:
+        return "IMPROVED", f"{change}: {flips}."
+    if net_loss(lost, won, case.items, confidence)[1] <= case.rule.margin:
+        return "OK", f"{change}: {flips}." if lost + won else f"{change}: no item was lost or won."
+    ruled = f"That does not rule out a loss of {100 * case.rule.margin:.2g} points; more items would."
+    return "INCONCLUSIVE", f"{change}: {flips}.\n{ruled}"
+
+
 def _row_of_numbers(case: Answered, note: str) -> Row:
     """Judge random weights, which answer by chance: the same inputs have to give the same numbers."""
     verdict: Verdict
@@ -206,9 +229,29 @@ def _row_of_numbers(case: Answered, note: str) -> Row:
     return Row.of(case.result, "accuracy", verdict, reason, gated=case.rule.gate)
 
 
+def _scored(result: CaseResult) -> list[Accuracy]:
+    return [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+
+
+def _typical(scored: Sequence[Accuracy], metric: str) -> Accuracy:
+    """Return the answers with the median accuracy, the lower of two."""
+    return sorted(scored, key=lambda accuracy: value_of(accuracy, metric))[(len(scored) - 1) // 2]
+
+
+def _agree(predictions: Sequence[Sequence[int]]) -> bool:
+    return all(one == predictions[0] for one in predictions)
+
+
+def _flips(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Return the numbers of the items that are answered otherwise."""
+    if before == after:
+        return []
+    return [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+
+
 def _difference(before: Accuracy, after: Accuracy) -> float | None:
     """Return the typical difference of log-likelihoods; infinite where only the later ones are not finite."""
-    if before.loglikelihoods == after.loglikelihoods:
+    if before.loglikelihoods == after.loglikelihoods:  # of most launches: nothing to decode
         return 0.0 if before.loglikelihoods else None
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     if not expected or len(expected) != len(values) or not all(map(math.isfinite, expected)):

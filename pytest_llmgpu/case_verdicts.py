@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu import accuracy_verdicts, time_verdicts
+from pytest_llmgpu import accuracy_verdicts, paired_times, time_verdicts
 from pytest_llmgpu.accuracy_verdicts import Answered, below_floor
 from pytest_llmgpu.exact_verdicts import memory_row, path_row, traffic_row
 from pytest_llmgpu.matching import hardware_differences, pairs, software_differences
+from pytest_llmgpu.paired_times import Timed
 from pytest_llmgpu.policy import Policy, Rules
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.series_verdicts import OUT_OF_MEMORY, largest_batch_row, reaches, series_of, settled
 from pytest_llmgpu.statistics import Calibration
-from pytest_llmgpu.time_verdicts import Timed
 from pytest_llmgpu.verdicts import MetricName, Row, Verdict
 
 __all__ = ["Said", "said"]
@@ -128,8 +128,8 @@ class _Court:
             self._outcome(head, "NO_BASELINE", "is out of memory; the baseline's case had failed.")
 
     def _metrics(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
-        noise = self.calibration.of(head.key)
-        self._take("time", time_verdicts.timed(base, head, rules.time, noise), rules.time.gate)
+        noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
+        self._take("time", paired_times.timed(base, head, rules.time, *noise), rules.time.gate)
         answers = accuracy_verdicts.answered(base, head, rules.accuracy)
         if isinstance(answers, str):
             self._floor(head, rules)
@@ -184,7 +184,7 @@ class _Court:
         return next((f"left out: {entry}" for entry in entries), None)
 
     def _rules(self, result: CaseResult) -> Rules:
-        return self.policy if self._plain else self.policy.rules(result.case.strategy, result.nodeid)
+        return self.policy if self._plain else self.policy.rules(result)
 
     def _judged(self) -> list[Row]:
         note = self._note()

@@ -7,25 +7,23 @@ only where the report has as many launches as would show it, at their noise, wit
 from __future__ import annotations
 
 import datetime
-import math
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from pytest_llmgpu import paired_times
 from pytest_llmgpu import policy as policies
-from pytest_llmgpu import time_verdicts
 from pytest_llmgpu.gate import fails, judge
+from pytest_llmgpu.paired_times import Timed
 from pytest_llmgpu.planting import Plant, plants
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration, launches_needed
-from pytest_llmgpu.time_verdicts import Timed
-from pytest_llmgpu.verdicts import MetricName, Row, Verdict, Verdicts
+from pytest_llmgpu.statistics import Calibration
+from pytest_llmgpu.verdicts import LOST, MetricName, Row, Verdict, Verdicts
 
 __all__ = ["Missed", "SelfTest", "Trial", "selftest"]
-
-_LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
 
 
 class Missed(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +88,7 @@ def selftest(
     lost = [
         Missed(id=row.id, metric=row.metric, verdict=row.verdict, reason=row.reason)
         for row in control.rows
-        if row.gated and row.verdict in _LOST
+        if row.gated and row.verdict in LOST
     ]
     trials = [court.trial(plant) for plant in (plants() if losses is None else losses)]
     return SelfTest(
@@ -114,15 +112,13 @@ class _Court:
 
     def trial(self, plant: Plant) -> Trial:
         chosen = _largest(self.report) if plant.largest_only else _completed(self.report)
-        sown = {
-            result.id: plant.sow(result, self.policy.rules(result.case.strategy, result.nodeid)) for result in chosen
-        }
+        sown = {result.id: plant.sow(result, self.policy.rules(result)) for result in chosen}
         copies = {name: copy for name, copy in sown.items() if isinstance(copy, CaseResult)}
         cases = [copies.get(result.id, result) for result in self.report.cases]
         said = self.judged(msgspec.structs.replace(self.report, cases=cases))
         rows = {row.id: row for row in said.rows if row.metric == plant.metric}
-        family = sum(row.p is not None for row in rows.values())
-        found = [self._missed(plant, result, sown[result.id], rows.get(result.id), family) for result in chosen]
+        families = Counter(row.gated for row in rows.values() if row.p is not None)
+        found = [self._missed(plant, result, sown[result.id], rows.get(result.id), families) for result in chosen]
         missed = [one for one in found if one is not None]
         return Trial(
             plant=plant.name,
@@ -134,15 +130,15 @@ class _Court:
         )
 
     def _missed(
-        self, plant: Plant, result: CaseResult, copy: CaseResult | str, row: Row | None, family: int
+        self, plant: Plant, result: CaseResult, copy: CaseResult | str, row: Row | None, families: Counter[bool]
     ) -> Missed | None:
         """Return why a case does not show a loss; None where it does."""
         if isinstance(copy, str) or row is None:
             reason = copy if isinstance(copy, str) else f"its {plant.metric} cannot be compared."
             return Missed(id=result.id, metric=plant.metric, reason=reason)
-        seen, needed, reason = row.verdict in _LOST and fails(row, self.policy), None, ""
+        seen, needed, reason = row.verdict in LOST and fails(row, self.policy), None, ""
         if plant.slowdown is not None and row.n is not None:
-            needed = self._launches(plant.slowdown, result, copy, family)
+            needed = self._launches(plant.slowdown, result, copy, families[row.gated])
             if seen and (needed is None or row.n < needed):
                 seen = False
                 reason = "a copy shows it, since it has the noise of its original; a run of its own may not."
@@ -160,15 +156,12 @@ class _Court:
             launches_needed=needed,
         )
 
-    def _launches(self, slowdown: float, result: CaseResult, copy: CaseResult, family: int) -> int | None:
-        rule = self.policy.rules(result.case.strategy, result.nodeid).time
-        timed = time_verdicts.timed(result, copy, rule, self.noise.of(result.key))
+    def _launches(self, slowdown: float, result: CaseResult, copy: CaseResult, cases: int) -> int | None:
+        rule = self.policy.rules(result).time
+        noise = self.noise.of(result.key), self.noise.between_sessions(result.key)
+        timed = paired_times.timed(result, copy, rule, *noise)
         assert isinstance(timed, Timed), "it has been judged"
-        # Of one launch, from the error of a difference between two groups.
-        seen = (timed.change.observed_error or 0.0) / math.sqrt(1 / timed.launches[0] + 1 / timed.launches[1])
-        noise = max(UNCALIBRATED_SD if timed.sd is None else timed.sd, seen)
-        # To two digits, so that cases of much the same noise share one calculation.
-        return launches_needed(slowdown, timed.margin, float(f"{noise:.2g}"), self.policy.confidence, family)
+        return paired_times.launches_for(timed, slowdown, self.policy.confidence, cases)
 
 
 def _completed(report: Report) -> list[CaseResult]:

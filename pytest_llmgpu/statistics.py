@@ -7,15 +7,15 @@ shared inside one.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
 from pytest_llmgpu.distributions import least_share, t_quantile, t_tail
+from pytest_llmgpu.hodges_lehmann import hodges_lehmann
 
 __all__ = [
     "POWER",
@@ -23,10 +23,10 @@ __all__ = [
     "Calibration",
     "Change",
     "change",
-    "hodges_lehmann",
     "holm",
     "launch_levels",
     "launches_needed",
+    "levels",
     "net_loss",
     "smallest_change",
 ]
@@ -36,9 +36,6 @@ UNCALIBRATED_SD = 0.05
 
 POWER = 0.95
 """Probability with which a change that is called detectable is detected."""
-
-_ALL_PAIRS = 64
-"""Most values of which pairs are formed, 928 of their 2,080: more are counted instead."""
 
 _MOST_LAUNCHES = 1000
 
@@ -52,12 +49,25 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Key of a case to the standard deviation of its log times between launches."""
     typical: float | None = None
     """For cases that were not calibrated; None: they count as uncalibrated."""
+    session_sd: dict[str, float] = {}
+    """Key of a case to the standard deviation of its log times between sessions, whatever their launches: more of them
+    do not average it out. Empty where one session alone was measured."""
+    typical_session: float = 0.0
+    """For cases of which that is not known."""
     sha256: str | None = None
     """Of the file that it was read from."""
 
     def of(self, key: str) -> float | None:
         """Return the standard deviation of a case's log times; None where it is not known."""
         return self.sd.get(key, self.typical)
+
+    def between_sessions(self, key: str) -> float:
+        """Return the standard deviation of a case's log times between sessions; 0 where it is not known."""
+        return self.session_sd.get(key, self.typical_session)
+
+    def of_one_session(self) -> Calibration:
+        """Return the noise of sides that are launched in turn: what differs between sessions is alike for both."""
+        return msgspec.structs.replace(self, session_sd={}, typical_session=0.0)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +76,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     log_ratio: float
     """Of candidate to baseline."""
     noise_error: float
-    """Standard error by the calibrated noise: sd x sqrt(1/n + 1/m)."""
+    """Standard error by the calibrated noise: sd x sqrt(1/n + 1/m), and that of two sessions."""
     observed_error: float | None = None
     """Standard error by the spread of these launches; None with one launch a side."""
     degrees: int = 0
@@ -105,72 +115,70 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return max(calibrated, t_tail(distance / self.observed_error, self.degrees))
 
 
-def hodges_lehmann(values: Sequence[float]) -> float:
-    """Return the median of the means of all pairs of values, each with itself too.
-
-    As robust as a median against a few odd values, almost as precise as a mean without them.
-
-    Raises:
-        ValueError: no values.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    if not count:
-        raise ValueError("the Hodges-Lehmann estimate needs at least one value")
-    pairs = count * (count + 1) // 2
-    if count <= _ALL_PAIRS:
-        below, middle_pairs = _middle_pairs(count)
-        sums = sorted([ordered[a] + ordered[b] for a, b in middle_pairs])
-        return (sums[(pairs - 1) // 2 - below] + sums[pairs // 2 - below]) / 4
-    middle = _pair_sum(ordered, (pairs + 1) // 2)
-    return (middle if pairs % 2 else (middle + _pair_sum(ordered, pairs // 2 + 1)) / 2) / 2
-
-
 def launch_levels(base: Sequence[Sequence[float]], head: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return how slow each launch is against the baseline's typical one, as a logarithm, from its batches in pairs.
-
-    Batch k is compared with batch k: equal work, so that shapes add no noise.
+    """Return how slow each launch of two sides is, as a logarithm; only differences mean anything.
 
     Args:
         base: [launches, batches] latencies, all above 0.
         head: [launches, batches] likewise, of the same batches.
     """
-    logs_base = [list(map(math.log, launch)) for launch in base]
-    reference = logs_base[0] if len(base) == 1 else [statistics.median(batch) for batch in zip(*logs_base, strict=True)]
-
-    def level(logs: Sequence[float]) -> float:
-        return hodges_lehmann(list(map(operator.sub, logs, reference)))
-
-    before = [0.0] if len(base) == 1 else [level(logs) for logs in logs_base]
-    return before, [level(list(map(math.log, launch))) for launch in head]
+    if len(base) == len(head) == 1:  # the same difference as below, without the way round
+        return [0.0], [hodges_lehmann(list(map(operator.sub, _logs(head[0]), _logs(base[0]))))]
+    found = levels([*base, *head])
+    return found[: len(base)], found[len(base) :]
 
 
-def change(base: Sequence[float], head: Sequence[float], sd: float) -> Change:
+def levels(launches: Sequence[Sequence[float]]) -> list[float]:
+    """Return how slow each launch is against the typical one, as a logarithm, from its batches in pairs.
+
+    Batch k is compared with batch k: equal work, so that shapes add no noise. The typical one is of all launches alike:
+    one of the baseline's alone would be held against medians that it is part of, and the candidate's would not.
+
+    Args:
+        launches: [launches, batches] latencies, all above 0.
+    """
+    logs = list(map(_logs, launches))
+    typical = [statistics.median(batch) for batch in zip(*logs, strict=True)]
+    return [hodges_lehmann(list(map(operator.sub, launch, typical))) for launch in logs]
+
+
+def change(base: Sequence[float], head: Sequence[float], sd: float, session_sd: float = 0.0) -> Change:
     """Return the change between launch levels; the numbers of launches may differ.
 
     Args:
         base: [launches] logarithms, as `launch_levels` gives them.
         head: [launches] likewise.
         sd: noise between launches that is known or assumed.
+        session_sd: noise between sessions, of which each side is one: the number of launches does not make it less.
     """
     scale = math.sqrt(1 / len(base) + 1 / len(head))
     degrees = len(base) + len(head) - 2
     ratio = statistics.fmean(head) - statistics.fmean(base)
+    known = math.hypot(sd * scale, session_sd * math.sqrt(2))
     if not degrees:
-        return Change(log_ratio=ratio, noise_error=sd * scale)
+        return Change(log_ratio=ratio, noise_error=known)
     spread = math.sqrt((_squares(base) + _squares(head)) / degrees)
-    return Change(log_ratio=ratio, noise_error=sd * scale, observed_error=spread * scale, degrees=degrees)
+    return Change(log_ratio=ratio, noise_error=known, observed_error=spread * scale, degrees=degrees)
 
 
-def smallest_change(change: Change, margin: float, confidence: float) -> float:
-    """Return the smallest true slowdown that launches of this spread show with probability `POWER`, as a fraction."""
+def smallest_change(change: Change, margin: float, confidence: float, family: float = 1) -> float:
+    """Return the smallest true slowdown that launches of this spread show with probability `POWER`, as a fraction.
+
+    Args:
+        change: of these launches.
+        margin: the bar, as a fraction.
+        confidence: of the interval's ends.
+        family: as for `launches_needed`.
+    """
     error = max(change.noise_error, change.observed_error or 0.0)
-    shown = math.log1p(margin) + change.half_width(confidence) + _NORMAL.inv_cdf(POWER) * error
+    shown = math.log1p(margin) + change.half_width(_sure(confidence, family)) + _NORMAL.inv_cdf(POWER) * error
     return math.expm1(min(700.0, shown))
 
 
 @functools.lru_cache(maxsize=4096)
-def launches_needed(slowdown: float, margin: float, sd: float, confidence: float, family: int = 1) -> int | None:
+def launches_needed(
+    slowdown: float, margin: float, sd: float, confidence: float, family: float = 1, session_sd: float = 0.0
+) -> int | None:
     """Return how many launches a side show a true slowdown with probability `POWER`; None above 1,000.
 
     Args:
@@ -178,21 +186,24 @@ def launches_needed(slowdown: float, margin: float, sd: float, confidence: float
         margin: the bar, as a fraction. A slowdown no larger is never shown.
         sd: noise between launches.
         confidence: of the interval's ends.
-        family: rows that are judged together (Holm): the first has to be as sure as 1 / family of the rest of 1.
+        family: tests that are judged together (Holm), by weight, this one's being 1: the first has to be as sure as 1 /
+            family of the rest of 1.
+        session_sd: noise between the sessions of both sides, which sets a limit to what any number of launches shows.
     """
     distance = math.log1p(slowdown) - math.log1p(margin)
-    sure = 1 - (1 - confidence) / family
-    if distance <= 0 or _miss(_MOST_LAUNCHES, distance, sd, sure) > 1 - POWER:
+    sure = _sure(confidence, family)
+
+    def missed(launches: int) -> bool:
+        return _miss(launches, distance, sd, session_sd, sure) > 1 - POWER
+
+    if distance <= 0 or missed(_MOST_LAUNCHES):
         return None
-    if _miss(1, distance, sd, sure) <= 1 - POWER:  # asked apart: two launches pay for a spread of their own
+    if not missed(1):  # asked apart: two launches pay for a spread of their own
         return 1
     few, enough = 1, _MOST_LAUNCHES
     while enough - few > 1:
         middle = (few + enough) // 2
-        if _miss(middle, distance, sd, sure) > 1 - POWER:
-            few = middle
-        else:
-            enough = middle
+        few, enough = (middle, enough) if missed(middle) else (few, middle)
     return enough
 
 
@@ -208,59 +219,30 @@ def net_loss(lost: int, won: int, items: int, confidence: float) -> tuple[float,
     return flipped * (2 * low - 1) / items, flipped * (2 * high - 1) / items
 
 
-def holm(probabilities: Sequence[float]) -> list[float]:
-    """Return the probabilities of a family of tests adjusted by Holm's method, in the same order."""
-    adjusted = [1.0] * len(probabilities)
-    largest = 0.0
-    order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
-    for rank, number in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * probabilities[number]))
-        adjusted[number] = largest
-    return adjusted
+def holm(
+    probabilities: Sequence[float],
+    families: Sequence[Hashable] | None = None,
+    weights: Sequence[float] | None = None,
+) -> list[float]:
+    """Return the probabilities of tests adjusted by Holm's method, in the same order.
 
-
-@functools.lru_cache(maxsize=_ALL_PAIRS)
-def _middle_pairs(count: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return which pairs of so many ordered values can have the middle sum, and how many surely have less.
-
-    A pair is at least each pair that has both its places, or lower ones; that counts those below it and above it.
+    Args:
+        probabilities: of each test.
+        families: which family each test is one of, and adjusted among; None: all are one.
+        weights: of each test, above 0: how much of the family's chance of a false alarm it is given; None: equal ones.
     """
-
-    def not_larger(first: int, second: int) -> int:
-        return (first + 1) * (second + 1) - first * (first + 1) // 2
-
-    total, below, candidates = count * (count + 1) // 2, 0, []
-    for first, second in itertools.combinations_with_replacement(range(count), 2):
-        if total - not_larger(count - 1 - second, count - 1 - first) < (total - 1) // 2:
-            below += 1
-        elif not_larger(first, second) - 1 <= total // 2:
-            candidates.append((first, second))
-    return below, candidates
-
-
-def _pair_sum(ordered: Sequence[float], rank: int) -> float:
-    """Return the `rank`-th smallest sum of two of the values by bisection, without forming the pairs."""
-    low, high = 2 * ordered[0], 2 * ordered[-1]
-    precision = 1e-13 * max(1.0, abs(low), abs(high))
-    while high - low > precision:
-        middle = (low + high) / 2
-        if _pairs_up_to(ordered, middle) >= rank:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _pairs_up_to(ordered: Sequence[float], bound: float) -> int:
-    count, last = 0, len(ordered) - 1
-    for first, value in enumerate(ordered):
-        rest = bound - value
-        while last >= first and ordered[last] > rest:
-            last -= 1
-        if last < first:
-            break
-        count += last - first + 1
-    return count
+    members: dict[Hashable, list[int]] = {}
+    for number in range(len(probabilities)):
+        members.setdefault(families[number] if families is not None else None, []).append(number)
+    weight = weights or [1.0] * len(probabilities)
+    adjusted = [1.0] * len(probabilities)
+    for family in members.values():
+        largest, left = 0.0, math.fsum(weight[number] for number in family)
+        for number in sorted(family, key=lambda one: probabilities[one] / weight[one]):
+            largest = max(largest, min(1.0, left * probabilities[number] / weight[number]))
+            adjusted[number] = largest
+            left -= weight[number]
+    return adjusted
 
 
 def _squares(values: Sequence[float]) -> float:
@@ -268,17 +250,28 @@ def _squares(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values)
 
 
-def _miss(launches: int, distance: float, sd: float, confidence: float) -> float:
+def _logs(latencies: Sequence[float]) -> list[float]:
+    return list(map(math.log, latencies))
+
+
+def _sure(confidence: float, family: float) -> float:
+    """Return the confidence that Holm's method asks of the first of a family."""
+    return 1 - (1 - confidence) / family
+
+
+def _miss(launches: int, distance: float, sd: float, session_sd: float, confidence: float) -> float:
     """Return at most how likely a change is missed: by the calibrated interval, or by the t-interval."""
-    shift = distance / (sd * math.sqrt(2 / launches)) if sd else math.inf
-    calibrated = _NORMAL.cdf(_normal_quantile(confidence) - shift)
-    if launches == 1 or math.isinf(shift):
+    error, between = sd * math.sqrt(2 / launches), session_sd * math.sqrt(2)
+    both = math.hypot(error, between)
+    calibrated = _NORMAL.cdf(_normal_quantile(confidence) - (distance / both if both else math.inf))
+    if launches == 1 or not error:
         return calibrated
     degrees = 2 * launches - 2
     bar = t_quantile(degrees, confidence)
-    # The noncentral t distribution by a normal one: Abramowitz and Stegun, 26.7.10.
-    spread = math.sqrt(1 + bar * bar / (2 * degrees))
-    return calibrated + _NORMAL.cdf((bar * (1 - 1 / (4 * degrees)) - shift) / spread)
+    # The noncentral t distribution by a normal one: Abramowitz and Stegun, 26.7.10. Sessions add to what is measured,
+    # and nothing to the spread that it is held against.
+    spread = math.sqrt(1 + bar * bar / (2 * degrees) + (between / error) ** 2)
+    return calibrated + _NORMAL.cdf((bar * (1 - 1 / (4 * degrees)) - distance / error) / spread)
 
 
 @functools.lru_cache(maxsize=64)

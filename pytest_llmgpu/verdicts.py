@@ -11,6 +11,7 @@ from pytest_llmgpu.result import CaseResult
 
 __all__ = [
     "COMPARED",
+    "LOST",
     "METRICS",
     "SEVERITY",
     "Armed",
@@ -53,6 +54,9 @@ COMPARED = frozenset(
 )
 """Verdicts that held one thing against another; the others say why that could not be done."""
 
+LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
+"""Verdicts on a candidate that is worse."""
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case against its baseline."""
@@ -73,7 +77,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     head: float | None = None
     """The candidate's."""
     ratio: float | None = None
-    """Candidate to baseline. For time the typical ratio of two equal batches, for accuracy None."""
+    """Candidate to baseline. For time the typical ratio of two equal batches, or that of the sums where those alone are
+    REGRESSED; for accuracy None."""
     low: float | None = None
     """Lower end of the ratio's interval; for accuracy of the fraction of items lost less those won."""
     high: float | None = None
@@ -81,8 +86,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     margin: float | None = None
     """The bar, absolute margin included: a fraction of the baseline, for accuracy of the items."""
     p: float | None = None
-    """Probability of as much, or more, by chance were the change equal to the bar; adjusted over the rows of the metric
-    (Holm). In the direction of the change: a loss where the candidate is worse, else a gain."""
+    """Probability of as much, or more, by chance were the change equal to the bar; adjusted (Holm) over the rows of the
+    metric that are gated, or over those that are not, and for time over both figures of a row. In the direction of the
+    change: a loss where the candidate is worse, else a gain."""
     n: int | None = None
     """Launches a side, the fewer of both."""
     smallest_change: float | None = None

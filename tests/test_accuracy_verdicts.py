@@ -116,13 +116,73 @@ def test_the_floor_holds_whatever_the_baseline_says() -> None:
     assert below_floor(head, AccuracyRule()) is None
 
 
-def test_the_typical_launch_speaks_for_a_side() -> None:
-    """One odd launch of three is no loss, in whichever place it is."""
-    head = _result()
-    good, bad = head.launches[0], _result(*range(50)).launches[0]
-    for launches in ([bad, good, good], [good, good, bad]):
-        head.launches = launches
-        assert _judged(_result(), head).verdict == "OK"
+def _of_launches(*results: CaseResult) -> CaseResult:
+    """Return the first result with the launches of all."""
+    return msgspec.structs.replace(results[0], launches=[launch for one in results for launch in one.launches])
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_launch_that_is_wrong_is_a_loss(place: int) -> None:
+    """However few they are and wherever: the same batches have the same answers each time."""
+    launches = [_result()] * 5
+    launches[place] = _result(*range(50))
+    base, head = _of_launches(*[_result()] * 3), _of_launches(*launches)
+    row = _judged(base, head)
+    assert row.verdict == "REGRESSED"
+    assert row.reason.startswith(
+        f"accuracy (acc_norm) is 95.00 % in launch {place + 1} of 5, was 100.00 %: 50 items lost"
+    )
+    found = answered(base, head, AccuracyRule())
+    assert isinstance(found, Answered)
+    assert predictions_row(found, gated=True).reason == "50 of 1,000 items are answered otherwise (acc_norm)."
+    assert _judged(base, head, floor=0.96).reason.startswith(
+        f"accuracy (acc_norm) is 95.00 % in launch {place + 1} of 5, below the policy's floor"
+    )
+
+
+def test_launches_that_disagree_a_little_are_not_ok() -> None:
+    """Nor an improvement; that the worst was chosen among five makes its evidence less by as much."""
+    other = answered(_result(0), _of_launches(_result(0), _wrong_otherwise(0)), AccuracyRule())
+    for head in ([_result(7)], [_result(*range(5))], [_result(*range(100, 110))]):
+        row = _judged(_result(*range(100, 120)), _of_launches(*[_result(*range(100, 120))] * 4, *head))
+        assert row.verdict == "INCONCLUSIVE"
+        assert row.reason.endswith("the same batches should agree.")
+    assert isinstance(other, Answered)
+    assert rows([other], 0.95, "")[0].verdict == "INCONCLUSIVE"
+    assert predictions_row(other, gated=True).verdict == "REGRESSED"
+
+
+def _wrong_otherwise(number: int) -> CaseResult:
+    """Return a result in which an item is wrong in another way than `_result` has it."""
+    found = _result(number)
+    accuracy = found.launches[0].accuracy
+    assert accuracy is not None
+    chosen = list(accuracy.predictions_norm)
+    chosen[number] = (chosen[number] + 1) % 4
+    found.launches[0].accuracy = msgspec.structs.replace(accuracy, predictions_norm=chosen)
+    return found
+
+
+def test_a_baseline_that_disagrees_with_itself_is_compared_by_its_typical_launch() -> None:
+    """So is the candidate then: its odd launch may be what the baseline's is."""
+    base = _of_launches(_result(), _result(), _result(*range(50)))
+    assert _judged(base, base).verdict == "OK"
+
+
+def test_other_numbers_in_one_launch_are_a_regression() -> None:
+    """Of real weights and of random ones."""
+    for fields in ({}, {"load_format": "dummy"}):
+        same, other = (_numbers(value, dtype="float16", **fields) for value in (-2.0, -2.2))
+        assert _judged(_of_launches(same, same), _of_launches(same, other, same)).verdict == "REGRESSED"
+
+
+def test_what_is_not_gated_does_not_dilute_the_family() -> None:
+    """Evidence among twenty cases that are reported only is evidence still; those are a family of their own."""
+    found = answered(_result(), _result(*range(6)), AccuracyRule())
+    same = answered(_result(), _result(), AccuracyRule(gate=False))
+    assert isinstance(found, Answered)
+    assert isinstance(same, Answered)
+    assert rows([same, found, *[same] * 19], 0.95, "")[1].verdict == "REGRESSED"
 
 
 def test_answers_that_are_gone_or_of_other_items() -> None:

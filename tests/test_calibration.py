@@ -11,7 +11,17 @@ import pytest
 from stored_reports import H200, gpus
 from verdict_factory import make_invalid, with_launches
 
-from pytest_llmgpu.calibration import Measured, Noise, default_path, dump, in_force, in_words, load, measure
+from pytest_llmgpu.calibration import (
+    ONE_SESSION,
+    Measured,
+    Noise,
+    default_path,
+    dump,
+    in_force,
+    in_words,
+    load,
+    measure,
+)
 from pytest_llmgpu.report import Commit, Environment, Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.statistics import change, holm
@@ -70,6 +80,64 @@ def test_one_launch_twice_is_no_calibration() -> None:
         measure(_report(result))
 
 
+def _sessions(days: int, between: float, within: float, launches: int, **fields: Any) -> list[Report]:
+    chance = random.Random(9)
+    found = []
+    for _ in range(days):
+        day = chance.gauss(0, between)
+        levels = [math.exp(day + chance.gauss(0, within)) for _ in range(launches)]
+        found.append(_report(with_launches(levels, **fields)))
+    return found
+
+
+def test_noise_between_sessions_is_kept_apart() -> None:
+    """What days differ by is no part of the noise between launches; one session alone says nothing of it."""
+    [noise] = measure(*_sessions(100, 0.015, 0.003, 5)).time.values()
+    assert (noise.launches, noise.sessions) == (500, 100)
+    assert noise.sd == pytest.approx(0.003, rel=0.1)
+    assert noise.session_sd == pytest.approx(0.015, rel=0.2)
+    assert noise.cautious_session == pytest.approx(noise.session_sd, rel=0.02)
+    [noise] = measure(*_sessions(1, 0.015, 0.003, 5)).time.values()
+    assert (noise.sessions, noise.session_sd, noise.cautious_session) == (1, None, None)
+
+
+def test_sessions_of_one_launch_each_tell_no_noise_from_the_other() -> None:
+    """Either may be all that they differ by."""
+    [noise] = measure(*_sessions(50, 0.01, 0.01, 1)).time.values()
+    assert noise.session_sd == noise.sd == pytest.approx(0.014, rel=0.2)
+    assert noise.cautious == pytest.approx(noise.cautious_session)
+
+
+def test_a_case_of_fewer_sessions_is_measured_in_those() -> None:
+    """One that only a later session has, too."""
+    first, second = _report(_noisy(0.01)), _report(_noisy(0.01, seed=2), _noisy(0.01, batch_size=2))
+    found = measure(first, second).time
+    assert sorted((noise.id, noise.sessions, noise.launches) for noise in found.values()) == [
+        ("mp-bs1", 2, 20),
+        ("mp-bs2", 1, 10),
+    ]
+
+
+def test_the_gate_reckons_with_sessions(tmp_path: Path) -> None:
+    """By case, no quieter than half of them; a calibration of before, or of one session, has none."""
+    loud, quiet = (
+        measure(*_sessions(5, sd, 0.001, 3, strategy=name)).time for name, sd in (("tp", 0.02), ("mp", 0.001))
+    )
+    dump(Measured(machine=H200, time={**loud, **quiet}), default_path(tmp_path, H200))
+    found = in_force(tmp_path, _report(_noisy(0.01)))
+    assert found is not None
+    [loud_key], [quiet_key] = loud, quiet
+    wide = [noise.cautious_session for noise in (*loud.values(), *quiet.values())]
+    assert None not in wide
+    assert found.between_sessions(loud_key) == found.between_sessions("another") == wide[0]
+    assert found.between_sessions(quiet_key) == pytest.approx(statistics.median(w for w in wide if w is not None))
+    (tmp_path / "old.json").write_text(_written())
+    old = in_force(tmp_path, _report(_noisy(0.01)), tmp_path / "old.json")
+    assert old is not None
+    assert old.of("k") == pytest.approx(0.0115, rel=0.01)
+    assert old.between_sessions("k") == 0.0
+
+
 def test_few_launches_count_as_noisier_than_they_look() -> None:
     """By how unsure they leave the noise: false alarms stay as rare with few launches as with many."""
     assert Noise(id="x", sd=0.01, launches=2).cautious == pytest.approx(0.0648, rel=0.01)
@@ -98,9 +166,13 @@ def test_the_noise_in_force_is_said_in_a_line(tmp_path: Path) -> None:
     assert in_words(tmp_path, head) == "noise: 5 % assumed (llmgpu calibrate)"
     path = default_path(tmp_path, H200)
     dump(measure(head), path)
-    assert in_words(tmp_path, head) == "noise: calibration.json, 4 to 10 launches"
+    assert in_words(tmp_path, head, in_turn=True) == "noise: calibration.json, 4 to 10 launches"
+    assert in_words(tmp_path, head) == f"noise: calibration.json, 4 to 10 launches\n{ONE_SESSION}"
     dump(measure(_report(head.cases[1])), tmp_path / "mine.json")
-    assert in_words(tmp_path, head, tmp_path / "mine.json") == "noise: mine.json, 4 launches"
+    assert in_words(tmp_path, head, tmp_path / "mine.json").splitlines()[0] == "noise: mine.json, 4 launches"
+    dump(measure(_report(_noisy(0.01)), _report(_noisy(0.01, seed=2))), path)
+    assert in_words(tmp_path, head) == "noise: calibration.json, 20 launches in 2 sessions"
+    assert in_words(tmp_path, head, in_turn=True) == "noise: calibration.json, 20 launches"
     dump(Measured(machine=H200, time={}), path)
     assert in_words(tmp_path, head) == "noise: 5 % assumed (calibration.json has no case)"
 
@@ -146,6 +218,10 @@ def _written(**noise: Any) -> str:
         (_written(sd=math.nan), "JSON is malformed"),
         (_written().replace("0.01", "1e999"), "Number out of range"),
         (_written(sd="x"), "Expected `float`, got `str`"),
+        (_written(sessions=2, session_sd=-0.1), "sessions and their noise do not belong together - at `$.time['k']`"),
+        (_written(session_sd=0.1), "do not belong together"),
+        (_written(sessions=11, session_sd=0.1), "do not belong together"),
+        (_written(sessions=0), "do not belong together"),
         (_written(launches=1), "Expected 2 launches or more, got 1 - at `$.time['k'].launches`"),
         (_written().replace("{", '{"calibration_version": 2, ', 1), "calibration_version 2 is unknown"),
     ],

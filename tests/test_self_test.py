@@ -99,6 +99,14 @@ def test_the_launches_that_are_named_are_enough() -> None:
     assert not _trial(_tested(report(needed // 2), calibration=quieter), "time").caught
 
 
+def test_noise_between_sessions_counts() -> None:
+    """A copy is of the session of its original; a run of another day is not, and no number of launches is enough."""
+    known = Calibration(typical=0.002, typical_session=0.01)
+    missed = _trial(_tested(_full([1.0] * 5), calibration=known), "time").missed[0]
+    assert missed.launches_needed is None
+    assert _trial(_tested(_full([1.0] * 5), calibration=known.of_one_session()), "time").caught
+
+
 def test_noise_between_the_reports_own_launches_counts() -> None:
     """However quiet the runner was when it was calibrated."""
     missed = _trial(_tested(_full([1.0, 1.1, 0.9])), "time").missed[0]

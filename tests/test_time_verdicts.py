@@ -5,16 +5,20 @@ import random
 from typing import Any
 
 import pytest
-from verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
+from verdict_factory import BATCHES, with_latencies, with_launches
 
+from pytest_llmgpu.paired_times import Timed, timed
 from pytest_llmgpu.policy import TimeRule
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.time_verdicts import Timed, rows, timed
+from pytest_llmgpu.statistics import Change
+from pytest_llmgpu.time_verdicts import rows
 from pytest_llmgpu.verdicts import Row
 
 
-def _judged(base: CaseResult, head: CaseResult, sd: float | None = 0.001, note: str = "", **rule: Any) -> Row:
-    found = timed(base, head, TimeRule(**rule), sd)
+def _judged(
+    base: CaseResult, head: CaseResult, sd: float | None = 0.001, note: str = "", session_sd: float = 0.0, **rule: Any
+) -> Row:
+    found = timed(base, head, TimeRule(**rule), sd, session_sd)
     assert isinstance(found, Timed), found
     return rows([found], 0.95, note)[0]
 
@@ -58,9 +62,9 @@ def test_an_uncalibrated_runner_has_five_percent() -> None:
     assert row.low == pytest.approx(1.1 / math.exp(2.77 * 0.05), rel=1e-3)
     assert row.reason == (
         "time changed by +10.0 % (-4.2 to +26.4 %): 1 launch against 1 cannot tell that from the margin of 2 %.\n"
-        "191 launches a side would show +4 % (noise assumed 5 %: calibrate)."
+        "196 launches a side would show +4 % (noise assumed 5 %: calibrate)."
     )
-    assert row.launches_needed == 191
+    assert row.launches_needed == 196
 
 
 def test_a_regression_reads_in_two_lines() -> None:
@@ -101,49 +105,6 @@ def test_many_rows_are_one_family() -> None:
     clear = timed(base, with_launches([1.2]), TimeRule(), 0.01)
     assert isinstance(clear, Timed)
     assert rows([*cases, clear], 0.95, "")[-1].verdict == "REGRESSED"
-
-
-def test_batches_of_another_plan_are_not_compared() -> None:
-    """Other items or shapes, a plan that nobody wrote down, or batches that are missing."""
-    for change, words in (
-        ({"plan_sha256": "0" * 64}, "batches differ"),
-        ({"plan_sha256": None}, "does not say which batches"),
-    ):
-        head = with_launches([1.0, 1.0])
-        head.launches[1].plan_sha256 = change["plan_sha256"]
-        row = timed(with_launches([1.0]), head, TimeRule(gate=False), None)
-        assert isinstance(row, Row)
-        assert (row.verdict, row.metric, row.gated) == ("NOT_COMPARABLE", "time", False)
-        assert words in row.reason
-    short = with_latencies([[1.0] * (BATCHES - 1)])
-    row = timed(with_launches([1.0]), short, TimeRule(), None)
-    assert isinstance(row, Row)
-    assert "has 19 batches and another 20" in row.reason
-
-
-def test_a_launch_with_evidence_against_it_does_not_count() -> None:
-    """The others do; where none is left the time is INVALID, with the evidence, on either side."""
-    head = with_launches([1.0, 5.0])
-    make_invalid(head.launches[1], "GPU 0 was throttled for 3 s.")
-    row = _judged(with_launches([1.0]), head)
-    assert (row.verdict, row.n) == ("OK", 1)
-    make_invalid(head.launches[0], "GPU 0 was throttled for 2 s.")
-    for sides in ((with_launches([1.0]), head), (head, with_launches([1.0]))):
-        found = timed(*sides, TimeRule(), None)
-        assert isinstance(found, Row)
-        assert found.verdict == "INVALID"
-        assert found.reason.endswith("does not speak for the case: GPU 0 was throttled for 2 s.")
-    found = timed(with_launches([1.0]), with_launches([0.0]), TimeRule(), None)
-    assert isinstance(found, Row)
-    assert found.verdict == "INVALID"
-
-
-def test_a_time_that_is_gone_is_missing() -> None:
-    """A case that completed without a timed batch; one that the baseline did not time is nothing to compare."""
-    found = timed(with_launches([1.0]), with_launches([]), TimeRule(), None)
-    assert isinstance(found, Row)
-    assert found.verdict == "MISSING"
-    assert timed(with_launches([]), with_launches([1.0]), TimeRule(), None) == "no batch of the baseline was timed"
 
 
 def test_no_time_is_too_odd_to_be_written_down() -> None:
@@ -220,3 +181,68 @@ def test_launches_that_all_stall_are_regressed() -> None:
     assert "a part of the batches became much slower" in row.reason
     once = with_latencies([_stalling(1.0, 4, 10.0), [1.001] * BATCHES, [0.999] * BATCHES])
     assert _judged(quiet, once).verdict == "INCONCLUSIVE"
+
+
+def test_what_is_not_gated_does_not_dilute_the_family() -> None:
+    """A slowdown that is enough alone is so beside sixty cases that are reported only; those are one of their own."""
+    base, head = with_launches([1.0]), with_launches([1.052])
+    slower, reported = (timed(base, head, TimeRule(gate=gate), 0.01) for gate in (True, False))
+    same = timed(base, base, TimeRule(gate=False), 0.01)
+    cases = [case for case in (*[same] * 60, slower, reported) if isinstance(case, Timed)]
+    verdicts = [row.verdict for row in rows(cases, 0.95, "")]
+    assert verdicts[60:] == ["REGRESSED", "INCONCLUSIVE"]
+
+
+def test_the_smallest_change_is_that_of_the_family() -> None:
+    """As the launches that are asked for are: the more rows, the larger."""
+    base = with_launches([1.0])
+    case = timed(base, base, TimeRule(), 0.01)
+    assert isinstance(case, Timed)
+    alone, among = rows([case], 0.95, "")[0].smallest_change, rows([case] * 21, 0.95, "")[0].smallest_change
+    assert alone is not None
+    assert among is not None
+    assert 1.1 * alone < among
+
+
+def test_a_slowdown_of_all_batches_is_blamed_on_none() -> None:
+    """Where the sum alone decides, its figures are the row's, and a part of the batches is named only if one is."""
+    base = with_latencies([[level] * BATCHES for level in (1.0, 1.0001, 0.9999)])
+    slower = [[level * (1.05 if batch < 5 else 1.018) for batch in range(BATCHES)] for level in (1.0, 1.0001, 0.9999)]
+    row = _judged(base, with_latencies(slower), sd=0.0005)
+    assert row.verdict == "REGRESSED"
+    assert row.reason.startswith("time in all changed by +2.6 %")
+    assert "\nOf the typical batch by " in row.reason
+    assert "a part of the batches" not in row.reason
+    assert row.ratio == pytest.approx(1.026)
+    assert row.low is not None
+    assert row.p is not None
+    assert row.low > 1.02
+    assert row.p <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("deviations", "sum_deviations", "verdict"),
+    [(2.1, 0.0, "REGRESSED"), (1.97, 0.0, "INCONCLUSIVE"), (0.0, 2.5, "INCONCLUSIVE"), (0.0, 2.9, "REGRESSED")],
+)
+def test_both_figures_of_a_case_share_the_chance_of_a_false_alarm(
+    deviations: float, sum_deviations: float, verdict: str
+) -> None:
+    """Of p = 0.036, 0.049, 0.012 and 0.004: the typical batch has nine tenths of it and the sum one."""
+    case = timed(with_launches([1.0] * 3), with_launches([1.0] * 3), TimeRule(), 0.01)
+    assert isinstance(case, Timed)
+    typical, total = (
+        Change(log_ratio=math.log(1.02) + 0.01 * many, noise_error=0.01) for many in (deviations, sum_deviations)
+    )
+    assert rows([case._replace(change=typical, total=total)], 0.95, "")[0].verdict == verdict
+
+
+def test_sessions_that_differ_set_a_limit() -> None:
+    """Launches of another day cannot show what days differ by: the reason says what can."""
+    base, head = with_launches([1.0] * 5), with_launches([1.05] * 5)
+    assert _judged(base, head, sd=0.003).verdict == "REGRESSED"
+    row = _judged(base, head, sd=0.003, session_sd=0.015)
+    assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
+    assert row.reason.splitlines()[1] == (
+        "Sessions differ by 1.5 %, so that no number of launches would show +4 %: in one session, with llmgpu ab, 1 a "
+        "side would."
+    )

@@ -25,11 +25,11 @@ import msgspec
 
 from pytest_llmgpu import calibration, gate, planting, report
 from pytest_llmgpu.metrics import derive
+from pytest_llmgpu.paired_times import PROMISED, launches_asked
 from pytest_llmgpu.policy import Policy, Rules
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration, launches_needed
-from pytest_llmgpu.time_verdicts import PROMISED
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration
 
 TODAY = datetime.date(2026, 1, 1)
 """No known regression is in the policy, so that any day will do."""
@@ -152,7 +152,7 @@ def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: fl
     cases, margin = completed(recorded), policy.time.margin
     goal = margin + PROMISED if slowdown is None else slowdown
     sds = [UNCALIBRATED_SD if (sd := noise.of(result.key)) is None else sd for result in cases]
-    needed = [launches_needed(goal, margin, sd, policy.confidence, len(cases)) for sd in sds]
+    needed = [launches_asked(goal, margin, sd, policy.confidence, len(cases)) for sd in sds]
     return None if None in needed else max(count for count in needed if count is not None)
 
 

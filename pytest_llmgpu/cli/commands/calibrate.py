@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ __all__ = ["COMMAND"]
 
 _EPILOG = """\
 Launches of the same commit on an otherwise idle machine: what differs between them is noise. The gate takes it from the
-store by itself, for reports of the same machine."""
+store by itself, for reports of the same machine. Reports of one day are one session; those of several days tell by how
+much more two sides differ that are not measured in one."""
 
 _KEPT = "calibrate"
 
@@ -53,7 +55,10 @@ class _Calibrate:
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
-        measured = calibration.measure(report)
+        # What runs the launches itself is one session, though it may see midnight.
+        days = _by_day([one for _, one in found]) if arguments.launches is None else []
+        sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
+        measured = calibration.measure(*sessions)
         path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
         try:
             calibration.dump(measured, path)
@@ -61,10 +66,15 @@ class _Calibrate:
             raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
         kept = measured.time.values()
         rows = [
-            (noise.id, noise.launches, f"{100 * noise.sd:.2g} %", f"{100 * noise.cautious:.2g} %") for noise in kept
+            (noise.id, noise.launches, _pct(noise.sd), _pct(noise.cautious), noise.sessions)
+            + ((_pct(noise.session_sd), _pct(noise.cautious_session)) if len(sessions) > 1 else ())
+            for noise in kept
         ]
-        lines = [tabulate(rows, ("case", "launches", "noise", "counts as"), disable_numparse=True), ""]
+        columns = ("case", "launches", "noise", "counts as", "sessions", "between them", "counts as")
+        lines = [tabulate(rows, columns[: len(rows[0])], disable_numparse=True), ""]
         lines.append(f"written: {path}")
+        if len(sessions) == 1:
+            lines.append(calibration.ONE_SESSION)
         enough, least = calibration.ENOUGH, calibration.LEAST
         if few := sum(noise.launches < enough for noise in kept):
             lines.append(f"{few:,} of them have fewer than {enough} launches: more tell the noise better")
@@ -72,6 +82,18 @@ class _Calibrate:
             lines.append(f"left out: {left:,} without {least} undisturbed launches of the same batches")
         show("\n".join(lines))
         return 0
+
+
+def _by_day(reports: Sequence[Report]) -> list[list[Report]]:
+    """Return the reports of each day: a machine is another from day to day, and seldom within one."""
+    days: dict[str, list[Report]] = {}
+    for report in reports:
+        days.setdefault(report.created[: len("2026-01-31")], []).append(report)
+    return list(days.values())
+
+
+def _pct(deviation: float | None) -> str:
+    return "" if deviation is None else f"{100 * deviation:.2g} %"
 
 
 def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:

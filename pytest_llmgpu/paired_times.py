@@ -1,0 +1,193 @@
+"""The time of one case against its baseline's: which launches count, batch against batch, and how many it takes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytest_llmgpu import evidence
+from pytest_llmgpu.metrics import inference_s
+from pytest_llmgpu.policy import TimeRule
+from pytest_llmgpu.result import CaseResult, Launch
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, Change, change, launch_levels, launches_needed
+from pytest_llmgpu.verdicts import Row, Verdict
+
+__all__ = ["OWN_NOISE", "PROMISED", "SUM", "TYPICAL", "Timed", "launches_asked", "launches_for", "timed"]
+
+OWN_NOISE = 3
+"""Launches a side whose spread says how sure their sums are: calibrated is the noise of the typical batch."""
+
+PROMISED = 0.02
+"""How far above the margin a slowdown is that the launches asked for show: one equal to the margin is never shown."""
+
+SUM = 0.1
+"""Weight of a case's sum among the tests of a family. It is for what a few batches do, which is seldom little; the more
+it had, the more launches the typical batch would take."""
+
+TYPICAL = 1 - SUM
+"""Weight of its typical batch."""
+
+
+class Timed(NamedTuple):
+    """The time of one case against its baseline's, not yet judged: that takes all cases."""
+
+    result: CaseResult
+    rule: TimeRule
+    change: Change
+    """Of the typical batch."""
+    total: Change
+    """Of the sum of all batches, which a few that are much slower move and the typical one does not."""
+    margin: float
+    """The bar as a fraction, the absolute one included."""
+    base_s: float
+    head_s: float
+    launches: tuple[int, int]
+    sd: float | None
+    """Calibrated noise; None: nobody measured it."""
+    session_sd: float
+    """Calibrated noise between sessions; 0 where nobody measured it."""
+
+    @property
+    def known(self) -> float:
+        """The noise between launches that is calibrated, or assumed."""
+        return UNCALIBRATED_SD if self.sd is None else self.sd
+
+    @property
+    def noise(self) -> float:
+        """The noise of one launch as it counts: the known one, or what these launches show where that is more."""
+        # Two groups differ by sqrt(1/n + 1/m) times the noise of one launch.
+        return max(self.known, (self.change.observed_error or 0.0) / math.sqrt(sum(1 / n for n in self.launches)))
+
+    @property
+    def sums_decide(self) -> bool:
+        """Whether there are launches enough to know the noise of their sums."""
+        return min(self.launches) >= OWN_NOISE
+
+
+def timed(
+    base: CaseResult, head: CaseResult, rule: TimeRule, sd: float | None, session_sd: float = 0.0
+) -> Timed | Row | str:
+    """Compare the times of two completed results of one case.
+
+    Args:
+        base: the baseline's.
+        head: the candidate's.
+        rule: the bar.
+        sd: calibrated noise between launches, None where it is not known.
+        session_sd: calibrated noise between sessions, 0 where it is not known or the sides were launched in turn.
+
+    Returns:
+        What `time_verdicts` judges; a row where comparing is impossible; or, in a few words, why there is nothing to
+        compare.
+    """
+
+    def refused(verdict: Verdict, reason: str) -> Row:
+        return Row.of(head, "time", verdict, reason, gated=rule.gate)
+
+    sides = []
+    for name, result in (("baseline", base), ("candidate", head)):
+        measured = [launch for launch in result.launches if launch.batches.latency_s]
+        valid = [launch for launch in measured if evidence.untimed(launch) is None]
+        if not measured and result is head:
+            return refused("MISSING", "no batch was timed.")
+        if not measured:
+            return "no batch of the baseline was timed"
+        if not valid:
+            return refused(
+                "INVALID", f"the {name}'s time does not speak for the case: {evidence.untimed(measured[0])}."
+            )
+        sides.append(valid)
+    if isinstance(alike := _held_alike(*sides), str):
+        return refused("INVALID", alike)
+    sides = alike
+    if (reason := _unpaired([*sides[0], *sides[1]])) is not None:
+        return refused("NOT_COMPARABLE", reason)
+    levels = launch_levels(*([launch.batches.latency_s for launch in side] for side in sides))
+    base_s, head_s = (statistics.median(map(inference_s, side)) for side in sides)
+    sums = [[math.log(inference_s(launch)) for launch in side] for side in sides]
+    noise = UNCALIBRATED_SD if sd is None else sd
+    return Timed(
+        head,
+        rule,
+        change(*levels, noise, session_sd),
+        change(sums[0], sums[1], noise, session_sd),
+        max(rule.margin, rule.absolute_s / base_s),
+        base_s,
+        head_s,
+        (len(sides[0]), len(sides[1])),
+        sd,
+        session_sd,
+    )
+
+
+def launches_for(case: Timed, slowdown: float, confidence: float, cases: int) -> int | None:
+    """Return how many launches a side show a slowdown of a case at its noise; None above 1,000.
+
+    Args:
+        case: as it was measured.
+        slowdown: the true one, as a fraction.
+        confidence: of each end of an interval.
+        cases: that are judged with it as a family, itself too.
+    """
+    # Rounded, so that cases of much the same noise share one calculation.
+    sd, session_sd = _rounded_up(case.noise), _rounded_up(case.session_sd)
+    return launches_asked(slowdown, case.margin, sd, confidence, cases, session_sd)
+
+
+def launches_asked(
+    slowdown: float, margin: float, sd: float, confidence: float, cases: int, session_sd: float = 0.0
+) -> int | None:
+    """Return how many launches a side show a slowdown of one of several cases; None above 1,000.
+
+    The arguments are those of `statistics.launches_needed`: from some launches on, each case's sum is tested too.
+    """
+    few = launches_needed(slowdown, margin, sd, confidence, cases, session_sd)
+    if few is not None and few < OWN_NOISE:
+        return few
+    return launches_needed(slowdown, margin, sd, confidence, cases / TYPICAL, session_sd)
+
+
+def _held_alike(base: list[Launch], head: list[Launch]) -> list[list[Launch]] | str:
+    """Return the launches of both sides that compare: all, or those that were free; or in a sentence why none do.
+
+    All where power or heat held down as large a share of one side as of the other: that is how this machine runs.
+    """
+    free = [[launch for launch in side if not _held_down(launch)] for side in (base, head)]
+    if len(free[0]) * len(head) == len(free[1]) * len(base):
+        return [base, head]
+    if all(free):
+        return free
+    (one, other), rest, side = (
+        (("baseline", "candidate"), free[1], head) if not free[0] else (("candidate", "baseline"), free[0], base)
+    )
+    if len(rest) == len(side):
+        return f"only the {one} was held down by power or heat (`profile.invalid`)."
+    counted = f"{len(side) - len(rest)} of {len(side)}"
+    return f"power or heat held down every launch of the {one}, and {counted} of the {other}'s (`profile.invalid`)."
+
+
+def _held_down(launch: Launch) -> bool:
+    return launch.profile is not None and any(map(evidence.is_power, launch.profile.invalid))
+
+
+def _unpaired(launches: Sequence[Launch]) -> str | None:
+    """Return why the launches' batches cannot be compared one by one; None where they can."""
+    plans = {launch.plan_sha256 for launch in launches}
+    counts = {len(launch.batches.latency_s) for launch in launches}
+    if None in plans:
+        return "a launch does not say which batches it ran, so that they cannot be paired."
+    if len(plans) > 1:
+        return "the batches differ (plan_sha256), so that they cannot be paired."
+    if len(counts) > 1:
+        return f"a launch has {min(counts)} batches and another {max(counts)} of one plan."
+    return None
+
+
+def _rounded_up(value: float) -> float:
+    """Return a noise with two significant digits, not smaller."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / unit - 1e-9) * unit
