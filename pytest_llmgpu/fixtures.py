@@ -229,6 +229,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         kept: list[CaseResult] = []
 
         def record(result: CaseResult) -> None:
+            result.markers = sorted({mark.name for mark in item.iter_markers()})
             kept.append(session.record(result, llm.options, item.nodeid))
             _tell_junit(item, kept[-1])
 

@@ -13,14 +13,16 @@ import msgspec
 from pytest_llmgpu import case_verdicts, collector
 from pytest_llmgpu import policy as policies
 from pytest_llmgpu.matching import software_differences
-from pytest_llmgpu.policy import Policy
+from pytest_llmgpu.policy import Known, Policy
 from pytest_llmgpu.report import Report
+from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.statistics import Calibration
-from pytest_llmgpu.verdicts import COMPARED, Armed, Baseline, Candidate, Row, Verdicts
+from pytest_llmgpu.verdicts import COMPARED, LOST, Armed, Baseline, Candidate, Row, Verdicts
 
 __all__ = ["exit_status", "fails", "judge"]
 
-_LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
+_GOOD = frozenset(("OK", "IMPROVED", "CAPACITY_IMPROVED"))
+_MAY_BE_KNOWN = LOST | {"INCONCLUSIVE"}
 
 
 def judge(
@@ -56,7 +58,7 @@ def fails(row: Row, policy: Policy) -> bool:
         return True  # it was interrupted: no policy on noise lets that pass
     if row.verdict in {"INCONCLUSIVE", "INVALID"}:
         return policy.on_inconclusive == "fail"
-    return row.verdict in _LOST or row.verdict == "NOT_COMPARABLE"
+    return row.verdict in LOST or row.verdict == "NOT_COMPARABLE"
 
 
 def exit_status(verdicts: Verdicts, policy: Policy) -> int:
@@ -66,7 +68,7 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> int:
     policy asks for it, something gated that was not. 2 is for bad usage and comes from whoever reads the arguments.
     """
     failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
-    if failing & {*_LOST, "MISSING"}:
+    if failing & {*LOST, "MISSING"}:
         return 1
     if "NOT_COMPARABLE" in failing:
         return 4
@@ -86,8 +88,11 @@ def _judge(
     baseline: Baseline | None,
 ) -> Verdicts:
     said = case_verdicts.said(base, head, policy, calibration)
+    cases = [*(base.cases if base is not None else []), *head.cases]
     known, warnings = _known(said.rows, policy, today)
+    warnings += policies.idle_overrides(policy, cases)
     if base is not None:
+        warnings += _strangers(policy, cases)
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
         warnings = [*(f"differs from the baseline: {text}" for text in soft), *warnings]
@@ -112,27 +117,47 @@ def _judge(
 
 
 def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
-    """Mark the rows that the policy knows; an entry that expired or that nothing needs is named."""
+    """Mark the rows that the policy knows; an entry that expired or that nothing needs is named.
+
+    What is inconclusive may be the known regression, in noise that hides it.
+    """
     warnings = []
     reasons: dict[tuple[str, str], str] = {}
     for entry in policy.known:
         name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
-        lost = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric) and row.verdict in _LOST]
-        grown = max((row.ratio - 1 for row in lost if row.ratio is not None), default=0.0)
+        told = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric)]
+        open_rows = [row for row in told if row.verdict in _MAY_BE_KNOWN]
+        grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
         if entry.expires < today:
             warnings.append(f"{name} expired on {entry.expires}: it counts again")
-        elif not lost:
-            warnings.append(f"{name} was not seen: take it out of the policy")
         elif entry.up_to is not None and grown > entry.up_to:
             warnings.append(
                 f"{name} is {100 * grown:+.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
             )
-        else:
+        elif open_rows:
             reasons[entry.case, entry.metric] = entry.reason
+        elif any(row.verdict in _GOOD for row in told or _of_completed(rows, entry)):
+            # Not of a case that was left out, or could not be compared: there it may still be.
+            warnings.append(f"{name} was not seen: take it out of the policy")
     marked = [
         msgspec.structs.replace(row, known=reasons[row.id, row.metric])
-        if row.verdict in _LOST and (row.id, row.metric) in reasons
+        if row.verdict in _MAY_BE_KNOWN and (row.id, row.metric) in reasons
         else row
         for row in rows
     ]
     return marked, warnings
+
+
+def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
+    """Return a case's rows where its outcome is what is known: one that completed has a row for each metric alone."""
+    return [row for row in rows if row.id == entry.case] if entry.metric == "outcome" else []
+
+
+def _strangers(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
+    """Return a line for each known regression of a case that neither report has: a name that is misspelt."""
+    names = {name for result in cases for name in (result.id, result.case.strategy)}
+    return [
+        f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
+        for entry in policy.known
+        if entry.case not in names
+    ]

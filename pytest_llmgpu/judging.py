@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from pytest_llmgpu import calibration, environment, gate, references, storage, verdict_tables
 from pytest_llmgpu import policy as policies
 from pytest_llmgpu.case import Case
@@ -53,13 +51,22 @@ class Ruling(NamedTuple):
 class Judge:
     """Holds the report of a run against its baseline."""
 
-    def __init__(self, options: Options, *, rootdir: Path, policy_path: Path | None, storage_path: Path) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        rootdir: Path,
+        policy_path: Path | None,
+        calibration_path: Path | None,
+        storage_path: Path,
+    ) -> None:
         """Read the policy; what the options say goes before it.
 
         Args:
             options: Those of the run, `compare` among them.
             rootdir: Folder whose pyproject.toml is the policy where no other is named, and that git is asked in.
-            policy_path: The policy; None for the folder's.
+            policy_path: The policy, also `git:REV:PATH`; None for the folder's.
+            calibration_path: This runner's noise, likewise; None for what the store has of the machine.
             storage_path: Folder of the store.
 
         Raises:
@@ -80,10 +87,10 @@ class Judge:
         self._verdicts: Verdicts | None = None
         self._tests: frozenset[str] = frozenset()
         self._refused = False
-        read = policies.load(policy_path or policies.find(rootdir))
-        names = ("on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
-        given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-        self.policy: Policy = msgspec.structs.replace(read, **given)
+        path = policy_path or policies.find(rootdir)
+        self.policy: Policy = policies.switched(policies.load(path, rootdir), options)
+        self._policy_in_words = policies.in_words(path, rootdir)
+        self._calibration_path = calibration_path
 
     def find_baseline(self, machine: Machine) -> None:
         """Read the baseline, of this machine where several have one of that name, and this machine's noise.
@@ -92,8 +99,9 @@ class Judge:
             ValueError: It is not there, and has to be, or it is no report; or the calibration is none.
         """
         begun = _begun(machine)
-        self._noise = calibration.in_force(self._storage_path, begun)
-        self._noise_in_words = calibration.in_words(self._storage_path, begun)
+        asked = (self._storage_path, begun, self._calibration_path)
+        self._noise = calibration.in_force(*asked, repository=self._rootdir)
+        self._noise_in_words = calibration.in_words(*asked, repository=self._rootdir)
         try:
             self._source = references.resolve(
                 self._named(), self._storage_path, machine=storage.hardware(begun), repository=self._rootdir
@@ -144,7 +152,7 @@ class Judge:
         if self._verdicts is not None:
             lines.append(verdict_tables.table(self._verdicts))
             if self._verdicts.baseline is not None:
-                lines.append(self._noise_in_words)
+                lines.append(f"{self._noise_in_words}\n{self._policy_in_words}")
             lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
         return "\n\n".join(lines)
 
@@ -188,9 +196,7 @@ class Judge:
         """Return what the baseline is, as it was asked for but without private folders."""
         if self._source is None or self.base is None:
             return None
-        path = Path(self._reference)
-        name = path.name if path.is_absolute() else self._reference
-        return Baseline(name=name, sha256=self._source.sha256, commit=self.base.commit.sha)
+        return self._source.baseline(self._reference, self.base)
 
 
 def _text(rows: list[Row]) -> str:

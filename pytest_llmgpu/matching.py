@@ -87,6 +87,9 @@ def software_differences(base: Environment, head: Environment) -> list[str]:
         ),
         ("PCIe", _lanes(base), _lanes(head)),
     ]
+    if (base.topology is None) != (head.topology is None) and base.gpus and head.gpus:
+        # Where both are known it is hardware, and they are not compared.
+        seen.append(("topology", _links(base) or "unknown", _links(head) or "unknown"))
     found = [f"{name} {_word(then)} -> {_word(now)}" for name, then, now in seen if then != now]
     if {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
         found.append("other boards of the same kind")

@@ -18,7 +18,7 @@ __all__ = ["EXPECT_OOM", "Options", "declare", "refuse_idle", "resolve"]
 EXPECT_OOM = "expect_oom"
 """The one marker argument that is no option: the series may run out of memory at every batch size."""
 
-_OF_THE_GATE = ("policy", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+_OF_THE_GATE = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
 """Options that change nothing unless the run is compared with a baseline."""
 
 
@@ -184,14 +184,22 @@ class Options:
         None,
         "REF",
         "judge this run against a report, and fail on what regressed: a path, git:REV:PATH, or one of the store: its "
-        "number, name, commit, or latest",
+        "number, name, commit, or latest, which moves with every run that is kept, so that small losses add up unseen",
         marker=False,
     )
     policy: str | None = _option(
         option_values.text,
         None,
         "PATH",
-        "the gate's margins, TOML (default: [tool.llmgpu.gate] of pyproject.toml)",
+        "the gate's margins, TOML; git:REV:PATH is read from a commit, so that a change cannot edit them (default: "
+        "[tool.llmgpu.gate] of pyproject.toml)",
+        marker=False,
+    )
+    calibration: str | None = _option(
+        option_values.text,
+        None,
+        "PATH",
+        "this runner's noise between launches, also git:REV:PATH (default: what llmgpu calibrate keeps in the store)",
         marker=False,
     )
     on_inconclusive: str | None = _option(
@@ -212,7 +220,11 @@ class Options:
         marker=False,
     )
     require_armed: bool | None = _option(
-        option_values.switch, None, None, "fail where anything that is gated could not be compared", marker=False
+        option_values.switch,
+        None,
+        None,
+        "fail where anything that is gated could not be compared; cases that -k and the like left out do not count",
+        marker=False,
     )
     html: str | None = _option(
         option_values.text,

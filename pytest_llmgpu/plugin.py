@@ -232,7 +232,8 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         return BenchmarkSession(
             rootdir=config.rootpath,
             report_path=_folder_of(config, "llmgpu_json") / chosen.json if chosen.json else None,
-            policy_path=_folder_of(config, "llmgpu_policy") / chosen.policy if chosen.policy is not None else None,
+            policy_path=_path_of(config, "llmgpu_policy", chosen.policy),
+            calibration_path=_path_of(config, "llmgpu_calibration", chosen.calibration),
             page_path=_folder_of(config, "llmgpu_html") / chosen.html if chosen.html is not None else None,
             storage_path=_folder_of(config, "llmgpu_storage") / chosen.storage,
             options=chosen,
@@ -242,6 +243,13 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _path_of(config: pytest.Config, option: str, text: str | None) -> Path | None:
+    """Return the file that an option names; one of a commit of git stays as it is."""
+    from pytest_llmgpu.git import is_reference
+
+    return None if text is None else Path(text) if is_reference(text) else _folder_of(config, option) / text
 
 
 def _folder_of(config: pytest.Config, option: str) -> Path:

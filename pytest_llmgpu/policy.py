@@ -9,13 +9,15 @@ import datetime
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from pytest_llmgpu import git
+from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.verdicts import MetricName
 
 __all__ = [
@@ -29,8 +31,11 @@ __all__ = [
     "TimeRule",
     "dump",
     "find",
+    "idle_overrides",
+    "in_words",
     "load",
     "sha256",
+    "switched",
 ]
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
@@ -43,6 +48,9 @@ _ALLOWED = {
 }
 """End of a key to the words it takes."""
 
+
+_SWITCHES = ("on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+"""Keys that a command line may set, too."""
 
 _GROWING = ("time", "traffic", "memory")
 """Metrics of which a ratio to the baseline's is known."""
@@ -109,6 +117,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Strategy it is for; None: any."""
     test: str | None = None
     """Pattern of the node ids it is for, `*` for anything; None: any."""
+    marker: str | None = None
+    """Name of a pytest marker that the test, its class or its module has; None: any."""
     time: dict[str, Any] = {}
     accuracy: dict[str, Any] = {}
     memory: dict[str, Any] = {}
@@ -116,6 +126,14 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     path: dict[str, Any] = {}
     predictions: dict[str, Any] = {}
     largest_batch: dict[str, Any] = {}
+
+    def is_for(self, result: CaseResult) -> bool:
+        """Return whether it is for a case, by its strategy and its test."""
+        return (
+            self.strategy in {None, result.case.strategy}
+            and (self.test is None or _matches(self.test, result.nodeid or ""))
+            and (self.marker is None or self.marker in result.markers)
+        )
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,47 +164,98 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     override: list[Override] = []
     known: list[Known] = []
 
-    def rules(self, strategy: str, nodeid: str | None) -> Rules:
-        """Return what holds for a case of this strategy and test."""
+    def rules(self, result: CaseResult) -> Rules:
+        """Return what holds for a case."""
         rules: Rules = self
         for entry in self.override:
-            right_test = entry.test in {None, nodeid} or fnmatchcase(nodeid or "", entry.test or "")
-            if entry.strategy in {None, strategy} and right_test:
+            if entry.is_for(result):
                 rules = _overridden(rules, entry)
         return rules
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder's pyproject.toml if it is there: what to `load` where nobody names a policy."""
-    path = folder / _PYPROJECT
-    return path if path.is_file() else None
+    """Return what to `load` where nobody names a policy; None for the built-in one.
+
+    The first pyproject.toml with a policy from the folder up to the root of its repository: a command that is run in
+    a folder below must not pass by other margins.
+    """
+    start = folder.resolve()
+    for parent in (start, *start.parents):
+        path = parent / _PYPROJECT
+        if path.is_file() and _has_policy(path):
+            return path
+        if (parent / ".git").exists():  # a file in a worktree
+            break
+    return None
 
 
-def load(path: Path | None) -> Policy:
+def load(path: Path | None, repository: Path = Path()) -> Policy:
     """Read a policy; None, and a pyproject.toml without one, give the defaults.
+
+    Args:
+        path: TOML, or `git:REV:PATH`, which is read from that commit.
+        repository: folder inside the working tree of git.
 
     Raises:
         ValueError: one line that names the file, the key, and what is allowed.
     """
-    if path is None:
-        return Policy()
+    table = None if path is None else _table(path, repository)
     try:
+        return Policy() if table is None else _policy(table)
+    except ValueError as error:
+        raise ValueError(f"policy {path}: {error}") from None
+
+
+def in_words(path: Path | None, repository: Path = Path()) -> str:
+    """Return which policy `load` reads, in a line for people; no folder is named: the line gets published."""
+    if path is None or _table(path, repository) is None:
+        return "policy: built-in"
+    return f"policy: {path if git.is_reference(path) else path.name}"
+
+
+def switched(policy: Policy, given: object) -> Policy:
+    """Return the policy with what `given` says otherwise in attributes of the keys' names; None there says nothing."""
+    said = {name: value for name in _SWITCHES if (value := getattr(given, name, None)) is not None}
+    return msgspec.structs.replace(policy, **said)
+
+
+def idle_overrides(policy: Policy, cases: Iterable[CaseResult]) -> list[str]:
+    """Return a line for each override that is for none of the cases: a name that is misspelt changes nothing."""
+    results = list(cases)
+    return [
+        f"override[{number}] of the policy matched no case"
+        for number, entry in enumerate(policy.override)
+        if not any(map(entry.is_for, results))
+    ]
+
+
+def _has_policy(path: Path) -> bool:
+    try:
+        return _table(path, path.parent) is not None
+    except ValueError:
+        return True  # `load` says what is wrong with it
+
+
+def _table(path: Path, repository: Path) -> Any:
+    """Return the policy's table of a file; None for a pyproject.toml without one."""
+    try:
+        data = git.content(path, repository) if git.is_reference(path) else path.read_bytes()
         # msgspec's and not tomllib, which Python 3.10 lacks: there it finds tomli, which pytest brings along.
-        table = msgspec.toml.decode(path.read_bytes())
+        table = msgspec.toml.decode(data)
     except OSError as error:
         raise ValueError(f"policy {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"policy {path}: is no TOML: {' '.join(str(error).split())}") from None
     except ImportError:
         raise ValueError(f"policy {path}: Python 3.10 needs the package tomli to read TOML") from None
-    if path.name == _PYPROJECT or "tool" in table:
-        _check_tables(path, table)
-        for name in ("tool", "llmgpu", "gate"):
-            table = table.get(name, {}) if isinstance(table, dict) else table
-    try:
-        return _policy(table)
-    except ValueError as error:
-        raise ValueError(f"policy {path}: {error}") from None
+    except ValueError as error:  # git's, which begins with the name
+        raise ValueError(f"policy {error}") from None
+    if path.name.rpartition(":")[2] != _PYPROJECT and "tool" not in table:
+        return table
+    _check_tables(path, table)
+    for name in ("tool", "llmgpu", "gate"):
+        table = table.get(name) if isinstance(table, dict) else table
+    return table
 
 
 def _check_tables(path: Path, table: dict[str, Any]) -> None:
@@ -219,6 +288,11 @@ def sha256(policy: Policy) -> str:
     return hashlib.sha256(dump(policy).encode()).hexdigest()
 
 
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern, `*` for anything, is for the whole name. Not fnmatch: ids of tests have brackets."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
+
+
 def _policy(table: Any) -> Policy:
     policy = _converted(table, Policy, "")
     bounds = [("confidence", policy.confidence, 0.5, 1.0), *_bounded("", policy)]
@@ -229,8 +303,8 @@ def _policy(table: Any) -> Policy:
             raise ValueError(f"known[{number}].up_to is for {', '.join(_GROWING)}: {known.metric} does not grow")
         bounds.append((f"known[{number}].up_to", known.up_to, 0.0, math.inf))
     for number, entry in enumerate(policy.override):
-        if entry.strategy is None and entry.test is None:
-            raise ValueError(f"override[{number}] is for no strategy and no test: name one of them")
+        if (entry.strategy, entry.test, entry.marker) == (None, None, None):
+            raise ValueError(f"override[{number}] is for no strategy, test or marker: name one of them")
         bounds += _bounded(f"override[{number}].", _overridden(policy, entry, number))
     for place, value, low, high in bounds:
         if not low <= value < high:  # NaN is neither

@@ -32,6 +32,10 @@ class Trial(NamedTuple):
     verdicts: Verdicts
     objections: list[str]
     """Why it may not; nothing where it may."""
+    measure_noise: bool
+    """Whether times could not be told while the runner's noise is assumed: calibrated it may pass."""
+    begin_anew: bool
+    """Whether all that stands against it is that it measured something else: no measurement of it will do."""
 
 
 def unfit(candidate: Report) -> list[str]:
@@ -75,10 +79,12 @@ def trial(
     whole = msgspec.structs.replace(candidate, session=session)
     verdicts = gate.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
     failing = worst_first(row for row in verdicts.rows if gate.fails(row, strict))
-    found = [f"{row.verdict}: {row.id} {row.metric}: {row.reason.splitlines()[0]}" for row in failing]
+    found = [f"{row.verdict}: {row.id} {row.metric}: {row.reason}" for row in failing]
     if not failing and not verdicts.armed.gated:
         found.append("nothing of it could be compared with the present baseline")
-    return Trial(verdicts, found)
+    assumed = calibration is None and any(row.metric == "time" and row.verdict == "INCONCLUSIVE" for row in failing)
+    other = bool(found) and {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
+    return Trial(verdicts, found, measure_noise=assumed, begin_anew=other)
 
 
 def is_same(candidate: Report, base: Report) -> bool:

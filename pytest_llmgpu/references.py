@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,15 +12,14 @@ import msgspec
 from pytest_llmgpu import git, report, unpacking
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.storage import LATEST, Stored, stored
+from pytest_llmgpu.verdicts import Baseline
 
-__all__ = ["BASELINE", "AbsentError", "Source", "resolve"]
+__all__ = ["BASELINE", "AbsentError", "Source", "public", "resolve"]
 
 BASELINE = "baseline"
 """Name of the store's baseline: what `llmgpu promote` keeps is a copy of a report."""
 
 _SUFFIXES = (".json", ".json.gz")
-_GIT = "git:"
-_GIT_TIMEOUT_S = 120.0  # a partial clone fetches the file now
 _SHOWN = 5
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -52,6 +50,16 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         """Return the report; ValueError in one line where it is none."""
         return report.parse(self.data, self.name)
 
+    def baseline(self, reference: str, of: Report) -> Baseline:
+        """Return what verdicts say that they were held against: this report, by the name that it was asked for."""
+        return Baseline(name=public(reference), sha256=self.sha256, commit=of.commit.sha)
+
+
+def public(reference: str) -> str:
+    """Return a reference as verdicts may hold it: they get published, so that no path says whose machine it was."""
+    path = Path(reference)
+    return path.name if path.is_absolute() else reference
+
 
 def resolve(reference: str, storage: Path, *, machine: str | None = None, repository: Path = Path()) -> Source:
     """Read the report that a person means.
@@ -68,7 +76,7 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         AbsentError: there is no such report.
         ValueError: there is more than one, with the candidates, or it cannot be read.
     """
-    if reference.startswith(_GIT):
+    if git.is_reference(reference):
         return _of_git(reference, repository)
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
@@ -144,24 +152,7 @@ def _of_path(path: Path) -> Source:
 
 
 def _of_git(reference: str, repository: Path) -> Source:
-    revision, colon, path = reference[len(_GIT) :].partition(":")
-    if not (revision and colon and path) or revision.startswith("-") or re.search(r"[\0\n]", reference):
-        raise ValueError(f"{reference!r}: git:REV:PATH is needed, such as git:origin/main:baselines/report.json")
-    begun = _git(repository, "rev-parse", "--git-dir")
-    if begun.returncode:
-        raise ValueError(f"{reference}: git: {git.reason(begun)}")
-    commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    if commit.returncode:
-        raise ValueError(f"{reference}: git knows no commit {revision!r} here; it may have to be fetched first")
-    blob = b"%s:%s\n" % (commit.stdout.strip(), path.encode())
-    head, _, content = _git(repository, "cat-file", "--batch", text=blob).stdout.partition(b"\n")
-    kind = re.fullmatch(rb"[0-9a-f]+ (\w+) (\d+)", head)
-    if kind is None:
-        raise AbsentError(f"{reference}: {revision!r} has no file {path!r}; paths start at the repository's root")
-    if kind[1] != b"blob":
-        raise ValueError(f"{reference}: is no file")
-    return Source(name=reference, data=content[: int(kind[2])])
-
-
-def _git(repository: Path, *arguments: str, text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    return git.answer(repository, *arguments, text=text, timeout_s=_GIT_TIMEOUT_S)
+    try:
+        return Source(name=reference, data=git.content(reference, repository))
+    except git.AbsentError as error:
+        raise AbsentError(str(error)) from None

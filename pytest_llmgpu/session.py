@@ -44,6 +44,7 @@ class BenchmarkSession:
         report_path: Path | None,
         storage_path: Path,
         policy_path: Path | None,
+        calibration_path: Path | None,
         page_path: Path | None,
         options: Options,
         known: Mapping[str, str],
@@ -60,7 +61,13 @@ class BenchmarkSession:
         self.judge: Judge | None = None
         """What the run is judged by, if by anything."""
         if options.compare is not None:
-            self.judge = Judge(options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path)
+            self.judge = Judge(
+                options,
+                rootdir=rootdir,
+                policy_path=policy_path,
+                calibration_path=calibration_path,
+                storage_path=storage_path,
+            )
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._logs = Path(tempfile.mkdtemp(prefix="llmgpu-"))

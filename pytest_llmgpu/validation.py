@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Launch
 
@@ -13,49 +13,59 @@ __all__ = ["check"]
 
 _COLUMNS = ("latency_s", "sequences", "tokens", "padded_tokens")
 _SIZES = ("batch_size", "devices")
-_DERIVED = ("inference_s", "sequences_per_s", "tokens_per_s")
+_SECONDS = ("inference_s",)
+_RATES = ("sequences_per_s", "tokens_per_s")
 _LAUNCH_TIMES = ("load_s", "warmup_s", "wall_s")
 _MEMORY = (
     *("weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "workspace_bytes"),
     *("held_bytes", "nvml_used_max_bytes", "nvml_used_mean_bytes"),
 )
-_WINDOW = ("period_s", "duration_s", "samples", "missed")
+_WINDOW = ("samples", "missed")
+_WINDOW_TIMES = ("period_s", "duration_s")
 _COUNTED = ("calls", "payload_bytes", "wire_bytes")
 _SENT = ("wire_bytes_per_sequence",)
 _FLOAT32_BYTES = 4
+
+_MOST = float(2**63)
+"""No count and no size has as much; far below where a sum of them is no float any more."""
+
+_MOST_S = 1e12
+"""30,000 years."""
 
 
 def check(cases: Sequence[CaseResult]) -> None:
     """Raise ValueError for the first figure that cannot be, with its place: `$.cases[3].launches[0].wall_s`.
 
-    Two cases of one id, negative times, bytes and counts, fractions outside 0 to 1, columns of unequal length, and
-    log-likelihoods that do not decode.
+    Two cases of one id, times, bytes and counts that are negative or beyond all measure, fractions outside 0 to 1,
+    columns of unequal length, and log-likelihoods that do not decode.
     """
     seen: dict[str, int] = {}
     for number, result in enumerate(cases):
         place = f"$.cases[{number}]"
         if (first := seen.setdefault(result.id, number)) != number:
             _refuse(f"{place}.id", f"an id of its own, got {result.id!r}, which $.cases[{first}] has")
-        _at_least(result.case, _SIZES, f"{place}.case", 1)
-        _at_least(result, _DERIVED, place)
+        _within(result.case, _SIZES, f"{place}.case", 1)
+        _within(result, _SECONDS, place, most=_MOST_S)
+        _within(result, _RATES, place)
         for launch_number, launch in enumerate(result.launches):
             _check_launch(launch, f"{place}.launches[{launch_number}]")
         if result.traffic is not None:
-            _at_least(result.traffic, _SENT, f"{place}.traffic")
+            _within(result.traffic, _SENT, f"{place}.traffic")
             for rank, collectives in enumerate(result.traffic.ranks):
                 for kind, collective in enumerate(collectives):
-                    _at_least(collective, _COUNTED, f"{place}.traffic.ranks[{rank}][{kind}]")
+                    _within(collective, _COUNTED, f"{place}.traffic.ranks[{rank}][{kind}]")
 
 
 def _check_launch(launch: Launch, place: str) -> None:
-    _at_least(launch, _LAUNCH_TIMES, place)
+    _within(launch, _LAUNCH_TIMES, place, most=_MOST_S)
     _check_batches(launch.batches, f"{place}.batches")
     if launch.accuracy is not None:
         _check_accuracy(launch.accuracy, f"{place}.accuracy")
     for number, memory in enumerate(launch.memory):
-        _at_least(memory, _MEMORY, f"{place}.memory[{number}]")
+        _within(memory, _MEMORY, f"{place}.memory[{number}]")
     if launch.profile is not None:
-        _at_least(launch.profile, _WINDOW, f"{place}.profile")
+        _within(launch.profile, _WINDOW, f"{place}.profile")
+        _within(launch.profile, _WINDOW_TIMES, f"{place}.profile", most=_MOST_S)
 
 
 def _check_batches(batches: Batches, place: str) -> None:
@@ -63,9 +73,10 @@ def _check_batches(batches: Batches, place: str) -> None:
     for name in _COLUMNS:
         column = getattr(batches, name)
         _length(column, length, f"{place}.{name}")
-        if min(column, default=0) < 0:
-            number = next(number for number, value in enumerate(column) if value < 0)
-            _refuse(f"{place}.{name}[{number}]", f"a figure of at least 0, got {column[number]}")
+        most = _MOST_S if name == "latency_s" else _MOST
+        if min(column, default=0) < 0 or max(column, default=0) >= most:
+            number = next(number for number, value in enumerate(column) if not 0 <= value < most)
+            _refuse_figure(f"{place}.{name}[{number}]", 0, most, column[number])
 
 
 def _check_accuracy(accuracy: Accuracy, place: str) -> None:
@@ -86,11 +97,11 @@ def _check_accuracy(accuracy: Accuracy, place: str) -> None:
             _refuse(f"{place}.loglikelihoods", f"numbers of {_FLOAT32_BYTES} bytes, got {size} bytes")
 
 
-def _at_least(record: Any, names: tuple[str, ...], place: str, least: int = 0) -> None:
+def _within(record: Any, names: tuple[str, ...], place: str, least: int = 0, most: float = _MOST) -> None:
     for name in names:
         value = getattr(record, name)
-        if value is not None and value < least:
-            _refuse(f"{place}.{name}", f"a figure of at least {least}, got {value}")
+        if value is not None and not least <= value < most:
+            _refuse_figure(f"{place}.{name}", least, most, value)
 
 
 def _length(column: Sequence[object], length: int, place: str) -> None:
@@ -98,6 +109,17 @@ def _length(column: Sequence[object], length: int, place: str) -> None:
         _refuse(place, f"{length} values, got {len(column)}")
 
 
-def _refuse(place: str, expected: str) -> None:
+def _refuse_figure(place: str, least: int, most: float, value: float) -> NoReturn:
+    bound = f"at least {least}" if value < least else f"less than {most:g}"
+    _refuse(place, f"a figure of {bound}, got {_written(value)}")
+
+
+def _written(value: float) -> str:
+    # Python refuses to write out integers of thousands of digits.
+    huge = isinstance(value, int) and abs(value) >= _MOST
+    return f"one of {int(value).bit_length()} bits" if huge else str(value)
+
+
+def _refuse(place: str, expected: str) -> NoReturn:
     # As msgspec says it of a wrong type.
     raise ValueError(f"Expected {expected} - at `{place}`")

@@ -29,10 +29,10 @@ _STYLES: dict[Verdict, str] = {
 _TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
 _INDENT = 4
 
-_LOST = 1
+_LOST, _UNTOLD = 1, 3
 _CONCLUSIONS = {
     _LOST: "REGRESSED",
-    3: "INCONCLUSIVE, and the policy fails on it",
+    _UNTOLD: "INCONCLUSIVE, and the policy fails on it",
     4: "NOT COMPARABLE",
     5: "NOT ARMED: a gate that compares nothing is not green",
 }
@@ -82,8 +82,13 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
         parts += [f"{known:,} known"] if known else []
         text = ", ".join(parts)
     word = _CONCLUSIONS.get(status, "PASSED" if verdicts.baseline is not None else "PASSED without a baseline")
-    if status == _LOST and len(kinds := {row.verdict for row in failing}) == 1:
+    kinds = {row.verdict for row in failing}
+    if status == _LOST and len(kinds) == 1:
         (word,) = kinds  # MISSING alone is no slowdown
+    elif status == _UNTOLD and any(row.metric == "outcome" for row in failing):
+        word = "INVALID"  # a case was interrupted, which no policy lets pass
+    elif status == _UNTOLD and kinds == {"INVALID"}:
+        word = "INVALID, and the policy fails on it"
     return painter(color)(f"{word}: {text}", _RED if status else _YELLOW if inconclusive or invalid else _GREEN)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,15 +113,15 @@ def _ab(*options: str, refs: Sequence[str] = ("base", "head"), command: Sequence
     return main(["ab", *refs, *options, "--", *(command or (sys.executable, "measure.py", "-k", "x"))])
 
 
-def _quiet(project: _Project) -> str:
-    """Return the option with a calibration of little noise."""
+def _quiet(project: _Project, **sessions: Any) -> str:
+    """Return the option with a calibration of little noise between launches."""
     from report_factory import make_report, make_result
 
     from pytest_llmgpu import calibration, storage
     from pytest_llmgpu.calibration import Measured, Noise
 
     results = [make_result(batch_size=size) for size in (1, 2)]
-    noise = {result.key: Noise(id=result.id, sd=0.001, launches=1000) for result in results}
+    noise = {result.key: Noise(id=result.id, sd=0.001, launches=1000, **sessions) for result in results}
     path = project.root.parent / "calibration.json"
     calibration.dump(Measured(machine=storage.hardware(make_report(results)), time=noise), path)
     return f"--calibration={path}"
@@ -157,6 +158,18 @@ def test_a_slower_commit_is_regressed(project: _Project, capsys: pytest.CaptureF
     project.untouched()
 
 
+def test_what_days_differ_by_is_nothing_to_launches_in_turn(
+    project: _Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides are of one session: the gate that knows no better cannot tell 10 %, and `ab` can."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds={"1": [11.0], "2": [22.0]})
+    assert _ab("--launches", "2", noise := _quiet(project, sessions=100, session_sd=0.05)) == 1
+    assert "\nnoise: calibration.json, 1,000 launches\n" in capsys.readouterr().out
+    assert main(["gate", str(project.kept / "base.json.gz"), str(project.kept / "head.json.gz"), noise]) == 0
+    assert "1,000 launches in 100 sessions" in capsys.readouterr().out
+
+
 def test_the_verdicts_can_be_had_again(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`llmgpu gate` on what was kept, with the policy that was kept, says the same and ends the same."""
     project.commit("base", seconds=STEADY)
@@ -166,7 +179,10 @@ def test_the_verdicts_can_be_had_again(project: _Project, capsys: pytest.Capture
     kept = project.kept
     policy = f"--policy={kept / 'policy.toml'}"
     assert main(["gate", str(kept / "base.json.gz"), str(kept / "head.json.gz"), policy, noise]) == 1
-    assert capsys.readouterr().out.strip() in out
+    again = capsys.readouterr().out.splitlines()
+    table, conclusion = again[: next(n for n, line in enumerate(again) if line.startswith("noise: "))], again[-1]
+    assert "\n".join(table) in out
+    assert f"\npolicy: built-in\n{conclusion}\n" in out
 
 
 def test_inconclusive_cases_are_measured_again(project: _Project) -> None:

@@ -14,9 +14,9 @@ import pytest
 from judged_reports import on_h200, timed
 from report_factory import make_failed
 from stored_reports import H200, gpus
-from verdict_factory import make_invalid
+from verdict_factory import BATCHES, make_invalid
 
-from pytest_llmgpu import policy
+from pytest_llmgpu import gate, policy
 from pytest_llmgpu.calibration import default_path, load
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge
@@ -147,6 +147,42 @@ def test_the_policy_of_the_folder_is_in_force_unless_another_is_named() -> None:
     assert _gate("--policy", "mine.toml", "--on-inconclusive", "fail") == 0
 
 
+def test_a_folder_below_has_the_same_policy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a line says which one it is, under that of the noise."""
+    _write(head=on_h200([timed(1.03)]))
+    assert _gate() == 0
+    assert "policy: built-in" in capsys.readouterr().out.splitlines()
+    Path("pyproject.toml").write_text('[tool.llmgpu.gate]\non_inconclusive = "fail"\n')
+    Path("sub").mkdir()
+    monkeypatch.chdir("sub")
+    for command, status in (("gate", 3), ("compare", 0)):
+        assert main([command, "../base.json", "../head.json"]) == status
+        lines = capsys.readouterr().out.splitlines()
+        noise = next(number for number, line in enumerate(lines) if line.startswith("noise: "))
+        assert lines[noise + 1] == "policy: pyproject.toml"
+
+
+def test_policy_and_calibration_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """Margins that a change widens, and noise that it makes up, are not what it is judged by."""
+    dump(on_h200([timed(*(1 + 0.0002 * number for number in range(10)))]), Path("launches.json"))
+    assert main(["calibrate", "launches.json", "--output", "noise.json"]) == 0
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.04\n")
+    _git("init", "-q", "-b", "main")
+    _git("add", "noise.json", "pyproject.toml")
+    _git("commit", "-q", "-m", "rules")
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.5\n")
+    Path("noise.json").write_text("{}")
+    _write(head=on_h200([timed(1.05)]))
+    capsys.readouterr()
+    assert _gate() == 0
+    assert _gate("--policy", "git:main:pyproject.toml", "--calibration", "git:main:noise.json") == 1
+    assert "policy: git:main:pyproject.toml" in capsys.readouterr().out
+    assert _gate("--calibration", "git:main:other.json") == 2
+    assert "llmgpu: calibration git:main:other.json: 'main' has no file 'other.json'" in capsys.readouterr().err
+
+
 def test_dump_policy_prints_what_is_in_force(capsys: pytest.CaptureFixture[str]) -> None:
     """As TOML that is read back as the same policy; reports are not needed for it."""
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.1\n")
@@ -218,6 +254,18 @@ def test_reports_of_the_store_are_named_by_number_and_name() -> None:
     assert _verdicts().rows[0].verdict == "IMPROVED"
 
 
+@pytest.mark.parametrize("command", ["html", "plot"])
+def test_what_shows_a_report_knows_its_machine(command: str) -> None:
+    """`good` of two machines is that of the report's own, as for the gate."""
+    pytest.importorskip("jinja2")
+    save(on_h200(), STORE, "good")
+    other = on_h200()
+    other.environment.gpus = gpus("NVIDIA A100")
+    save(other, STORE, "good")
+    _write()
+    assert main([command, "head.json", "good", "--output", f"out{'.html' * (command == 'html')}"]) == 0
+
+
 def test_one_file_as_both_sides_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     """A run that overwrote its baseline shows."""
     _write(on_h200(), on_h200())
@@ -272,6 +320,22 @@ def test_calibrate_takes_several_reports_of_one_launch(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "1 of them have fewer than 10 launches" in printed
     assert "left out: 1 without 2 undisturbed launches" in printed
+    assert "within one session only" in printed
+
+
+def test_reports_of_several_days_tell_what_days_differ_by(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of one day are one session."""
+    for day, level in ((1, 1.0), (1, 1.001), (2, 1.03), (3, 0.97), (3, 0.972)):
+        save(on_h200([timed(level)], created=f"2026-01-0{day}T03:04:05Z"), STORE)
+    assert main(["calibrate", "1", "2", "3", "4", "5", "--output", "noise.json"]) == 0
+    [noise] = load(Path("noise.json"))[0].time.values()
+    assert (noise.launches, noise.sessions) == (5, 3)
+    assert noise.sd < 0.002
+    assert noise.session_sd is not None
+    assert 0.02 < noise.session_sd < 0.04
+    printed = capsys.readouterr().out
+    assert "between them" in printed
+    assert "within one session only" not in printed
 
 
 @pytest.mark.parametrize(
@@ -299,6 +363,10 @@ def _broken(name: str) -> bytes:
     text = json.loads(whole)
     if name == "negative.json":
         text["cases"][0]["launches"][0]["batches"]["latency_s"][3] = -1.0
+    elif name == "overflow.json":
+        text["cases"][0]["launches"][0]["batches"]["latency_s"] = [1e308] * BATCHES
+    elif name == "huge.json":
+        text["cases"][0]["traffic"]["ranks"][0][0]["wire_bytes"] = 10**400
     elif name == "newer.json":
         text["schema_version"] = 99
     elif name == "twice.json":
@@ -317,6 +385,8 @@ def _broken(name: str) -> bytes:
 
 
 _PLACES = {
+    "overflow.json": "$.cases[0].launches[0].batches.latency_s[0]",
+    "huge.json": "$.cases[0].traffic.ranks[0][0].wire_bytes",
     "negative.json": "$.cases[0].launches[0].batches.latency_s[3]",
     "newer.json": "schema_version 99 is newer",
     "twice.json": "$.cases[1].id",
@@ -386,6 +456,30 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_figure_that_nobody_can_reckon_with_is_no_regression(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 in one line: a traceback's status of 1 would say that it regressed."""
+
+    def overflow(*_: object, **__: object) -> Verdicts:
+        raise OverflowError("int too large to convert to float")
+
+    monkeypatch.setattr(gate, "judge", overflow)
+    _write()
+    assert _gate() == 2
+    said = "llmgpu: a figure is beyond what can be reckoned with: int too large to convert to float\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_latencies_of_zero_are_no_crash() -> None:
+    """On either side: whatever is said of them, it is said in words."""
+    nothing = on_h200([timed(0.0)])
+    _write(nothing, on_h200())
+    assert _gate() in {0, 1, 2, 4, 5}
+    _write(on_h200(), nothing)
+    assert _gate() in {0, 1, 2, 4, 5}
 
 
 def test_what_was_not_measured_validly_is_not_armed() -> None:

@@ -1,25 +1,33 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import re
+import shlex
+import string
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from export_reports import NASTY, TODAY, judged, nasty, row, two_strategies, verdicts, without_traffic
+from judged_reports import on_h200, timed
 from report_factory import make_failed, make_report, make_result
 
-from pytest_llmgpu.exports import FORMATS, export, github_summary
+from pytest_llmgpu.cli import main, parser
+from pytest_llmgpu.exports import export, github_summary
 from pytest_llmgpu.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
 from pytest_llmgpu.exports.github_annotations import LIMIT
 from pytest_llmgpu.exports.github_summary import LIMIT_BYTES
 from pytest_llmgpu.exports.markdown_table import HEADER
 from pytest_llmgpu.exports.notices import notices
+from pytest_llmgpu.options import Options
+from pytest_llmgpu.planting import plants
 from pytest_llmgpu.policy import Known, Policy
-from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import Finding
+from pytest_llmgpu.report import Report, dump
+from pytest_llmgpu.result import CaseResult, Finding
 
 _WORKFLOW = Path(__file__).parents[1] / "examples" / "github-actions.yml"
 
@@ -279,14 +287,76 @@ def test_text_is_escaped(function: Any, text: str, escaped: str) -> None:
     assert function(text) == escaped
 
 
-def test_the_workflow_uses_formats_that_there_are() -> None:
-    """What people copy works: it is YAML, and names no format that `llmgpu export` does not know."""
-    text = _WORKFLOW.read_text(encoding="utf-8")
-    used = re.findall(r"llmgpu export ([\w-]+)", text)
-    assert len(used) == 4
-    assert set(used) <= set(FORMATS)
+def test_a_gate_that_compared_nothing_is_an_annotation() -> None:
+    """It fails the job with no row that fails: the page says why, first."""
+    report = judged(two_strategies(), None)
+    command, properties, text = _parsed(_annotations(report)[0])
+    assert (command, properties["title"]) == ("error", "pytest-llmgpu: Gate")
+    assert text.startswith("NOT ARMED: a gate that compares nothing is not green")
+    allowed = judged(two_strategies(), None, Policy(allow_no_baseline=True))
+    assert not [line for line in _annotations(allowed) if line.startswith("::error")]
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Any:
+    """The workflow to copy."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
-    jobs = yaml.safe_load(text)["jobs"]
-    assert jobs["judge"]["needs"] == "measure"
-    uploads = [step for step in jobs["measure"]["steps"] if "upload-artifact" in step.get("uses", "")]
+    return yaml.safe_load(_WORKFLOW.read_text(encoding="utf-8"))
+
+
+def _commands(text: str, environ: dict[str, str]) -> list[list[str]]:
+    """Return the arguments of each `llmgpu` in a script, as a shell passes them on."""
+    text = string.Template(text).safe_substitute(environ).replace('"${verdicts[@]}"', "--verdicts verdicts.json")
+    found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
+    return [shlex.split(arguments, comments=True) for arguments in found]
+
+
+def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
+    """Each one, also of the comments: its flags are there, and its formats."""
+    commented = re.sub(r"^\s*# ?(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    commands = _commands(commented.replace("\n          --", " --"), {"BASE": "main"})
+    assert [arguments[0] for arguments in commands] == ["promote", "calibrate", "gate", *["export"] * 4]
+    for arguments in commands:
+        assert callable(parser().parse_args(arguments).run)
+    assert workflow["jobs"]["judge"]["needs"] == "measure"
+    (measure,) = [step["run"] for step in workflow["jobs"]["measure"]["steps"] if step.get("name") == "Measure"]
+    flags = re.findall(r"--llmgpu-([a-z-]+)", measure)
+    assert {flag.replace("-", "_") for flag in flags} <= {field.name for field in dataclasses.fields(Options)}
+    uploads = [step for step in workflow["jobs"]["measure"]["steps"] if "upload-artifact" in step.get("uses", "")]
     assert [step["if"] for step in uploads] == ["always()"]
+
+
+def test_the_workflow_s_gate_catches_a_slowdown_of_5_percent(
+    workflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the runner's noise, which the commit has that is merged into; without it five launches cannot tell."""
+    monkeypatch.chdir(tmp_path)
+    quiet = [1 + 0.001 * number for number in range(10)]
+    recorded = on_h200([timed(*quiet[::2])])
+    dump(on_h200([timed(*quiet)]), Path("launches.json"))
+    dump(recorded, Path(workflow["env"]["BASELINE"]))
+    assert main(["calibrate", "launches.json", "--output", workflow["env"]["CALIBRATION"]]) == 0
+    Path("pyproject.toml").write_text("[project]\nname = 'x'\n")
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for arguments in (("init", "-q", "-b", "main"), ("add", "."), ("commit", "-q", "-m", "rules")):
+        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+    (script,) = [step["run"] for step in workflow["jobs"]["judge"]["steps"] if step.get("name") == "Gate"]
+    (gate,) = _commands(script, {**workflow["env"], "BASE": "main"})
+    (slower,) = [plant for plant in plants(0.05) if plant.name == "time"]
+    for planted, status in ((False, 0), (True, 1)):
+        head = on_h200([timed(*quiet[1::2])], sha="b" * 40)
+        if planted:
+            found = slower.sow(head.cases[0], Policy())
+            assert isinstance(found, CaseResult)
+            head.cases = [found]
+        dump(head, Path("report.json.gz"))
+        assert main(gate) == status, capsys.readouterr().out
+    at = gate.index("--calibration")
+    assert main(gate[:at] + gate[at + 2 :]) == 0, "it is blind for 5 %"
+
+
+def test_the_workflow_s_bar_is_not_the_change_s_own(workflow: Any) -> None:
+    """A pull request is held against its target, a push against what was there before it."""
+    base = workflow["env"]["BASE"]
+    assert "github.event_name == 'push' && github.event.before" in base
+    assert "github.base_ref" in base

@@ -18,7 +18,7 @@ from pytest_llmgpu.policy import Known, Policy, TimeRule, dump, sha256
 from pytest_llmgpu.report import Commit, Report, Session
 from pytest_llmgpu.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.statistics import Calibration
-from pytest_llmgpu.verdicts import SEVERITY, Baseline, Verdicts, worst_first
+from pytest_llmgpu.verdicts import SEVERITY, Baseline, MetricName, Verdicts, worst_first
 
 TODAY = datetime.date(2026, 6, 1)
 QUIET = Calibration(typical=0.001)
@@ -47,6 +47,10 @@ def _said(verdicts: Verdicts) -> dict[str, str]:
 
 def _failure(message: str) -> Failure:
     return Failure(phase="forward", rank=1, message=message)
+
+
+def _known(case: str, metric: MetricName) -> Known:
+    return Known(case=case, metric=metric, reason="bug 7", expires=TODAY)
 
 
 def test_equal_reports_are_ok_in_every_metric() -> None:
@@ -248,6 +252,34 @@ def test_a_known_regression_passes_until_its_day() -> None:
     assert _judge(sides[0], sides[0], policy).warnings == [
         "known regression mp-bs1 time (bug 7) was not seen: take it out of the policy"
     ]
+
+
+def test_a_known_regression_that_noise_hides_is_known() -> None:
+    """It does not fail a strict gate, nor is anyone told to take the entry out."""
+    policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time")])
+    found = _judge([_full()], [_full(slower=1.02)], policy)
+    assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("INCONCLUSIVE", "bug 7")]
+    assert (exit_status(found, policy), found.warnings) == (0, [])
+
+
+def test_a_known_regression_is_gone_only_where_it_was_looked_for() -> None:
+    """Not where its case was left out; a case that nobody has is a name that is misspelt."""
+    base = [_full(), _full(batch_size=2)]
+    for result in base:
+        result.nodeid = f"test_a.py::test_b[{result.id}]"
+    head = make_report(base[:1])
+    head.session = Session(deselected=["test_a.py::test_b[mp-bs2]"])
+    policy = Policy(known=[_known("mp-bs2", "time"), _known("mp-bs3", "time"), _known("mp-bs1", "outcome")])
+    assert judge(make_report(base), head, policy, today=TODAY).warnings == [
+        "known regression mp-bs1 outcome (bug 7) was not seen: take it out of the policy",
+        "known regression mp-bs3 time (bug 7): no case of these reports has that name",
+    ]
+
+
+def test_an_override_that_is_for_no_case_is_named() -> None:
+    """A strategy that is misspelt would be judged by the usual margins, and nobody told."""
+    policy = msgspec.convert({"override": [{"strategy": "tq", "time": {"margin": 0.2}}]}, Policy)
+    assert _judge([_full()], [_full()], policy).warnings == ["override[0] of the policy matched no case"]
 
 
 def test_a_known_regression_that_grew_counts() -> None:

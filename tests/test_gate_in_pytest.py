@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import shutil
+import textwrap
 
 import msgspec
 import pytest
@@ -45,6 +46,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "mp-bs4: time REGRESSED: time changed by +50.0 % *",
             "*mp-bs4*time*REGRESSED*",
             "noise: 5 % assumed (llmgpu calibrate)",
+            "policy: built-in",
             "REGRESSED: 1 row of 1 case fail the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
             "*1 failed, 4 passed, 2 inconclusive*",
@@ -115,6 +117,17 @@ def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytes
     result.stdout.fnmatch_lines(["*Known: issue 7*"])
     pytester.makefile(".toml", gate=known.format("2020-01-01"))
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 1
+
+
+def test_a_marked_test_may_have_a_margin_of_its_own(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """By pytest's own markers, which the report knows of each test."""
+    pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
+    pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
+    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { margin = 2.0 }\n')
+    runs.seconds = _slower
+    assert runs(_COMPARE).ret == 1
+    assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0
+    assert "noisy" in runs.report().cases[0].markers
 
 
 def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
@@ -224,6 +237,9 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
         (["--llmgpu-compare=git:nowhere:base.json"], "--llmgpu-compare: git:nowhere:base.json: *"),
         ([_COMPARE, "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is no TOML: *"),
         ([_COMPARE, "--llmgpu-policy=nowhere.toml"], "policy *nowhere.toml: cannot be read: *"),
+        ([_COMPARE, "--llmgpu-policy=git:nowhere:x.toml"], "policy git:nowhere:x.toml: *"),
+        ([_COMPARE, "--llmgpu-calibration=nowhere.json"], "calibration *nowhere.json: cannot be read: *"),
+        ([_COMPARE, "--llmgpu-calibration=git:nowhere:x.json"], "calibration git:nowhere:x.json: *"),
         ([_COMPARE, "--llmgpu-on-inconclusive=ignore"], "--llmgpu-on-inconclusive: 'ignore' is not allowed: *"),
     ],
 )

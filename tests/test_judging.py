@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -45,9 +46,11 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _judge(folder: Path, reference: str, **given: object) -> Judge:
+def _judge(
+    folder: Path, reference: str, *, policy: Path | None = None, noise: Path | None = None, **given: object
+) -> Judge:
     options = Options(compare=reference, **given)  # type: ignore[arg-type]
-    return Judge(options, rootdir=folder, policy_path=None, storage_path=folder / "store")
+    return Judge(options, rootdir=folder, policy_path=policy, calibration_path=noise, storage_path=folder / "store")
 
 
 def test_a_name_means_the_report_of_this_machine(tmp_path: Path, machine: Machine) -> None:
@@ -118,8 +121,10 @@ def test_another_machine_s_report_fails_its_tests(tmp_path: Path, machine: Machi
 def test_options_go_before_the_policy(tmp_path: Path) -> None:
     """A flag, or the ini file, says otherwise than pyproject.toml; what neither names stays the policy's."""
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_missing = true\nrequire_armed = true\n")
-    policy = _judge(tmp_path, "x", allow_missing=False, on_inconclusive="fail").policy
-    assert (policy.allow_missing, policy.require_armed, policy.on_inconclusive) == (False, True, "fail")
+    policy = _judge(tmp_path, "x", allow_missing=False, allow_no_baseline=True, on_inconclusive="fail").policy
+    assert (policy.allow_missing, policy.require_armed) == (False, True)
+    assert (policy.allow_no_baseline, policy.on_inconclusive) == (True, "fail")
+    assert not _judge(tmp_path, "x", require_armed=False).policy.require_armed
 
 
 def test_a_test_that_measured_nothing_is_open(tmp_path: Path, machine: Machine) -> None:
@@ -180,3 +185,25 @@ def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"calibration .*calibration\.json: "):
         _judge(tmp_path, "main").find_baseline(machine)
+
+
+def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Machine) -> None:
+    """A change cannot edit them; which ones they were is said under the table."""
+    storage.save(_on("Xeon", _result()), tmp_path / "store", "main")
+    noise = calibration.Noise(id="mp-bs1", sd=0.001, launches=40)
+    calibration.dump(calibration.Measured(machine="CPU-Xeon", time={_result().key: noise}), tmp_path / "noise.json")
+    (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nrequire_armed = true\n")
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for arguments in (("init", "-q"), ("add", "noise.json", "pyproject.toml"), ("commit", "-q", "-m", "rules")):
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+    (tmp_path / "noise.json").unlink()
+    (tmp_path / "pyproject.toml").unlink()
+    judge = _judge(tmp_path, "main", policy=Path("git:HEAD:pyproject.toml"), noise=Path("git:HEAD:noise.json"))
+    assert judge.policy.require_armed
+    judge.find_baseline(machine)
+    (time,) = [row for row in judge.judge(_on("Xeon", _result())).rows if row.metric == "time"]
+    assert time.verdict == "OK"
+    assert "noise: git:HEAD:noise.json, 40 launches\n" in judge.summary()
+    assert "\npolicy: git:HEAD:pyproject.toml\n" in judge.summary()
+    with pytest.raises(ValueError, match=r"calibration git:HEAD:gone\.json: 'HEAD' has no file"):
+        _judge(tmp_path, "main", noise=Path("git:HEAD:gone.json")).find_baseline(machine)

@@ -95,6 +95,15 @@ def test_software_is_named_and_not_refused() -> None:
     assert software_differences(base, base) == []
 
 
+def test_a_topology_that_one_side_does_not_know_is_named() -> None:
+    """The links may be others: that is no reason to refuse, and one to know."""
+    links = [["X", "NV18"], ["NV18", "X"]]
+    base, head = _machine(gpus=_gpus(), topology=links), _machine(gpus=_gpus())
+    assert hardware_differences(base, head, "cuda") == []
+    assert software_differences(base, head) == ["topology 1 x NV18 -> unknown"]
+    assert software_differences(head, head) == []
+
+
 def test_two_tests_of_one_case_are_held_against_themselves() -> None:
     """Leaving the first test out does not put the second in its place; a test that was renamed is found by its case."""
     base = [_named("mp-bs1"), _named("mp-bs1#2")]

@@ -41,6 +41,16 @@ def test_a_case_that_did_not_complete_has_no_figures() -> None:
     assert result.sequences_per_s is None
 
 
+def test_no_time_is_no_rate() -> None:
+    """A file may hold latencies of 0.0: nothing is divided by them."""
+    result = make_result(2.0)
+    result.sequences_per_s = None
+    for launch in result.launches:
+        launch.batches.latency_s = [0.0 for _ in launch.batches.latency_s]
+    derive(result)
+    assert (result.inference_s, result.sequences_per_s) == (0.0, None)
+
+
 def test_a_case_without_batches_has_no_figures() -> None:
     """Nothing is divided by zero."""
     result = make_result()

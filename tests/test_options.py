@@ -190,6 +190,7 @@ def test_a_flag_may_go_without_its_value(
     "flag",
     [
         "--llmgpu-policy=gate.toml",
+        "--llmgpu-calibration=noise.json",
         "--llmgpu-on-inconclusive=fail",
         "--llmgpu-allow-missing",
         "--llmgpu-allow-no-baseline",

@@ -1,11 +1,26 @@
 from __future__ import annotations
 
+import argparse
 import datetime
+import subprocess
 from pathlib import Path
 
 import pytest
+from report_factory import make_result
 
-from pytest_llmgpu.policy import Known, Policy, TimeRule, dump, find, load, sha256
+from pytest_llmgpu.policy import (
+    Known,
+    Policy,
+    TimeRule,
+    dump,
+    find,
+    idle_overrides,
+    in_words,
+    load,
+    sha256,
+    switched,
+)
+from pytest_llmgpu.result import CaseResult
 
 FULL = """
 confidence = 0.99
@@ -48,6 +63,12 @@ def _write(tmp_path: Path, text: str, name: str = "gate.toml") -> Path:
     return path
 
 
+def _case(strategy: str, nodeid: str | None, *markers: str) -> CaseResult:
+    result = make_result(strategy=strategy)
+    result.nodeid, result.markers = nodeid, list(markers)
+    return result
+
+
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
     """No policy, and a pyproject.toml or another tool's table without one, are the same."""
     assert load(None) == Policy()
@@ -78,9 +99,9 @@ def test_what_is_dumped_is_read_back(tmp_path: Path) -> None:
 def test_a_key_holds_for_its_strategy_and_its_test(tmp_path: Path) -> None:
     """The later entry wins; what an entry leaves out stays."""
     policy = load(_write(tmp_path, FULL))
-    assert policy.rules("mp", "benchmarks/test_a.py::test_small").time == TimeRule(margin=0.03, absolute_s=1)
-    assert policy.rules("tp", None).time == TimeRule(margin=0.05, absolute_s=1)
-    both = policy.rules("tp", "benchmarks/test_a.py::test_large[tp-bs8]")
+    assert policy.rules(_case("mp", "benchmarks/test_a.py::test_small")).time == TimeRule(margin=0.03, absolute_s=1)
+    assert policy.rules(_case("tp", None)).time == TimeRule(margin=0.05, absolute_s=1)
+    both = policy.rules(_case("tp", "benchmarks/test_a.py::test_large[tp-bs8]"))
     assert both.time == TimeRule(margin=0.05, absolute_s=2.5, gate=False)
     assert both.accuracy == policy.accuracy
 
@@ -100,7 +121,7 @@ def test_a_known_regression_has_a_day(tmp_path: Path) -> None:
         ("[time]\nmargn = 1", r"time\.margn is no key: allowed are absolute_s, gate, margin"),
         ("[[override]]\nstrategy = 'tp'\nspeed = {}", r"override\[0\]\.speed is no key: allowed are accuracy, .*"),
         ("[[override]]\nstrategy = 'tp'\ntime = { margn = 1 }", r"override\[0\]\.time\.margn is no key: .*"),
-        ("[[override]]\ntime = { margin = 1 }", r"override\[0\] is for no strategy and no test: name one of them"),
+        ("[[override]]\ntime = { margin = 1 }", r"override\[0\] is for no strategy, test or marker: name one of them"),
         (
             "[[known]]\ncase = 'x'\nwho = 'me'",
             r"known\[0\]\.who is no key: allowed are case, expires, metric, reason, up_to",
@@ -139,8 +160,78 @@ def test_a_policy_that_was_named_has_to_be_there(tmp_path: Path) -> None:
 def test_a_test_is_named_by_its_whole_id(tmp_path: Path) -> None:
     """Brackets, which a pattern reads as a choice of letters, are part of every id."""
     named = load(_write(tmp_path, '[[override]]\ntest = "b.py::test_x[mp-bs64]"\ntime = { margin = 0.1 }\n'))
-    assert named.rules("mp", "b.py::test_x[mp-bs64]").time.margin == 0.1
-    assert named.rules("mp", "b.py::test_x[mp-bs6]").time.margin == 0.02
+    assert named.rules(_case("mp", "b.py::test_x[mp-bs64]")).time.margin == 0.1
+    assert named.rules(_case("mp", "b.py::test_x[mp-bs6]")).time.margin == 0.02
+
+
+def test_a_test_may_be_named_by_its_marker(tmp_path: Path) -> None:
+    """Together with a strategy both have to be right."""
+    text = '[[override]]\nmarker = "slow"\nstrategy = "tp"\ntime = { margin = 0.1 }\n'
+    policy = load(_write(tmp_path, text))
+    cases = [_case("tp", "x", "parametrize", "slow"), _case("tp", "x", "slower"), _case("mp", "x", "slow")]
+    assert [policy.rules(one).time.margin for one in cases] == [0.1, 0.02, 0.02]
+    assert load(_write(tmp_path, dump(policy))) == policy
+
+
+def test_a_pattern_knows_the_star_alone(tmp_path: Path) -> None:
+    """`[mp-*]` is no choice of letters, `?` is no letter; a line names each entry that is for no case."""
+    text = """
+        override = [
+            { test = "*::test_x[mp-*]", time = { margin = 0.1 } },
+            { test = "b.py::test_?[mp-bs1]", time = { margin = 0.2 } },
+            { strategy = "tq", time = { margin = 0.3 } },
+        ]
+    """
+    policy = load(_write(tmp_path, text))
+    result = _case("mp", "b.py::test_x[mp-bs1]")
+    assert policy.rules(result).time.margin == 0.1
+    assert policy.rules(_case("mp", "b.py::test_xm")).time.margin == 0.02
+    assert idle_overrides(policy, [result]) == [
+        f"override[{number}] of the policy matched no case" for number in (1, 2)
+    ]
+
+
+def test_the_policy_is_looked_for_up_to_the_repository_s_root(tmp_path: Path) -> None:
+    """From a folder below it is the same; a pyproject.toml without one is passed over, another repository's is not."""
+    root = _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
+    below = tmp_path / "sub" / "below"
+    below.mkdir(parents=True)
+    _write(tmp_path / "sub", "[project]\nname = 'x'\n", "pyproject.toml")
+    assert find(below) == root
+    (tmp_path / "sub" / ".git").write_text("gitdir: elsewhere")
+    assert find(below) is None
+    broken = _write(below, "= 3", "pyproject.toml")
+    assert find(below) == broken, "which is refused, and is not the built-in one"
+
+
+def test_the_policy_in_force_is_said_in_a_line(tmp_path: Path) -> None:
+    """By its file's name alone; one without a policy is the built-in one."""
+    assert in_words(None) == "policy: built-in"
+    assert in_words(_write(tmp_path, "[project]\nname = 'x'\n", "pyproject.toml")) == "policy: built-in"
+    assert in_words(_write(tmp_path, "[tool.llmgpu.gate]\n", "pyproject.toml")) == "policy: pyproject.toml"
+    assert in_words(_write(tmp_path, "", "strict.toml")) == "policy: strict.toml"
+
+
+def test_a_policy_of_a_commit_cannot_be_edited_by_the_change(tmp_path: Path) -> None:
+    """`git:REV:PATH`; what is not there is no default."""
+    _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
+    _write(tmp_path, "[time]\nmargin = 0.05\n")
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "base")):
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+    _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.5\n", "pyproject.toml")
+    reference = Path("git:HEAD:pyproject.toml")
+    assert load(reference, tmp_path).time.margin == 0.04
+    assert load(Path("git:HEAD:gate.toml"), tmp_path).time.margin == 0.05
+    assert in_words(reference, tmp_path) == "policy: git:HEAD:pyproject.toml"
+    with pytest.raises(ValueError, match=r"^policy git:HEAD:other\.toml: 'HEAD' has no file 'other\.toml'"):
+        load(Path("git:HEAD:other.toml"), tmp_path)
+
+
+def test_a_command_line_goes_before_the_policy() -> None:
+    """Where it says something."""
+    given = argparse.Namespace(on_inconclusive="fail", require_armed=None, verbose=True)
+    assert switched(Policy(require_armed=True), given) == Policy(require_armed=True, on_inconclusive="fail")
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,31 @@ def test_worse_than_the_baseline_is_refused(
     assert TARGET.read_bytes() == before
 
 
+def test_what_cannot_be_told_says_how_it_could(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole reason, and where the noise is only assumed, what measures it."""
+    _to_file(on_h200())
+    assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "launches a side would show" in line
+    default_path(Path(".llmgpu"), H200).unlink()
+    assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
+    told, remedy = capsys.readouterr().err.splitlines()
+    assert "noise assumed" in told
+    assert remedy.startswith("llmgpu: the runner's noise is assumed: llmgpu calibrate measures it")
+
+
+@pytest.mark.parametrize("head", [timed(dtype="float32"), timed(batch_size=2)])
+def test_another_measurement_may_begin_anew(head: CaseResult, capsys: pytest.CaptureFixture[str]) -> None:
+    """By removing the file that it says: nothing that is measured could pass, and nothing is replaced unasked."""
+    _to_file(on_h200())
+    capsys.readouterr()
+    assert _to_file(on_h200([head], sha="b" * 40)) == 1
+    remedy = f"llmgpu: where other cases or another machine are meant, remove {TARGET} and promote again"
+    assert capsys.readouterr().err.splitlines()[-1] == remedy
+    TARGET.unlink()
+    assert _to_file(on_h200([head], sha="b" * 40)) == 0
+
+
 def test_a_narrowed_run_cannot_drop_cases_from_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     """What `-k` left out is excused at the gate, and would be missed by nobody once the baseline lacks it."""
     gone = timed(batch_size=2)

@@ -18,6 +18,7 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkey
         report_path=tmp_path / "report.json",
         storage_path=tmp_path / "store",
         policy_path=None,
+        calibration_path=None,
         page_path=None,
         options=Options(),
         arguments=[],

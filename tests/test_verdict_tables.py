@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from report_factory import make_answers, make_failed, make_memory, make_report
-from verdict_factory import make_traffic, with_launches
+from verdict_factory import make_invalid, make_traffic, with_launches
 
 from pytest_llmgpu.case_tables import WIDTH
 from pytest_llmgpu.gate import judge
@@ -23,6 +23,13 @@ def _full(slower: float = 1.0, calls: int = 64, wrong: int = 0, **fields: Any) -
     answers = make_answers([number >= wrong for number in range(100)])
     result = with_launches([slower] * 3, accuracy=answers, memory=make_memory(), **fields)
     result.traffic = make_traffic(calls)
+    return result
+
+
+def _spoilt() -> CaseResult:
+    result = _full()
+    for launch in result.launches:
+        make_invalid(launch, "a stranger's process")
     return result
 
 
@@ -148,6 +155,12 @@ def test_colours_are_the_only_difference_that_colour_makes() -> None:
         ([_full(1.05, calls=65)], {}, "REGRESSED: 2 rows of 1 case fail the gate"),
         ([_full(1.02)], {"on_inconclusive": "fail"}, "INCONCLUSIVE, and the policy fails on it: 1 row of 1 case fail"),
         ([_full(1.02)], {}, "PASSED: 4 rows gated, 1 inconclusive"),
+        ([_full(), make_failed("interrupted", batch_size=2)], {}, "INVALID: 1 row of 1 case fail the gate"),
+        (
+            [_spoilt()],
+            {"on_inconclusive": "fail"},
+            "INVALID, and the policy fails on it: 1 row of 1 case fail the gate",
+        ),
         ([_full(dtype="float32")], {}, "NOT COMPARABLE: 1 row of 1 case fail the gate"),
         ([_full(), _full(batch_size=2)], {"require_armed": True}, "NOT ARMED: "),
     ],

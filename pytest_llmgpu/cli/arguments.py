@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_llmgpu.references import Source
+    from pytest_llmgpu.report import Report
 
 __all__ = ["REFERENCE", "add_storage", "source", "storage_of"]
 
@@ -31,8 +32,15 @@ def storage_of(arguments: argparse.Namespace) -> Path:
     return storage.DEFAULT if given is None else given
 
 
-def source(reference: str, arguments: argparse.Namespace) -> Source:
-    """Return the report that `reference` means; ValueError in one line without exactly one."""
-    from pytest_llmgpu import references
+def source(reference: str, arguments: argparse.Namespace, *, beside: Report | None = None) -> Source:
+    """Return the report that `reference` means; ValueError in one line without exactly one.
 
-    return references.resolve(reference, storage_of(arguments))
+    Args:
+        reference: as `REFERENCE` says.
+        arguments: of `add_storage`.
+        beside: a report whose machine is meant where several have one of that name.
+    """
+    from pytest_llmgpu import references, storage
+
+    machine = None if beside is None else storage.hardware(beside)
+    return references.resolve(reference, storage_of(arguments), machine=machine)

@@ -7,24 +7,24 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, storage_of
+from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 
 if TYPE_CHECKING:
     from pytest_llmgpu.policy import Policy
     from pytest_llmgpu.references import Source
     from pytest_llmgpu.report import Report
     from pytest_llmgpu.statistics import Calibration
-    from pytest_llmgpu.verdicts import Verdicts
+    from pytest_llmgpu.verdicts import Baseline, Verdicts
 
-__all__ = ["Judged", "add_rules", "add_sides", "judged", "policy_of", "public", "rules_of"]
+__all__ = ["Judged", "add_rules", "add_sides", "judged", "policy_of", "rules_of", "verdicts_of"]
 
 
 class Judged(NamedTuple):
     """What two reports came to."""
 
     verdicts: Verdicts
-    noise: str | None
-    """What is known of the noise that times were judged by, in a line; None without a baseline."""
+    judged_by: str | None
+    """Where the noise that times were judged by comes from, in a line, and then the policy; None without a baseline."""
 
 
 def add_sides(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -40,7 +40,8 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="FILE",
         type=Path,
-        help="a policy, as TOML (default: [tool.llmgpu.gate] of ./pyproject.toml, else the built-in one)",
+        help="a policy, as TOML, also git:REV:PATH (default: [tool.llmgpu.gate] of the next pyproject.toml that has "
+        "one, from here up to the repository's root, else the built-in one)",
     )
     parser.add_argument(
         "--today", metavar="DATE", type=_date, help="day on which known regressions expire (default: today, UTC)"
@@ -49,25 +50,17 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         metavar="FILE",
         type=Path,
-        help="noise between launches (default: what llmgpu calibrate keeps of the candidate's machine in the store)",
+        help="noise between launches, also git:REV:PATH (default: what llmgpu calibrate keeps of the candidate's "
+        "machine in the store)",
     )
     add_storage(parser)
 
 
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """Return the policy in force: of the file, with what the command line says otherwise; ValueError in one line."""
-    import msgspec
-
     from pytest_llmgpu import policy as policies
 
-    path: Path | None = arguments.policy
-    policy = policies.load(policies.find(Path()) if path is None else path)
-    given = {
-        name: value
-        for name in ("on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
-        if (value := getattr(arguments, name, None)) is not None
-    }
-    return msgspec.structs.replace(policy, **given)
+    return policies.switched(policies.load(_policy_path(arguments)), arguments)
 
 
 def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool = False) -> Judged:
@@ -83,24 +76,36 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     """
     import msgspec
 
-    from pytest_llmgpu import calibration, gate, references, storage
-    from pytest_llmgpu.verdicts import Baseline
+    from pytest_llmgpu import calibration
+    from pytest_llmgpu import policy as policies
 
-    store = storage_of(arguments)
-    head_source = references.resolve(arguments.head, store)
+    head_source = source(arguments.head, arguments)
     head = head_source.report()
-    base_source = _base(arguments.base, store, storage.hardware(head), may_lack_base=may_lack_base)
+    base_source = _base(arguments, head, may_lack_base=may_lack_base)
     base = base_source.report() if base_source is not None else None
-    baseline = None
-    if base is not None and base_source is not None:
-        baseline = Baseline(name=public(arguments.base), sha256=base_source.sha256, commit=base.commit.sha)
-    today, noise = rules_of(arguments, head)
-    found = gate.judge(base, head, policy, today=today, calibration=noise, baseline=baseline)
+    baseline = base_source.baseline(arguments.base, base) if base_source is not None and base is not None else None
+    found = verdicts_of(arguments, policy, base, head, baseline)
     if base_source is not None and base_source.data == head_source.data:
         note = "baseline and candidate are the same file"
         found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
-    noise_in_words = None if base is None else calibration.in_words(store, head, arguments.calibration)
-    return Judged(found, noise_in_words)
+    if base is None:
+        return Judged(found, None)
+    noise = calibration.in_words(storage_of(arguments), head, arguments.calibration)
+    return Judged(found, f"{noise}\n{policies.in_words(_policy_path(arguments))}")
+
+
+def verdicts_of(
+    arguments: argparse.Namespace, policy: Policy, base: Report | None, head: Report, baseline: Baseline | None
+) -> Verdicts:
+    """Return what the gate says of a report, by the day and the calibration of `add_rules`; see `gate.judge`.
+
+    Raises:
+        ValueError: one line: the calibration cannot be read.
+    """
+    from pytest_llmgpu import gate
+
+    today, noise = rules_of(arguments, head)
+    return gate.judge(base, head, policy, today=today, calibration=noise, baseline=baseline)
 
 
 def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
@@ -111,17 +116,18 @@ def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date
     return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
 
 
-def public(reference: str) -> str:
-    """Return a reference as verdicts may hold it: they get published, so that no path says whose machine it was."""
-    path = Path(reference)
-    return path.name if path.is_absolute() else reference
+def _policy_path(arguments: argparse.Namespace) -> Path | None:
+    from pytest_llmgpu import policy as policies
+
+    path: Path | None = arguments.policy
+    return policies.find(Path()) if path is None else path
 
 
-def _base(reference: str, store: Path, machine: str, *, may_lack_base: bool) -> Source | None:
+def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -> Source | None:
     from pytest_llmgpu import references
 
     try:
-        return references.resolve(reference, store, machine=machine)
+        return source(arguments.base, arguments, beside=head)
     except references.AbsentError as error:
         if may_lack_base:
             return None

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from pytest_llmgpu import gate
+from pytest_llmgpu.conclusion import policy_of
 from pytest_llmgpu.exports.escaping import code, markdown
 from pytest_llmgpu.exports.markdown_table import HEADER, case_lines, line, quantity
-from pytest_llmgpu.exports.notices import Notice, besides_rows, level, notices, policy_of
+from pytest_llmgpu.exports.notices import Notice, besides_rows, level, notices
 from pytest_llmgpu.exports.protocol import Export
 from pytest_llmgpu.listing import commit
 from pytest_llmgpu.policy import Policy

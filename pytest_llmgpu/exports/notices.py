@@ -7,13 +7,14 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu import gate
+from pytest_llmgpu import gate, verdict_tables
+from pytest_llmgpu.conclusion import policy_of
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.verdicts import Row, Verdicts, worst_first
 
-__all__ = ["Level", "Notice", "besides_rows", "level", "notices", "policy_of", "rows_by_id"]
+__all__ = ["Level", "Notice", "besides_rows", "level", "notices", "rows_by_id"]
 
 Level = Literal["failure", "warning", "info"]
 
@@ -22,6 +23,10 @@ _WORTH_A_WARNING = frozenset(
 )
 _ORDER: tuple[Level, ...] = ("failure", "warning", "info")
 _BROKEN = frozenset(("crashed", "timeout", "error"))
+_NOTHING_COMPARED = 5
+"""Status of a gate that was not armed."""
+_REASONS = 3
+"""Most reasons that are named why something was not compared."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +42,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 def notices(report: Report) -> list[Notice]:
     """Return what to tell, worst first; nothing of what is as it should be."""
-    return _sorted([*_of_rows(report.verdicts), *besides_rows(report)])
+    return _sorted([*_of_gate(report.verdicts), *_of_rows(report.verdicts), *besides_rows(report)])
 
 
 def besides_rows(report: Report) -> list[Notice]:
@@ -53,14 +58,6 @@ def level(row: Row, policy: Policy) -> Level:
     return "warning" if row.verdict in _WORTH_A_WARNING else "info"
 
 
-def policy_of(verdicts: Verdicts) -> Policy:
-    """Return the policy that was in force; the default one where its text is not to be read here."""
-    try:
-        return msgspec.toml.decode(verdicts.policy, type=Policy)
-    except (msgspec.MsgspecError, ValueError, ImportError):  # ImportError: Python 3.10 without tomli
-        return Policy()
-
-
 def rows_by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
     """Return the rows of each case, and of each series by its strategy, worst first."""
     rows: dict[str, list[Row]] = {}
@@ -71,6 +68,18 @@ def rows_by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
 
 def _sorted(told: Iterable[Notice]) -> list[Notice]:
     return sorted(told, key=lambda notice: _ORDER.index(notice.level))
+
+
+def _of_gate(verdicts: Verdicts | None) -> Iterator[Notice]:
+    """Yield why the gate fails where no row says so."""
+    if verdicts is None:
+        return
+    policy = policy_of(verdicts)
+    if gate.exit_status(verdicts, policy) == _NOTHING_COMPARED:
+        text = verdict_tables.conclusion(verdicts, policy)
+        often = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_REASONS]
+        unarmed = "; ".join(f"{count:,} x {reason}" for reason, count in often)
+        yield Notice(level="failure", title="Gate", text=f"{text}\n{unarmed}".rstrip("\n"))
 
 
 def _of_rows(verdicts: Verdicts | None) -> Iterator[Notice]:

@@ -81,7 +81,7 @@ class _Ab:
             job.prepare()
             verdicts = job.measured()
             conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
-            show(f"\n{verdict_tables.table(verdicts, color())}\n{job.noise}\n{conclusion}")
+            show(f"\n{verdict_tables.table(verdicts, color())}\n{job.judged_by}\n{conclusion}")
             show(f"reports, policy and logs: {_KEPT / job.kept.name}")
         return gate.exit_status(verdicts, job.policy)
 
@@ -96,10 +96,10 @@ class _Job:
         self._arguments = arguments
         self._trees: dict[Side, Worktree] = dict(zip(SIDES, trees, strict=True))
         self._environments = {side: worktrees.environment(tree) for side, tree in self._trees.items()}
-        self.policy = _policy(arguments, self._trees["base"])
+        self.policy, self._policy_in_words = _policy(arguments, self._trees["base"])
         self.kept = launching.kept(_KEPT, "_".join(tree.sha[:_LETTERS] for tree in trees))
-        self.noise = ""
-        """The noise that times were judged by, in a line."""
+        self.judged_by = ""
+        """Where the noise and the policy that were judged by come from, for people."""
 
     def prepare(self) -> None:
         """Say what is going to be measured, and make each worktree's environment."""
@@ -152,13 +152,16 @@ class _Job:
         report.dump(both.base, self.kept / "base.json.gz")
         tree = self._trees["base"]
         today, noise = rules_of(self._arguments, both.head)
-        self.noise = calibration.in_words(storage_of(self._arguments), both.head, self._arguments.calibration)
+        in_words = calibration.in_words(
+            storage_of(self._arguments), both.head, self._arguments.calibration, in_turn=True
+        )
+        self.judged_by = f"{in_words}\n{self._policy_in_words}"
         both.head.verdicts = gate.judge(
             both.base,
             both.head,
             self.policy,
             today=today,
-            calibration=noise,
+            calibration=noise.of_one_session() if noise is not None else None,
             baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
         )
         report.dump(both.head, self.kept / "head.json.gz")
@@ -168,18 +171,17 @@ class _Job:
         return [(self._environments[side], tree) for side, tree in self._trees.items()]
 
 
-def _policy(arguments: argparse.Namespace, base: Worktree) -> Policy:
-    """Return the policy for one look: the file that was named, else the base's, since a change may not edit its bar."""
-    import msgspec
+def _policy(arguments: argparse.Namespace, base: Worktree) -> tuple[Policy, str]:
+    """Return the policy for one look, and where it is from, in words.
 
+    The file that was named, else the base's, since a change may not edit its bar.
+    """
     from pytest_llmgpu import policy as policies
     from pytest_llmgpu.side_by_side import split
 
-    path: Path | None = arguments.policy
-    policy = policies.load(policies.find(base.folder) if path is None else path)
-    if arguments.on_inconclusive is not None:
-        policy = msgspec.structs.replace(policy, on_inconclusive=arguments.on_inconclusive)
-    return split(policy, arguments.again)
+    path = policies.find(base.folder) if arguments.policy is None else arguments.policy
+    policy = policies.switched(policies.load(path), arguments)
+    return split(policy, arguments.again), policies.in_words(path)
 
 
 def _inside(environ: dict[str, str], tree: Worktree) -> bool:

@@ -25,9 +25,9 @@ class _Compare:
         from pytest_llmgpu import verdict_tables
 
         with collector.paused():
-            verdicts, noise = judged(arguments, policy_of(arguments))
+            verdicts, judged_by = judged(arguments, policy_of(arguments))
             table = verdict_tables.table(verdicts, color(), None if arguments.all else verdict_tables.MOST_CASES)
-            show("\n".join(filter(None, (table, noise))))
+            show("\n".join(filter(None, (table, judged_by))))
         return 0
 
 

@@ -32,7 +32,7 @@ class _Gate:
         for flag, text in (
             ("--allow-missing", "let cases and figures pass that only the baseline has"),
             ("--allow-no-baseline", "let a run pass whose baseline is not there; a broken one never passes"),
-            ("--require-armed", "fail where anything that is gated could not be compared"),
+            ("--require-armed", "fail where anything that is gated could not be compared, left-out tests apart"),
         ):
             parser.add_argument(flag, action="store_true", default=None, help=text)
         parser.add_argument("--json", metavar="PATH", help="write the verdicts; - prints them in place of the table")
@@ -49,7 +49,7 @@ class _Gate:
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
         with collector.paused():
-            verdicts, noise = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
+            verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
             text = as_json(verdicts) if arguments.json is not None else ""
             # Before anything is printed: whoever reads the table may leave early.
             if arguments.json not in {None, "-"}:
@@ -60,7 +60,7 @@ class _Gate:
                 most = None if arguments.all else verdict_tables.MOST_CASES
                 table = verdict_tables.table(verdicts, color(), most)
                 conclusion = verdict_tables.conclusion(verdicts, in_force, color())
-                show("\n".join(filter(None, (table, noise, conclusion))))
+                show("\n".join(filter(None, (table, judged_by, conclusion))))
             return gate.exit_status(verdicts, in_force)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.judging import add_rules, policy_of, public, rules_of
+from pytest_llmgpu.cli.beside import add_baseline, beside
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -20,27 +20,21 @@ class _Html:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-        parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="what to hold it against, named likewise")
         parser.add_argument(
             "--output", metavar="PATH", type=Path, help="the page (default: the report's name with .html, here)"
         )
-        add_rules(parser)
+        add_baseline(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import gate, html_report
-        from pytest_llmgpu.verdicts import Baseline
+        from pytest_llmgpu import html_report
+        from pytest_llmgpu.references import public
 
         found = source(arguments.report, arguments)
         output: Path = arguments.output or Path(_file_name(found.name))
         html_report.check(output)
         with collector.paused():
-            report, base, verdicts, policy = found.report(), None, None, None
-            if arguments.baseline is not None:
-                base_source = source(arguments.baseline, arguments)
-                base, policy = base_source.report(), policy_of(arguments)
-                origin = Baseline(name=public(arguments.baseline), sha256=base_source.sha256, commit=base.commit.sha)
-                today, noise = rules_of(arguments, report)
-                verdicts = gate.judge(base, report, policy, today=today, calibration=noise, baseline=origin)
+            report = found.report()
+            base, verdicts, policy = beside(arguments, report)
             page = html_report.render(report, base, name=public(found.name), verdicts=verdicts, policy=policy)
         html_report.write(page, output)
         show(f"{output}")

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source
+from pytest_llmgpu import collector
+from pytest_llmgpu.cli.arguments import REFERENCE, source
+from pytest_llmgpu.cli.beside import add_baseline, beside
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -23,29 +25,22 @@ class _Plot:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-        parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="what to hold its times against")
         parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the pictures")
         parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
         parser.add_argument("--dark", action="store_true", help="for a dark ground; the names end in -dark")
         parser.add_argument("--case", metavar="ID", help="also the time lines of this case: tp-bs8")
-        add_storage(parser)
+        add_baseline(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        import msgspec
-
         from pytest_llmgpu import charts
         from pytest_llmgpu.charts import files
 
         formats = files.formats(arguments.format)
-        found = source(arguments.report, arguments)
-        report, baseline = found.report(), None
-        if arguments.baseline is not None:
-            other = source(arguments.baseline, arguments)
-            baseline, known = other.report(), report.verdicts
-            if known is None or known.baseline is None or known.baseline.sha256 != other.sha256:
-                # Verdicts against another baseline say nothing of this one.
-                report = msgspec.structs.replace(report, verdicts=None)
-        drawn = charts.of_report(report, baseline)
+        with collector.paused():
+            report = source(arguments.report, arguments).report()
+            _, verdicts, _ = beside(arguments, report)
+        report.verdicts = verdicts or report.verdicts
+        drawn = charts.of_report(report)
         timelines = [] if arguments.case is None else _timelines(report, arguments.case)
         for path in files.write([*drawn.charts, *timelines], arguments.output, formats, dark=arguments.dark):
             show(str(path))

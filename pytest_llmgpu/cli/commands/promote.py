@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
-from pytest_llmgpu.cli.judging import add_rules, policy_of, public, rules_of
+from pytest_llmgpu.cli.judging import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
+    from pytest_llmgpu.promotion import Trial
     from pytest_llmgpu.references import Source
 
 __all__ = ["COMMAND"]
@@ -39,7 +40,6 @@ class _Promote:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu import promotion, storage
-        from pytest_llmgpu.verdicts import Baseline
 
         with collector.paused():
             policy = policy_of(arguments)
@@ -48,20 +48,21 @@ class _Promote:
             store = storage_of(arguments)
             present = _present(arguments.to, store, storage.hardware(candidate))
             objections, verdicts, replaced = promotion.unfit(candidate), None, ""
+            remedies: list[str] = []
             if present is not None:
                 base = present.report()
                 if promotion.is_same(candidate, base):
                     show(f"{arguments.report} is the baseline already")
                     return 0
-                baseline = Baseline(name=public(present.name), sha256=present.sha256, commit=base.commit.sha)
-                verdicts, more = promotion.trial(
-                    base, candidate, policy, today=today, calibration=noise, baseline=baseline
-                )
-                objections += more
+                baseline = present.baseline(present.name, base)
+                trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
+                remedies = [] if objections else _remedies(trial, present.name)
+                objections += trial.objections
+                verdicts = trial.verdicts
                 counted = promotion.counted(verdicts)
                 replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
             if objections:
-                return _refuse(arguments.report, objections)
+                return _refuse(arguments.report, objections, remedies)
             try:
                 path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
             except OSError as error:
@@ -83,10 +84,21 @@ def _present(path: Path | None, store: Path, machine: str) -> Source | None:
     return references.resolve(str(path), store) if path is not None and path.exists() else None
 
 
-def _refuse(name: str, objections: list[str]) -> int:
+def _remedies(trial: Trial, present: str) -> list[str]:
+    """Return what a person can do about it, a line each."""
+    lines = []
+    if trial.measure_noise:
+        lines.append("the runner's noise is assumed: llmgpu calibrate measures it, and fewer launches tell more")
+    if trial.begin_anew:
+        lines.append(f"where other cases or another machine are meant, remove {present} and promote again")
+    return lines
+
+
+def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
     lines = [f"llmgpu: {name} is not promoted: {' '.join(text.split())}" for text in objections[:_SHOWN]]
     if left := len(objections) - _SHOWN:
         lines += [f"llmgpu: and for {left:,} reasons more: see llmgpu compare"] * (left > 0)
+    lines += [f"llmgpu: {line}" for line in remedies]
     print("\n".join(lines), file=sys.stderr)
     return _REFUSED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.cli.output import color, save, show
 from pytest_llmgpu.cli.protocol import Command
 
 __all__ = ["COMMAND"]
@@ -34,9 +34,9 @@ class _Trend:
         formats = files.formats(arguments.format)
         if arguments.last < 1:
             raise ValueError(f"--last {arguments.last}: a number from 1 on is needed")
-        kept = trends.chosen(arguments.folder or storage.DEFAULT, arguments.machine)[-arguments.last :]
-        found = trends.trends(kept)
-        machine = kept[0].machine
+        kept = trends.chosen(arguments.folder or storage.DEFAULT, arguments.machine)
+        found = trends.trends(kept, last=arguments.last)
+        machine, kept = kept[0].machine, kept[-arguments.last :]
         shown = trend_tables.tables(found, case_tables.painter(color())) if found else "no case has a figure"
         show(f"{machine}, {len(kept)} report{'s' if len(kept) > 1 else ''}\n\n{shown}")
         if arguments.output is not None:
@@ -48,14 +48,9 @@ class _Trend:
             for reason in drawn.omitted:
                 show(f"left out: {reason}")
         if arguments.html is not None:
-            from pytest_llmgpu.charts import trend_page
+            from pytest_llmgpu.page import trend
 
-            page = trend_page.render(found, machine)
-            try:
-                arguments.html.parent.mkdir(parents=True, exist_ok=True)
-                arguments.html.write_text(page, "utf-8")
-            except OSError as error:
-                raise ValueError(f"page {arguments.html}: cannot be written: {error.strerror}") from None
+            save(trend.render(found, machine), arguments.html)
             show(str(arguments.html))
         return 0
 
