@@ -32,9 +32,11 @@ The map of the package, from what people touch down to what is measured; imports
     time_verdicts, accuracy_verdicts, exact_verdicts, series_verdicts
                                     how each kind of metric is judged: pairs of batches, flipped items, exact counts,
                                     the largest batch that fits
+    paired_times                    the time of one case against its baseline's, batch by batch, not yet judged
     launch_merging                  several reports of the same cases as one with several launches a case
     policy, statistics              what the gate is told; how sure a change is
     calibration                     how much a runner's times differ from launch to launch
+    hodges_lehmann                  the typical one of many values
     distributions, verdicts         Student's t and binomial tails; what the gate says
     report, environment, commit     the JSON; machine and libraries; the source that was measured
     capacity, footprint             the largest batch size that fits; what a device's memory is in use for
