@@ -6,7 +6,7 @@ A flag wins over the marker, the marker over the ini file, the ini file over the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import pytest
@@ -328,6 +328,27 @@ def refuse_idle(config: pytest.Config, chosen: Options) -> None:
     idle = [_flag(field) for field in given if field.name in _OF_THE_GATE]
     if idle and chosen.compare is None:
         raise pytest.UsageError(f"{idle[0]}: there is nothing to judge this run by: --llmgpu-compare=REF is needed")
+
+
+def refuse_unread(config: pytest.Config, measured: Collection[str], built_in: Collection[str]) -> None:
+    """Refuse a flag of one strategy where another is measured: it would change nothing, and nobody would notice.
+
+    In the ini file it may wait for a run of that strategy.
+
+    Args:
+        config: Where flags are.
+        measured: Names of the strategies that are measured, as `--strategy` has them.
+        built_in: Names that flags begin with.
+
+    Raises:
+        pytest.UsageError: In one line with the flag and what is measured.
+    """
+    for field in dataclasses.fields(Options):
+        owner = field.name.partition("_")[0]
+        given = config.getoption(_destination(field), None) is not None
+        if given and owner in built_in and owner not in measured:
+            names = ", ".join(sorted(measured))
+            raise pytest.UsageError(f"{_flag(field)}: is for strategy {owner}, and this run measures {names}")
 
 
 def _check_marker(marker: pytest.Mark) -> None:

@@ -115,6 +115,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(refused[0])
     from pytest_llmgpu.comparison import YARDSTICK
     from pytest_llmgpu.order import ascending
+    from pytest_llmgpu.strategies import BUILT_IN
+
+    chosen = {name for item in ours for name in (collected.group_of(item)[0], *collected.group_of(item)[1].strategy)}
+    options.refuse_unread(session.config, chosen, BUILT_IN)
 
     def is_yardstick(item: pytest.Item) -> bool:
         return collected.group_of(item)[0] == YARDSTICK

@@ -208,3 +208,34 @@ def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: st
     )
     pytester.makeini("[pytest]\nllmgpu_on_inconclusive = fail\nllmgpu_require_armed = true\n")
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "owner"),
+    [("--llmgpu-iok-stock", "iok"), ("--llmgpu-iok-min-tokens=1", "iok"), ("--llmgpu-tp-backend=deepspeed", "tp")],
+)
+def test_a_flag_of_a_strategy_that_is_not_measured_is_refused(pytester: pytest.Pytester, flag: str, owner: str) -> None:
+    """It would change nothing; in the ini file it may wait, and a marker's strategy counts."""
+    pytester.makepyfile(
+        """
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    result = pytester.runpytest_inprocess(flag, "--collect-only")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name = flag.partition("=")[0]
+    result.stderr.fnmatch_lines([f"ERROR: {name}: is for strategy {owner}, and this run measures mp"])
+    assert pytester.runpytest_inprocess(flag, f"--strategy=mp,{owner}", "--collect-only").ret == 0
+    pytester.makeini("[pytest]\nllmgpu_iok_min_tokens = 1\n")
+    assert pytester.runpytest_inprocess("--collect-only").ret == 0
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.mark.llmgpu(strategy="{owner}")
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    assert pytester.runpytest_inprocess(flag, "--collect-only").ret == 0
