@@ -20,6 +20,7 @@ from figures import Cases
 from pytest_llmgpu import capacity, report
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.study_table import wrong
 
 STUDY_S: dict[str, dict[int, float]] = {
     "mp": {1: 10258, 2: 6159, 4: 4622, 8: 4043, 16: 3807, 32: 3705, 64: 3800},
@@ -264,6 +265,9 @@ def _cell(cases: Cases, size: int) -> str:
     if result.inference_s is None:
         return "OoM" if result.outcome == "oom" else result.outcome
     text = f"{result.inference_s:.2f}" + (" g" if result.case.execution == "cuda_graphs" else "")
+    if wrong(result):
+        right = figures.accuracy(result)
+        return f"{text} (wrong answers)" if right is None else f"{text} ({100 * right:.0f} %)"
     return f"**{text}**" if result.inference_s == min(figures.seconds(cases).values()) else text
 
 

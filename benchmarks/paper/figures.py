@@ -8,7 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from pytest_llmgpu.profiling.figures import of_window
 from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.study_table import wrong
 
 Cases = dict[int, CaseResult]
 """Batch size to the result of one strategy."""
@@ -34,8 +36,8 @@ def of(cases: Cases, figure: Figure) -> dict[int, float]:
 
 
 def seconds(cases: Cases) -> dict[int, float]:
-    """Return the time for all items by batch size."""
-    return of(cases, lambda result: result.inference_s)
+    """Return the time for all items by batch size, of the cases whose answers are not known to be wrong."""
+    return of(cases, lambda result: None if wrong(result) else result.inference_s)
 
 
 def accuracy(result: CaseResult) -> float | None:
@@ -99,6 +101,6 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def _mean(result: CaseResult, metric: str) -> float | None:
     profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-    found = [device.metrics.get(metric) for profile in profiles for device in profile.devices]
-    means = [one.mean for one in found if one is not None and one.mean is not None]
+    found = [of_window(profile, device, metric) for profile in profiles for device in profile.devices]
+    means = [one.mean for one in found if not isinstance(one, str) and one.mean is not None]
     return statistics.fmean(means) if means else None
