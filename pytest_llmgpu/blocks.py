@@ -7,13 +7,20 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from pytest_llmgpu import capacity
+from pytest_llmgpu.capacity import Capacity
 from pytest_llmgpu.case import Case
-from pytest_llmgpu.report import Report
+from pytest_llmgpu.report import Environment, Report
 from pytest_llmgpu.result import CaseResult
 
-__all__ = ["blocks", "captions", "dataset", "listed", "model"]
+__all__ = ["apart", "blocks", "capacities", "caption", "captions", "dataset", "listed", "model"]
 
 _GIB = 2**30
+
+_UNSAID = {"gpu_memory_bytes": "all of the memory", "workload": "logits of the endings only"}
+"""What a caption leaves out, by field, where it has to be told from another."""
+
+_HARNESS = "loglikelihood_full_logits"
 
 _COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
 """Fields of a case that may differ within a table; how the forwards ran is an answer that each batch size may get."""
@@ -32,20 +39,48 @@ def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
     return list(found.values())
 
 
+def capacities(report: Report) -> list[Capacity]:
+    """Return the largest batch size of each series of a report, also of one that was written before it was kept."""
+    return report.capacity or capacity.capacities(report.cases, report.environment.gpus)
+
+
+def caption(case: Case, environment: Environment) -> str:
+    """Return what a case and those of its block measured."""
+    return ", ".join(filter(None, _told(case, environment).values()))
+
+
 def captions(tables: Sequence[Sequence[CaseResult]], report: Report) -> list[str]:
     """Return what each block measured; blocks that read the same also get the fields in which they differ."""
+    plain = [caption(block[0].case, report.environment) for block in tables]
+    more = _unread(tables, plain)
+    return [", ".join([text, *fields]) for text, fields in zip(plain, more, strict=True)]
+
+
+def apart(tables: Sequence[Sequence[CaseResult]], report: Report) -> list[str]:
+    """Return of each block what tells it from the others; nothing of a single one."""
+    told = [_told(block[0].case, report.environment) for block in tables]
+    differing = [name for name in told[0] if len({one[name] for one in told}) > 1] if told else []
+    more = _unread(tables, [caption(block[0].case, report.environment) for block in tables])
+    return [
+        ", ".join([*(one[name] or _UNSAID[name] for name in differing), *fields])
+        for one, fields in zip(told, more, strict=True)
+    ]
+
+
+def _unread(tables: Sequence[Sequence[CaseResult]], plain: Sequence[str]) -> list[list[str]]:
+    """Return the fields in which a block differs from those of the same caption."""
     cases = [block[0].case for block in tables]
-    plain = [_caption(case, report) for case in cases]
     fields = [msgspec.to_builtins(case) for case in cases]
     found = []
-    for caption, own in zip(plain, fields, strict=True):
-        alike = [other for other, others in zip(fields, plain, strict=True) if others == caption]
-        differing = [
-            f"{name} {value[:12] if isinstance(value, str) else value}"
-            for name, value in own.items()
-            if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
-        ]
-        found.append(", ".join([caption, *differing]))
+    for text, own in zip(plain, fields, strict=True):
+        alike = [other for other, others in zip(fields, plain, strict=True) if others == text]
+        found.append(
+            [
+                f"{name} {value[:12] if isinstance(value, str) else value}"
+                for name, value in own.items()
+                if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
+            ]
+        )
     return found
 
 
@@ -64,10 +99,16 @@ def listed(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _caption(case: Case, report: Report) -> str:
-    names = listed(gpu.name for gpu in report.environment.gpus)
+def _told(case: Case, environment: Environment) -> dict[str, str]:
+    """Return what a caption says, by field; an empty text of what goes without saying."""
+    names = listed(gpu.name for gpu in environment.gpus)
     where = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
-    parts = [model(case), case.dtype, where, dataset(case)]
-    if case.gpu_memory_bytes is not None:
-        parts.append(f"{case.gpu_memory_bytes / _GIB:.1f} GiB allowed of each")
-    return ", ".join(parts)
+    cap = case.gpu_memory_bytes
+    return {
+        "model": model(case),
+        "dtype": case.dtype,
+        "devices": where,
+        "dataset": dataset(case),
+        "gpu_memory_bytes": "" if cap is None else f"{cap / _GIB:.1f} GiB allowed of each",
+        "workload": "every logit and a KV cache" if case.workload == _HARNESS else "",
+    }

@@ -20,6 +20,7 @@ Status = Literal["pass", "unclear", "fail"]
 
 _SHOWN = 3  # cases of one problem that are told in full
 _SEVERITIES = ("failure", "warning", "info")  # worst first
+_LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
 _UNCLEAR = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID", "INCONCLUSIVE"))
 _NO_ROOM = frozenset(("oom", "skipped_after_oom"))
 _WORDS = {
@@ -47,6 +48,10 @@ _NEXT_BY_METRIC = {
     "path": "Compare `topology` and the NCCL variables of the two reports.",
     "memory": "See memory by batch size below: weights, workspace or live tensors.",
 }
+
+
+_Unfit = tuple[CaseResult, Finding]
+"""A series of which no batch size fitted: one of its cases, and what is said of its memory."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +87,8 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
     """
     policy = policy or policy_of(verdicts)
     rows = [] if verdicts is None else [row for row in worst_first(verdicts.rows) if gate.fails(row, policy)]
-    found = [*_of_findings(report.cases), *_of_memory(report)]
+    unfit = _unfit(report)
+    found = [*_of_findings(report.cases, unfit), *_of_memory(unfit)]
     problems = sorted([*found, *_of_rows(rows)], key=_order)
     judged = 0 if verdicts is None else gate.exit_status(verdicts, policy)
     status = _status(report, judged, broken=any(problem.severity == "failure" for problem in found))
@@ -141,16 +147,24 @@ def _compared(verdicts: Verdicts, failing: Sequence[Row]) -> str:
     better = counts["IMPROVED"] + counts["CAPACITY_IMPROVED"]
     worse = sum(row.verdict not in _UNCLEAR for row in failing)
     untold = len(failing) - worse
-    parts = [f"{verdicts.armed.compared} comparisons with the baseline: {worse} worse", f"{better} better"]
+    allowed = sum(row.verdict in _LOST for row in verdicts.rows) - sum(row.verdict in _LOST for row in failing)
+    parts = [f"{verdicts.armed.compared} comparisons with the baseline: {worse} worse"]
+    if allowed:
+        parts.append(f"{allowed} worse but allowed")
+    parts.append(f"{better} better")
     if untold:
         parts.append(f"{untold} not compared that have to be")
     return f"{', '.join(parts)}."
 
 
-def _of_findings(cases: Iterable[CaseResult]) -> Iterator[Problem]:
+def _of_findings(cases: Iterable[CaseResult], unfit: Sequence[_Unfit]) -> Iterator[Problem]:
+    """Yield the problems of the cases' findings, but for those that `_of_memory` tells."""
+    told = [finding for _, finding in unfit]
     kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
     for result in cases:
         for finding in result.findings:
+            if any(finding is other for other in told):
+                continue
             kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
     for (_, code, next_step), found in kinds.items():
         yield Problem(
@@ -162,19 +176,34 @@ def _of_findings(cases: Iterable[CaseResult]) -> Iterator[Problem]:
         )
 
 
-def _of_memory(report: Report) -> Iterator[Problem]:
-    """Yield a problem where no batch size fitted and tests failed for it: where it is expected, they pass."""
+def _unfit(report: Report) -> list[_Unfit]:
+    """Return the series of which no batch size fitted where tests failed for it: where it is expected, they pass."""
     by_series: dict[str, list[CaseResult]] = {}
     for result in report.cases:
         by_series.setdefault(result.case.series, []).append(result)
     ended = [found for found in by_series.values() if {result.outcome for result in found} <= _NO_ROOM]
-    if ended and report.session.exit_status == 1:
-        yield Problem(
-            severity="failure",
-            label="nothing-fits",
-            told=[(found[0].id, f"No selected batch size of {found[0].case.strategy} fits.") for found in ended],
-            next_step="Take smaller batch sizes, more GPUs or a smaller model.",
-        )
+    return [_room(found) for found in ended] if report.session.exit_status == 1 else []
+
+
+def _room(series: Sequence[CaseResult]) -> _Unfit:
+    """Return what is said of the memory of a series that never fitted: its own finding, with what can be done here."""
+    for result in series:
+        for finding in result.findings:
+            if finding.code == "out-of-memory":
+                return result, finding
+    smaller = "smaller batch sizes, " if min(result.case.batch_size for result in series) > 1 else ""
+    text = f"No selected batch size of {series[0].case.strategy} fits."
+    next_step = f"Take {smaller}more GPUs or a smaller model."
+    return series[0], Finding(code="out-of-memory", severity="info", text=text, next_step=next_step)
+
+
+def _of_memory(unfit: Iterable[_Unfit]) -> Iterator[Problem]:
+    """Yield a problem for each next step."""
+    steps: dict[str, list[tuple[str, str]]] = {}
+    for result, finding in unfit:
+        steps.setdefault(finding.next_step, []).append((result.id, finding.text))
+    for next_step, told in steps.items():
+        yield Problem(severity="failure", label="nothing-fits", told=told, next_step=next_step)
 
 
 def _of_rows(rows: Iterable[Row]) -> Iterator[Problem]:

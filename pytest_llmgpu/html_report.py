@@ -6,7 +6,6 @@ import base64
 import datetime
 import errno
 import hashlib
-import importlib.resources
 import importlib.util
 import os
 import re
@@ -14,14 +13,15 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import blocks, capacity, charts, gate
+from pytest_llmgpu import blocks, charts, gate
 from pytest_llmgpu.charts.chart import Chart
 from pytest_llmgpu.conclusion import conclude, policy_of
 from pytest_llmgpu.page import colors, facts
+from pytest_llmgpu.page.assets import MISSING, asset, templates
 from pytest_llmgpu.page.verdict_groups import grouped
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
@@ -29,15 +29,10 @@ from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.study_table import study_table
 from pytest_llmgpu.verdicts import Verdicts
 
-if TYPE_CHECKING:
-    from jinja2 import Environment as Templates
-
 __all__ = ["check", "render", "write"]
 
-_MISSING = "the page needs the extra report: pip install 'pytest-llmgpu[report]'"
 _LIBRARIES = ("jinja2", "vl_convert")
 _SUFFIXES = (".html", ".htm")
-_FOLDER = "page"
 _IN_FULL = 3  # problems shown before the rest is folded away
 
 
@@ -50,7 +45,7 @@ def check(path: Path) -> None:
         raise ValueError(f"page {path}: the name must end in {' or '.join(_SUFFIXES)}")
     for library in _LIBRARIES:
         if importlib.util.find_spec(library) is None:
-            raise ValueError(_MISSING)
+            raise ValueError(MISSING)
     target = path.resolve()
     folder = next(parent for parent in target.parents if parent.exists())
     try:
@@ -101,14 +96,14 @@ def render(
 
 
 def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
-    library, templates = _library(), _templates()
-    drawn = charts.of_report(report, baseline)
+    library, found = _library(), templates()
+    drawn = charts.of_report(report)
     time_lines = _time_lines(report)
     config, colored = colors.config_and_style()
-    style, script = _asset("page.css") + colored, _asset("page.js")
+    style, script = asset("page.css") + colored, asset("page.js")
     specs = {chart.id: chart.spec for chart in drawn.charts}
     verdicts = report.verdicts
-    return templates.get_template("page.html").render(
+    return found.get_template("page.html").render(
         policy_header=_content_security_policy([library, script], [style]),
         library=library,
         script=script,
@@ -117,14 +112,16 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         report=report,
         conclusion=conclude(report, verdicts, policy),
         in_full=_IN_FULL,
+        logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
         tables=list(_tables(report)),
         charts=drawn.charts,
         omitted=drawn.omitted,
         cases=[(result.id, f"{result.id}: {_ending(result)}") for result in report.cases if result.id in time_lines],
         verdicts=verdicts,
-        groups=None if verdicts is None else grouped(verdicts.rows, policy),
+        groups=None if verdicts is None else grouped(verdicts, policy),
         machine=facts.machine(report, baseline),
         libraries=facts.libraries(report, baseline),
+        options=facts.options(report, baseline),
         command=[shlex.quote(word) for word in ("pytest", *report.argv)],
         data=_json({"config": config, "charts": specs, "cases": time_lines}),
     )
@@ -133,7 +130,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the study's table of each block of cases, with its caption and the largest batch sizes."""
     found = blocks.blocks(report.cases)
-    known = report.capacity or capacity.capacities(report.cases, report.environment.gpus)
+    known = blocks.capacities(report)
     for caption, cases in zip(blocks.captions(found, report), found, strict=True):
         series = {result.case.series for result in cases}
         largest = [
@@ -161,30 +158,10 @@ def _library() -> str:
     try:
         import vl_convert
     except ImportError:
-        raise ValueError(_MISSING) from None
+        raise ValueError(MISSING) from None
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # In a string of a script this is the same, and HTML does not take it for the end of the element.
     return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
-
-
-def _templates() -> Templates:
-    try:
-        import jinja2
-    except ImportError:
-        raise ValueError(_MISSING) from None
-    found = jinja2.Environment(
-        loader=jinja2.PackageLoader("pytest_llmgpu", _FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters["arrows"] = lambda text: text.replace(" -> ", " \u2192 ")
-    return found
-
-
-def _asset(name: str) -> str:
-    return (importlib.resources.files("pytest_llmgpu") / _FOLDER / name).read_text(encoding="utf-8")
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pytest_llmgpu.device_figures import digits
 from pytest_llmgpu.metrics import measured
 from pytest_llmgpu.result import CaseResult
 
-__all__ = ["LEGEND", "Cell", "Kind", "Rows", "StudyTable", "layout", "row_name", "study_table"]
+__all__ = ["LEGEND", "Cell", "Kind", "Rows", "StudyTable", "layout", "row_name", "study_table", "wrong"]
 
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """What a cell is to be marked as."""
@@ -140,7 +140,7 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, dummy: bool) -> st
 
 def _kind(result: CaseResult, best: Sequence[CaseResult | None]) -> Kind:
     if result.outcome == "completed":
-        if _wrong(result):
+        if wrong(result):
             return "wrong"
         return "best" if any(result is fastest for fastest in best) else "plain"
     if result.outcome == "oom":
@@ -148,14 +148,15 @@ def _kind(result: CaseResult, best: Sequence[CaseResult | None]) -> Kind:
     return "skipped" if result.outcome == "skipped_after_oom" else "failed"
 
 
-def _wrong(result: CaseResult) -> bool:
+def wrong(result: CaseResult) -> bool:
+    """Return whether answers are known to be wrong: the time that they took is then no achievement."""
     return result.accuracy_check is not None and result.accuracy_check.ok is False
 
 
 def _fastest(results: Iterable[CaseResult]) -> CaseResult | None:
     """Return the fastest result whose answers are not known to be wrong; None where there is no choice."""
     timed = [result for result in results if result.inference_s is not None]
-    right = [result for result in timed if not _wrong(result)]
+    right = [result for result in timed if not wrong(result)]
     return min(right, key=lambda result: result.inference_s or 0.0) if len(timed) > 1 and right else None
 
 

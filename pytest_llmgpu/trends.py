@@ -7,13 +7,15 @@ has the same case.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu import gate, listing, promotion, storage
+from pytest_llmgpu import gate, listing, metrics, promotion, storage
 from pytest_llmgpu import report as reports
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
@@ -102,6 +104,7 @@ class _Metric(msgspec.Struct, frozen=True):
     title: str
     value: Callable[[CaseResult], float | None]
     verdicts: tuple[MetricName, ...]
+    """What the gate says of it; empty for what it does not judge."""
 
 
 def _accuracy(result: CaseResult) -> float | None:
@@ -115,13 +118,15 @@ def _sent(result: CaseResult) -> float | None:
 
 
 def _memory(result: CaseResult) -> float | None:
-    peaks = [
-        memory.peak_allocated_bytes + (memory.workspace_bytes or 0)
-        for launch in result.launches
-        for memory in launch.memory
-        if memory.peak_allocated_bytes is not None
-    ]
+    peaks = metrics.peaks_bytes(result)
     return max(peaks) / _GIB if peaks else None
+
+
+def _utilization(result: CaseResult) -> float | None:
+    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
+    busy = [device.metrics.get("utilization_pct") for profile in profiles for device in profile.devices]
+    means = [one.mean for one in busy if one is not None and one.mean is not None and one.coverage != 0]
+    return statistics.fmean(means) if means else None
 
 
 METRICS: dict[str, _Metric] = {
@@ -129,6 +134,7 @@ METRICS: dict[str, _Metric] = {
     "accuracy": _Metric("accuracy (%)", _accuracy, ("accuracy", "predictions")),
     "sent": _Metric("sent (MB/sequence)", _sent, ("traffic",)),
     "memory": _Metric("peak of the fullest GPU (GiB)", _memory, ("memory",)),
+    "utilization": _Metric("mean GPU utilisation (%)", _utilization, ()),
 }
 """What is followed, by name."""
 
@@ -160,23 +166,34 @@ def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
     return sorted(_without_copies(kept), key=lambda one: (one.created, one.number))
 
 
-def trends(kept: Sequence[Stored]) -> list[Trend]:
+def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     """Return each metric that there is over some stored reports, which are given oldest first.
+
+    Args:
+        kept: the reports.
+        last: how many of the newest have a column; None: all. Those before them are what they are held against.
 
     Raises:
         ValueError: one of them cannot be read.
     """
-    loaded = [reports.load(one.path) for one in kept]
+
+    @functools.cache
+    def load(place: int) -> Report:
+        return reports.load(kept[place].path)  # those without a column only as far back as there are new cases
+
+    shown = range(0 if last is None else max(0, len(kept) - last), len(kept))
     columns = [
-        Column(number=one.number, commit=listing.commit(report.commit), created=report.created)
-        for one, report in zip(kept, loaded, strict=True)
+        Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
+        for place in shown
     ]
-    said = [_changes(loaded[:place], report) for place, report in enumerate(loaded)]
-    cases = [{_identity(result): result for result in report.cases} for report in loaded]
-    last = {identity: result for of_report in cases for identity, result in of_report.items()}
-    names = _names(last)
-    strategies = list(dict.fromkeys(result.case.strategy for result in last.values()))
-    ordered = sorted(last.items(), key=lambda item: (strategies.index(item[1].case.strategy), item[1].case.batch_size))
+    said = [_changes(map(load, reversed(range(place))), load(place)) for place in shown]
+    cases = [{_identity(result): result for result in load(place).cases} for place in shown]
+    newest_of = {identity: result for of_report in cases for identity, result in of_report.items()}
+    names = _names(newest_of)
+    strategies = list(dict.fromkeys(result.case.strategy for result in newest_of.values()))
+    ordered = sorted(
+        newest_of.items(), key=lambda item: (strategies.index(item[1].case.strategy), item[1].case.batch_size)
+    )
     found = []
     for name, metric in METRICS.items():
         lines = [
@@ -210,11 +227,11 @@ def _without_copies(kept: Sequence[Stored]) -> list[Stored]:
     return found
 
 
-def _changes(earlier: Sequence[Report], report: Report) -> _Said:
-    """Return what the gate says of each case against the last earlier report that has it."""
+def _changes(earlier: Iterable[Report], report: Report) -> _Said:
+    """Return what the gate says of each case against the first of the earlier reports, newest first, that has it."""
     left = {result.key for result in report.cases}
     found: _Said = {}
-    for base in reversed(earlier):
+    for base in earlier:
         common = left & {result.key for result in base.cases}
         if common:
             rows = gate.judge(base, report, Policy(), today=datetime.date.min).rows

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from report_factory import make_report, make_result
 
-from pytest_llmgpu.blocks import blocks, captions, dataset, model
+from pytest_llmgpu import logits
+from pytest_llmgpu.blocks import apart, blocks, captions, dataset, model
 
 
 def test_strategies_and_batch_sizes_share_a_table() -> None:
@@ -38,6 +39,22 @@ def test_a_caption_says_what_was_measured() -> None:
         "32.0 GiB allowed of each"
     )
     assert (model(make_result().case), dataset(make_result().case)) == ("huggyllama/llama-30b", "hellaswag dataset")
+
+
+def test_a_caption_says_how_it_was_scored_where_that_is_not_usual() -> None:
+    """As the study's harness did, memory is another."""
+    result = make_result(workload=logits.FULL_LOGITS)
+    [caption] = captions([[result]], make_report([result]))
+    assert caption.endswith("hellaswag dataset, every logit and a KV cache")
+
+
+def test_blocks_are_told_apart_by_what_differs_only() -> None:
+    """In the words of the captions, and in words where a caption has none; a single one needs none."""
+    tables = [[make_result()], [make_result(model="gpt2", gpu_memory_bytes=2**30)]]
+    report = make_report([tables[0][0], tables[1][0]])
+    assert apart(tables, report) == ["huggyllama/llama-30b, all of the memory", "gpt2, 1.0 GiB allowed of each"]
+    assert apart(tables[:1], report) == [""]
+    assert apart([], report) == []
 
 
 def test_captions_that_read_the_same_name_what_differs() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import json
 import re
 
@@ -19,18 +20,22 @@ from report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu import charts
+from pytest_llmgpu import charts, gate
 from pytest_llmgpu.capacity import capacities
-from pytest_llmgpu.charts import Chart
+from pytest_llmgpu.charts import Chart, axes
 from pytest_llmgpu.comparison import compare
+from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
+from pytest_llmgpu.result import AccuracyCheck, CaseResult, Path
 
 _OF_PAPER = [
     "time",
     "throughput",
     "traffic-pcie",
     "sent",
-    "traffic-utilization",
+    "traffic-utilization-1",
+    "traffic-utilization-2",
+    "traffic-utilization-3",
     "memory",
     "accuracy",
     "balance-utilization",
@@ -46,8 +51,22 @@ def _paper(memory_gib: int = 32) -> Report:
     return report
 
 
-def _by_id(report: Report, baseline: Report | None = None) -> dict[str, Chart]:
-    return {chart.id: chart for chart in charts.of_report(report, baseline).charts}
+def _by_id(report: Report) -> dict[str, Chart]:
+    return {chart.id: chart for chart in charts.of_report(report).charts}
+
+
+def _judged(memory_gib: int = 32) -> Report:
+    """Return the study's report with what the gate says of it against itself."""
+    report = _paper(memory_gib)
+    report.verdicts = gate.judge(_paper(memory_gib), report, Policy(), today=datetime.date(2026, 1, 1))
+    return report
+
+
+def _answers_wrongly(result: CaseResult) -> CaseResult:
+    result.accuracy_check = AccuracyCheck(
+        metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=False, text="26 % is not 82 %"
+    )
+    return result
 
 
 def test_a_report_has_every_chart_that_it_has_data_for() -> None:
@@ -68,7 +87,7 @@ def test_a_report_without_a_completed_case_says_why_it_has_no_chart() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_every_specification_is_valid_vega_lite() -> None:
     """Altair checks it against Vega-Lite's schema."""
-    found = charts.of_report(_paper(), _paper()).charts + charts.of_case(sampled(), make_report().environment)
+    found = charts.of_report(_judged()).charts + charts.of_case(sampled(), make_report().environment)
     assert len(found) == len(_OF_PAPER) + 6
     for chart in found:
         altair.Chart.from_dict(chart.spec)
@@ -76,7 +95,7 @@ def test_every_specification_is_valid_vega_lite() -> None:
 
 def test_a_specification_fits_its_container_and_brings_all_it_needs() -> None:
     """Data inside, no address, no colour: light and dark are the page's."""
-    for chart in charts.of_report(_paper(), _paper()).charts:
+    for chart in charts.of_report(_judged()).charts:
         text = json.dumps(chart.spec)
         assert chart.spec["width"] == "container"
         assert "://" not in text
@@ -87,7 +106,7 @@ def test_a_specification_fits_its_container_and_brings_all_it_needs() -> None:
 
 def test_the_table_behind_a_chart_is_rectangular_and_has_units() -> None:
     """A row has a cell for every header."""
-    for chart in charts.of_report(_paper(), _paper()).charts:
+    for chart in charts.of_report(_judged()).charts:
         assert chart.rows
         assert {len(row) for row in chart.rows} == {len(chart.headers)}
         assert re.fullmatch(r"[a-z0-9-]+", chart.id)
@@ -106,10 +125,41 @@ def test_time_is_the_studys_table() -> None:
 def test_what_did_not_complete_is_marked_in_the_chart() -> None:
     """Its batch size is on the axis, and its name says what happened to which strategy."""
     chart = _by_id(_paper())["time"]
-    assert {"s": "iok", "b": 64, "o": "iok: OoM", "w": "CUDA out of memory"} in list(values_of(chart.spec))
+    row = {"s": "iok", "b": 64, "o": "iok: OoM", "l": "iok: OoM", "w": "CUDA out of memory", "a": "right"}
+    assert row in list(values_of(chart.spec))
     low, high = chart.spec["encoding"]["x"]["scale"]["domain"]
     assert low < 1
     assert high > 64
+
+
+def test_wrong_answers_are_marked_and_never_the_best() -> None:
+    """However fast they were: the caption's best is another case, and each has a mark in every chart."""
+    results = [make_result(60.0), *(_answers_wrongly(make_result(1.0, batch_size=size)) for size in (2, 4))]
+    found = _by_id(make_report(results))
+    assert found["time"].summary == "Best of each strategy: mp 60 s at batch size 1."
+    assert found["throughput"].summary.endswith("at batch size 1.")
+    marks = [row for row in values_of(found["time"].spec) if "o" in row]
+    assert [(row["b"], row["l"]) for row in marks] == [(2, "mp: wrong answers"), (4, "\N{BALLOT X}")]
+    assert {row["w"] for row in marks} == {"26 % is not 82 %"}
+    assert found["time"].rows[1] == ["2", "1 (wrong answers)"]
+    alone = _by_id(make_report(results[1:]))["time"]
+    assert alone.summary == "Best of each strategy: mp none, as all its answers are wrong."
+
+
+def test_what_stands_at_the_top_lies_within_the_chart() -> None:
+    """Of the first batch size it begins there, of the last it ends there: an axis or an edge is beside them."""
+    report = make_report([make_failed("error"), make_failed("error", batch_size=2), make_result(batch_size=4)])
+    rows = [row for row in values_of(_by_id(report)["time"].spec) if "o" in row]
+    assert [row["a"] for row in rows] == ["left", "center"]
+    assert axes.side(4, (1, 2, 4)) == "right"
+    assert axes.side(4, (4,)) == "center"
+
+
+def test_a_mark_has_room_to_the_edges_however_long_the_axis() -> None:
+    """A fixed factor is nothing beside three orders of magnitude."""
+    low, high = axes.levels([1.03e-2, 9.7], "x", log=True)["scale"]["domain"]
+    assert 1.03e-2 / low >= (9.7 / 1.03e-2) ** 0.04 * 0.999
+    assert high / 9.7 >= 1.03
 
 
 def test_batch_sizes_are_ticked_at_powers_of_two() -> None:
@@ -189,9 +239,35 @@ def test_utilisation_stands_beside_traffic_of_both_links() -> None:
         make_result(profile=make_profile(1, tx=1e9, nvlink=2e9, busy=90.0 - size), batch_size=size)
         for size in (1, 2, 4)
     ]
-    chart = _by_id(make_report(results))["traffic-utilization"]
+    chart = _by_id(make_report(results))["traffic-utilization-1"]
     assert chart.rows == [["mp", "1", "89", "3"], ["mp", "2", "88", "3"], ["mp", "4", "86", "3"]]
-    assert [row["b"] for row in chart.spec["layer"][2]["data"]["values"]] == [1, 4]
+    assert chart.summary == (
+        "Means over the GPUs, points joined by batch size: 89 % and 3 GB/s at batch size 1 to 86 % and 3 GB/s at batch "
+        "size 4."
+    )
+
+
+def test_each_strategy_has_its_own_scales_of_traffic_and_utilisation() -> None:
+    """Two orders apart, neither would show how it moves on the scale of the other."""
+    found = _by_id(_paper())
+    of_mp, of_tp = (found[f"traffic-utilization-{number}"] for number in (1, 2))
+    assert of_mp.spec["encoding"]["y"]["scale"]["domain"][1] < 0.1
+    assert of_tp.spec["encoding"]["y"]["scale"]["domain"][0] > 6
+    assert {row["s"] for row in values_of(of_mp.spec)} == {"mp"}
+
+
+def test_what_took_another_link_than_pcie_is_said_beside_its_counters() -> None:
+    """Else a chart shows mp sending next to nothing where its copies took NVLink."""
+    results = []
+    for strategy, link in (("mp", "nvlink"), ("tp", "host")):
+        path = msgspec.convert({"link": link, "expected_bytes": 1, "text": "x"}, Path)
+        traffic = msgspec.structs.replace(make_traffic(), path=path)
+        results.append(make_result(profile=make_profile(nvlink=1e9), traffic=traffic, strategy=strategy))
+    found = _by_id(make_report(results))
+    assert found["traffic-pcie"].summary.endswith("; not in it, as it went over NVLink: what mp sends from GPU to GPU.")
+    assert "host" in found["traffic-pcie"].summary
+    assert "host" not in found["traffic-nvlink"].summary
+    assert "not in it" not in found["traffic-nvlink"].summary
 
 
 def test_memory_has_capacity_and_the_predicted_threshold_where_they_are_near() -> None:
@@ -249,11 +325,34 @@ def test_cases_of_several_models_are_charts_of_their_own() -> None:
     assert all(line.startswith(("small: ", "large: ")) for line in found.omitted)
 
 
-def test_all_specifications_of_a_large_report_stay_small() -> None:
-    """3 strategies, 7 batch sizes, 4 GPUs, long runs: under 1.5 MB with the time lines of every case."""
+def test_panels_are_told_apart_in_words_for_people() -> None:
+    """A cap in GiB, and of the one without a cap that it has none."""
+    report = make_report([make_result(), make_result(gpu_memory_bytes=18575523840)])
+    assert [chart.title for chart in charts.of_report(report).charts][::2] == [
+        "Time by batch size: all of the memory",
+        "Time by batch size: 17.3 GiB allowed of each",
+    ]
+
+
+def test_a_chart_knows_what_was_measured() -> None:
+    """For a picture, which stands alone; a time line too."""
+    report = _judged()
+    measured = "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset"
+    found = charts.of_report(report).charts + charts.of_case(sampled(30), report.environment)
+    assert {chart.measured for chart in found} == {measured}
+
+
+def test_the_threshold_is_predicted_of_old_reports_too() -> None:
+    """Those that were written before it was kept."""
     report = _paper()
-    baseline = _paper()
-    text = [json.dumps(chart.spec) for chart in charts.of_report(report, baseline).charts]
+    report.capacity = []
+    assert "mp 112, tp 112, iok 112" in _by_id(report)["memory"].summary
+
+
+def test_all_specifications_of_a_large_report_stay_small() -> None:
+    """3 strategies, 7 batch sizes, 4 GPUs, long runs: under 2 MB with the time lines of every case."""
+    report = _judged()
+    text = [json.dumps(chart.spec) for chart in charts.of_report(report).charts]
     lines = charts.of_case(sampled(2000), report.environment)
     text += [json.dumps(chart.spec) for chart in lines] * 21
-    assert sum(map(len, text)) < 1.5e6
+    assert sum(map(len, text)) < 2e6

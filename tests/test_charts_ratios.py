@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import datetime
+
 import msgspec
 from report_factory import make_report, make_result
 from verdict_factory import with_launches
 
-from pytest_llmgpu import charts
+from pytest_llmgpu import charts, gate
 from pytest_llmgpu.charts import Chart
+from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Commit, Report
 from pytest_llmgpu.verdicts import Armed, Baseline, Row, Verdicts
 
@@ -17,8 +20,13 @@ def _report(level: float, sha: str = "a") -> Report:
     return report
 
 
-def _ratio(report: Report, baseline: Report | None) -> Chart | None:
-    return next((chart for chart in charts.of_report(report, baseline).charts if chart.id == "ratio"), None)
+def _ratio(report: Report) -> Chart | None:
+    return next((chart for chart in charts.of_report(report).charts if chart.id == "ratio"), None)
+
+
+def _judged(report: Report, base: Report) -> Report:
+    report.verdicts = gate.judge(base, report, Policy(), today=datetime.date(2026, 1, 1))
+    return report
 
 
 def _verdicts(sha: str, ratio: float) -> Verdicts:
@@ -30,7 +38,7 @@ def _verdicts(sha: str, ratio: float) -> Verdicts:
 
 def test_a_slower_case_has_its_ratio_and_interval() -> None:
     """By the gate, which pairs batches."""
-    chart = _ratio(_report(1.5), _report(1.0))
+    chart = _ratio(_judged(_report(1.5), _report(1.0)))
     assert chart is not None
     name, verdict, ratio, low, high, launches, _ = chart.rows[0]
     assert (name, verdict, ratio, launches) == ("mp-bs1", "REGRESSED", "1.5", "3")
@@ -42,43 +50,43 @@ def test_without_a_baseline_nothing_is_compared() -> None:
     """And nothing is said to be missing."""
     found = charts.of_report(_report(1.0))
     assert not [line for line in found.omitted if "baseline" in line]
-    assert _ratio(_report(1.0), None) is None
+    assert _ratio(_report(1.0)) is None
 
 
-def test_the_reports_own_verdicts_are_shown() -> None:
-    """They were made by the policy of whoever ran the gate."""
+def test_the_verdicts_of_the_report_are_drawn_and_no_others() -> None:
+    """They were made by the policy and the calibration of whoever ran the gate, whatever commit they are against."""
     report = _report(1.5)
     report.verdicts = _verdicts("b", 1.01)
-    for baseline in (None, _report(1.0, "b")):
-        chart = _ratio(report, baseline)
-        assert chart is not None
-        assert [row[:3] for row in chart.rows] == [["mp-bs1", "OK", "1.01"]]
-
-
-def test_verdicts_against_another_baseline_are_not_shown() -> None:
-    """A report that was gated against one commit is judged anew against the other."""
-    report = _report(1.5)
-    report.verdicts = _verdicts("c", 1.01)
-    chart = _ratio(report, _report(1.0, "b"))
+    chart = _ratio(report)
     assert chart is not None
-    assert chart.rows[0][:3] == ["mp-bs1", "REGRESSED", "1.5"]
+    assert [row[:3] for row in chart.rows] == [["mp-bs1", "OK", "1.01"]]
 
 
-def test_cases_that_cannot_be_paired_show_their_totals_without_an_interval() -> None:
-    """Other batches than the baseline's."""
-    report = _report(1.5)
-    for result in report.cases:
-        result.launches = [msgspec.structs.replace(launch, plan_sha256="0" * 64) for launch in result.launches]
-    chart = _ratio(report, make_report([make_result(30.0)]))
+def test_slower_and_faster_have_colours_of_their_own() -> None:
+    """Those of the strategies mean something else."""
+    chart = _ratio(_judged(_report(1.5), _report(1.0)))
     assert chart is not None
-    (row,) = chart.spec["data"]["values"]
-    assert (row["c"], row["k"]) == ("mp-bs1", "no interval")
-    assert "l" not in row
-    assert chart.rows[0][1] == "NOT_COMPARABLE"
+    used = [
+        layer["encoding"]["color"]["scale"]["range"] for layer in chart.spec["layer"] if "color" in layer["encoding"]
+    ]
+    assert set(used) == {"ordinal"}
+    kinds = chart.spec["layer"][-1]["encoding"]["color"]["scale"]["domain"]
+    assert len(charts.theme(dark=False)["range"]["ordinal"]) >= len(kinds)
+
+
+def test_cases_that_cannot_be_paired_have_their_reason() -> None:
+    """Other batches than the baseline's: in the table, where other cases are drawn."""
+    report = _report(1.5)
+    launches = report.cases[0].launches
+    report.cases[0].launches = [msgspec.structs.replace(launch, plan_sha256="0" * 64) for launch in launches]
+    chart = _ratio(_judged(report, _report(1.0)))
+    assert chart is not None
+    assert [row["c"] for row in chart.spec["data"]["values"]] == ["tp-bs1"]
+    assert chart.rows[0][:3] == ["mp-bs1", "NOT_COMPARABLE", "-"]
 
 
 def test_a_baseline_of_other_cases_is_named_as_the_reason() -> None:
     """Rather than an empty chart."""
-    found = charts.of_report(make_report([make_result()]), make_report([make_result(strategy="tp")]))
+    found = charts.of_report(_judged(make_report([make_result()]), make_report([make_result(strategy="tp")])))
     (reason,) = [line for line in found.omitted if line.startswith("Time against the baseline")]
     assert reason.startswith("Time against the baseline: no case")

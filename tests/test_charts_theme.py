@@ -22,5 +22,6 @@ def test_every_colour_can_be_told_from_its_ground(dark: bool) -> None:
     marks = found["range"]["category"]
     assert len(set(marks)) == len(marks) == 8
     assert min(map(contrast, marks)) >= 3
+    assert min(map(contrast, found["range"]["ordinal"])) >= 3
     letters = [found["axis"]["labelColor"], found["axis"]["titleColor"], found["style"]["limit-note"]["color"]]
     assert min(map(contrast, letters)) >= 4.5

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from judged_reports import timed
 from report_factory import make_memory, make_profile, make_report, make_result
 
 from pytest_llmgpu.cli import main
@@ -59,6 +60,23 @@ def test_plot_against_a_baseline_has_the_ratios(path: Path) -> None:
     dump(make_report([make_result(30.0)]), Path("base.json"))
     assert main(["plot", str(path), "base.json", "--output", "out", "--format", "svg"]) == 0
     assert Path("out/ratio.svg").is_file()
+
+
+def test_plot_judges_as_the_gate_does(path: Path) -> None:
+    """By the policy at hand, so that a chart says what the table says."""
+    for name, level in (("base.json", 1.0), ("head.json", 1.5)):
+        dump(make_report([timed(*[level] * 3)]), path.with_name(name))
+    Path("lax.toml").write_text("[time]\nmargin = 0.9\n")
+    for more, words in (([], "1 slower"), (["--policy", "lax.toml"], "1 not told apart")):
+        assert main(["plot", "head.json", "base.json", "--output", "out", "--format", "svg", *more]) == 0
+        assert words in Path("out/ratio.svg").read_text("utf-8")
+
+
+def test_pictures_say_what_was_measured(path: Path) -> None:
+    """They stand alone in a README."""
+    assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
+    for name in ("time", "timeline-power"):
+        assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path(f"out/{name}.svg").read_text("utf-8")
 
 
 def test_plot_of_a_case_has_its_time_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

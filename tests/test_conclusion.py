@@ -79,6 +79,35 @@ def test_a_strategy_that_never_fitted_explains_the_failed_test() -> None:
     assert conclude(_report(*cases)).problems == []
 
 
+def test_what_to_do_about_memory_is_what_the_case_says() -> None:
+    """At batch size 1 there is no smaller one to take; the finding knows what there is, and is told once."""
+    case = make_failed("oom", strategy="tp")
+    text, step = "Out of memory at batch size 1; no smaller one completed.", "Spread it over more GPUs."
+    case.findings = [
+        msgspec.convert({"code": "out-of-memory", "severity": "info", "text": text, "next_step": step}, Finding)
+    ]
+    (problem,) = conclude(_report(make_result(), case, exit_status=1)).problems
+    assert (problem.severity, problem.label, problem.told) == ("failure", "nothing-fits", [("tp-bs1", text)])
+    assert problem.next_step == step
+    assert [problem.label for problem in conclude(_report(make_result(), case)).problems] == ["out-of-memory"]
+    for size, words in ((1, "Take more GPUs"), (2, "Take smaller batch sizes")):
+        (problem,) = conclude(_report(make_failed("oom", batch_size=size), exit_status=1)).problems
+        assert problem.next_step.startswith(words)
+
+
+def test_a_regression_that_is_allowed_is_counted_apart() -> None:
+    """`0 worse` above a list of what is worse would be wrong."""
+    verdicts = _verdicts(("time", "REGRESSED"), ("memory", "REGRESSED"), ("traffic", "OK"))
+    rows = [
+        msgspec.structs.replace(verdicts.rows[0], gated=False),
+        msgspec.structs.replace(verdicts.rows[1], known="accepted"),
+        verdicts.rows[2],
+    ]
+    conclusion = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows))
+    assert conclusion.status == "pass"
+    assert "3 comparisons with the baseline: 0 worse, 2 worse but allowed, 0 better." in conclusion.sentence
+
+
 def test_findings_are_worst_first_and_those_of_a_kind_are_one() -> None:
     """Three cases are told, the rest named; another step is another problem."""
     results = [make_result(batch_size=2**n) for n in range(5)]

@@ -149,7 +149,9 @@ def test_the_page_can_be_used_without_eyes(whole: str) -> None:
     levels = [int(name[1]) for name in names if re.fullmatch(r"h[1-6]", name)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert all(attributes.get("scope") in {"col", "row"} for name, attributes in page.elements if name == "th")
+    assert all(
+        attributes.get("scope") in {"col", "row", "rowgroup"} for name, attributes in page.elements if name == "th"
+    )
     assert all(
         attributes.get("aria-label") for _, attributes in page.elements if attributes.get("role") in {"region", "img"}
     )
@@ -265,7 +267,7 @@ def test_a_baseline_is_judged_and_shown() -> None:
     page = Page(html_report.render(head, base))
     assert f"Baseline: commit {'b' * 40}." in page.text
     assert "Fails: 3" in page.text
-    assert "REGRESSED time mp-bs1 +400.0 %" in page.text
+    assert "REGRESSED time: 3 mp-bs1 time changed by +400.0 %" in page.text
     assert "2.11.0 baseline: 2.10.0" in page.text
     assert page.text.startswith("Fail")
 
@@ -338,6 +340,51 @@ def test_html_writes_the_page(
     assert "reports/head.json.gz" in Page(Path("head.html").read_text()).text
     assert main(["html", "reports/head.json.gz", "reports/head.json.gz", "--output", "new/page.html"]) == 0
     assert "Baseline: reports/head.json.gz." in Page(Path("new/page.html").read_text()).text
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_end_of_a_log_is_on_the_page() -> None:
+    """Where the next step is to read it; folded away, and only of cases with a problem."""
+    report = study()
+    report.cases[0].failure = Failure(phase="forward", message="x", log_tail="Traceback: <deep>")
+    assert "Traceback" not in Page(html_report.render(report)).text
+    report.cases[0].findings = [Finding(code="crashed", severity="failure", text="It crashed.", next_step="Read.")]
+    page = Page(html_report.render(report))
+    assert "It crashed. End of the log of mp-bs1 (failure.log_tail) Traceback: <deep>" in page.text
+    assert "End of the log of mp-bs1" in page.values("aria-label")
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_page_says_which_options_were_in_force() -> None:
+    """Without the report's JSON at hand."""
+    report = study()
+    report.options = {"--llmgpu-scoring": "harness", "--llmgpu-dtype": "float16", "--llmgpu-limit": None}
+    text = Page(html_report.render(report)).text
+    assert "Options that are not the defaults --llmgpu-scoring harness" in text
+    assert "--llmgpu-limit" not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_html_shows_verdicts_that_were_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the page of a gate that went first says what the gate said; what would change nothing is refused."""
+    monkeypatch.chdir(tmp_path)
+    head = study()
+    dump(head, tmp_path / "base.json")
+    del head.cases[0]
+    dump(head, tmp_path / "head.json")
+    assert main(["gate", "base.json", "head.json", "--json", "said.json"]) == 1
+    assert main(["html", "head.json", "--verdicts", "said.json", "--output", "page.html"]) == 0
+    assert "Fails: 1" in Page(Path("page.html").read_text()).text
+    capsys.readouterr()
+    for more, words in (
+        (["--verdicts", "said.json"], "--verdicts: were made already"),
+        (["--policy", "x.toml"], "--policy: is for BASELINE"),
+    ):
+        arguments = ["html", "head.json", *(["base.json"] if "--verdicts" in more else []), *more]
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

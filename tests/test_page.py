@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -15,7 +17,7 @@ from pytest_llmgpu.page import colors, facts
 from pytest_llmgpu.page.verdict_groups import grouped
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Commit
-from pytest_llmgpu.verdicts import Row
+from pytest_llmgpu.verdicts import Armed, Row, Verdicts
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
 """Colours of letters."""
@@ -24,6 +26,10 @@ _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
 def _row(name: str, verdict: str, **fields: Any) -> Row:
     plain = {"key": "k", "id": name, "metric": "time", "verdict": verdict, "reason": "because"}
     return msgspec.convert({**plain, **fields}, Row)
+
+
+def _verdicts(rows: list[Row], warnings: Sequence[str] = ()) -> Verdicts:
+    return Verdicts(policy="", policy_sha256="0", armed=Armed(), warnings=list(warnings), rows=rows)
 
 
 def _variables(selector: str) -> dict[str, tuple[int, int, int]]:
@@ -89,7 +95,10 @@ def test_rows_are_parted_by_what_they_ask_of_people() -> None:
         _row("e", "REGRESSED"),
         _row("f", "REGRESSED", known="accepted"),
     ]
-    parts = {title: [name for group in groups for name in group.ids] for title, groups in grouped(rows, Policy())}
+    parts = {
+        title: [name for group in groups for line in group.lines for name in line.ids]
+        for title, groups in grouped(_verdicts(rows), Policy())
+    }
     assert parts == {
         "Fails": ["e"],
         "Worse, but allowed": ["d", "f"],
@@ -99,26 +108,52 @@ def test_rows_are_parted_by_what_they_ask_of_people() -> None:
     }
 
 
-def test_rows_that_say_the_same_are_one() -> None:
-    """Another reason or another figure is another row."""
-    rows = [_row("a", "MISSING"), _row("b", "MISSING"), _row("c", "MISSING", reason="lost"), _row("d", "OK", ratio=1.5)]
-    groups = [group for _, part in grouped(rows, Policy()) for group in part]
-    assert [group.ids for group in groups] == [["a", "b"], ["c"], ["d"]]
+def test_rows_of_a_metric_with_one_verdict_stand_together() -> None:
+    """A line a case, and one for cases of which the same is said."""
+    rows = [_row("a", "MISSING"), _row("b", "MISSING"), _row("c", "MISSING", reason="lost"), _row("d", "NEW")]
+    groups = [group for _, part in grouped(_verdicts(rows), Policy()) for group in part]
+    assert [(group.verdict, group.count) for group in groups] == [("MISSING", 3), ("NEW", 1)]
+    assert [(line.ids, line.reason) for line in groups[0].lines] == [(["a", "b"], "because"), (["c"], "lost")]
 
 
 @pytest.mark.parametrize(
-    ("figures", "change"),
-    [
-        ({}, ""),
-        ({"ratio": 0.612}, "-38.8 %"),
-        ({"ratio": 1.09, "low": 1.02, "high": 1.2}, "+9.0 % (+2.0 to +20.0 %)"),
-        ({"ratio": 1.09, "low": 1.09, "high": 1.09}, "+9.0 %"),
-    ],
+    ("warnings", "reason"), [(["differs from the baseline: x"], "a."), ([], "a.\nAlso changed: x.")]
 )
-def test_a_change_is_in_percent_with_its_interval(figures: dict[str, float], change: str) -> None:
-    """An exact one has no interval."""
-    [group] = [group for _, part in grouped([_row("a", "OK", **figures)], Policy()) for group in part]
-    assert group.change == change
+def test_what_differs_is_not_repeated_in_each_row(warnings: list[str], reason: str) -> None:
+    """It stands above them."""
+    rows = [_row("a", "REGRESSED", reason="a.\nAlso changed: x.")]
+    [group] = [group for _, part in grouped(_verdicts(rows, warnings), Policy()) for group in part]
+    assert [line.reason for line in group.lines] == [reason]
+
+
+def test_options_are_told_where_they_are_not_the_defaults() -> None:
+    """Beside the baseline's, and what only one of both says."""
+    own, other = make_report(), make_report()
+    own.options = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-scoring": "harness"}
+    other.options = {"--strategy": ["mp"], "--llmgpu-limit": 60, "--llmgpu-scoring": "harness"}
+    told = {fact.name: (fact.value, fact.was) for fact in facts.options(own, other)}
+    assert told == {
+        "--strategy": ("mp,tp", "default"),
+        "--llmgpu-scoring": ("harness", None),
+        "--llmgpu-limit": ("default", "60"),
+    }
+
+
+def test_without_pytest_no_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that only judges has no need of it; what the defaults are is then not known."""
+    report = make_report()
+    report.options = {"--llmgpu-scoring": "harness"}
+    monkeypatch.setitem(sys.modules, "pytest_llmgpu.options", None)
+    assert facts.options(report, None) == []
+
+
+def test_gpus_are_told_with_the_lanes_they_have() -> None:
+    """A badly seated board explains a slow run."""
+    report = make_report(gpus=1)
+    [gpu] = report.environment.gpus
+    report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=2**35, pcie_gen=3, pcie_width=8)]
+    machine = {fact.name: fact.value for fact in facts.machine(report, None)}
+    assert machine["GPUs"] == "1 x NVIDIA H200, 32 GiB, PCIe 3.0 x8"
 
 
 def test_facts_stand_beside_the_baselines_where_they_differ() -> None:

@@ -250,6 +250,30 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str,
     assert started.execute_script(wide) == width
 
 
+@pytest.mark.parametrize(("width", "media"), [(600, "screen"), (768, "screen"), (794, "print")])
+def test_a_reason_has_room(started: Any, address: str, width: int, media: str) -> None:
+    """Sentences in a column of 65 pixels are not read."""
+    show(started, address, width=width, media=media)
+    widths = started.execute_script(
+        "document.querySelectorAll('details').forEach((details) => { details.open = true; });"
+        "return [...document.querySelectorAll('.verdicts .reason')].map((it) => it.getBoundingClientRect().width)"
+    )
+    assert len(widths) >= 4
+    assert min(widths) >= 200
+
+
+def test_all_but_figures_is_unfolded_for_paper(page: Any) -> None:
+    """Which cannot be clicked on; the tables behind the charts are not printed, and on the screen all is as before."""
+    closed = "return document.querySelectorAll('details:not([open], .data, .log)').length"
+    before = page.execute_script(closed)
+    assert before > 0
+    page.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.execute_script(closed) == 0
+    assert page.execute_script("return document.querySelectorAll('details.data[open]').length") == 0
+    page.execute_script("window.dispatchEvent(new Event('afterprint'))")
+    assert page.execute_script(closed) == before
+
+
 def test_it_can_be_used_by_keyboard(page: Any) -> None:
     """The first key leads past the navigation; what has the focus shows it; the theme changes by a key."""
     from selenium.webdriver.common.keys import Keys
@@ -294,4 +318,4 @@ def test_it_is_read_without_javascript(started: Any, address: str) -> None:
 def test_the_pages_own_files_are_with_the_package() -> None:
     """The template, the style and the script lie where an installed package has them."""
     folder = Path(html_report.__file__).parent / "page"
-    assert {"page.html", "page.css", "page.js"} <= {path.name for path in folder.iterdir()}
+    assert {"page.html", "trend.html", "page.css", "page.js"} <= {path.name for path in folder.iterdir()}

@@ -7,7 +7,7 @@ from typing import Any
 import altair
 import msgspec
 import pytest
-from report_factory import make_failed, make_report, make_traffic
+from report_factory import make_failed, make_profile, make_report, make_traffic
 from stored_reports import H200, gpus, measured
 from verdict_factory import BATCHES, with_launches
 
@@ -170,7 +170,53 @@ def test_the_chart_marks_and_names_what_changed() -> None:
     assert [(row["c"], row["x"], row["k"]) for row in marked] == [("mp-bs1", "0002 00000002", "worse")]
     assert [row["c"] for row in chart.spec["layer"][-1]["data"]["values"]] == ["mp-bs1"]
     assert "1 worse (\N{BLACK UP-POINTING TRIANGLE})" in chart.summary
-    assert chart.rows == [["mp-bs1", "210", "315, worse"], ["tp-bs1", "210", "210"]]
+    assert chart.rows == [["mp-bs1", "210", "315 (+50.0 %), worse"], ["tp-bs1", "210", "210"]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_every_change_that_is_counted_has_its_mark() -> None:
+    """Also of a case that has no figure any more: it stands at the top edge, two of one report in two lines."""
+    _keep(1, _timed(1.0), _timed(1.0, strategy="tp"), _timed(1.0, strategy="iok"))
+    _keep(2, make_failed("oom"), make_failed("oom", strategy="tp"), _timed(1.5, strategy="iok"))
+    (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
+    altair.Chart.from_dict(chart.spec)
+    assert "3 worse" in chart.summary
+    layers = [part["data"]["values"] for part in (chart.spec, *chart.spec["layer"]) if "data" in part]
+    on_axis = [row["c"] for row in layers[0] if "k" in row]
+    at_the_top = [[row["o"] for row in rows] for rows in layers if all("o" in row for row in rows)]
+    assert on_axis == ["iok-bs1"]
+    mark = "\N{BLACK UP-POINTING TRIANGLE}"
+    assert at_the_top == [[f"{mark} mp-bs1: OoM"], [f"{mark} tp-bs1: OoM"]]
+    heights = [
+        layer["encoding"]["y"]["value"] for layer in chart.spec["layer"] if "value" in layer["encoding"].get("y", {})
+    ]
+    assert len(set(heights)) == 2
+
+
+def test_utilisation_is_followed_and_not_judged() -> None:
+    """How busy the GPUs were explains a change; it is none by itself."""
+    for number, busy in ((1, 80.0), (2, 40.0)):
+        result = _timed(1.0)
+        result.launches[0].profile = make_profile(1, busy=busy)
+        _keep(number, result)
+    (line,) = _trend("utilization").lines
+    assert [(figure.value, figure.change) if figure else None for figure in line.figures] == [
+        (80.0, None),
+        (40.0, None),
+    ]
+    (chart,) = of_trends([_trend("utilization")]).charts
+    assert chart.title == "Mean GPU utilisation by report"
+    assert chart.summary.endswith("changes: the gate judges none.")
+
+
+def test_the_first_column_is_judged_too() -> None:
+    """Against a report that has no column itself."""
+    for number, level in enumerate((1.0, 1.5, 1.5), 1):
+        _keep(number, _timed(level))
+    (trend,) = [trend for trend in trends(chosen(_STORE), last=2) if trend.metric == "time"]
+    assert [column.number for column in trend.columns] == [2, 3]
+    (line,) = trend.lines
+    assert [figure.change if figure else None for figure in line.figures] == ["worse", None]
 
 
 def test_the_command_prints_the_newest_reports(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +240,8 @@ def test_the_page_needs_no_network_and_escapes_names() -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;-bs1" in page
     assert "://" not in page
-    assert page.count('<source media="(prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 1
+    assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 1
+    assert page.count('role="region" aria-label="') == page.count('tabindex="0"') == 2
     assert Path("site/trend-time.svg").is_file()
 
 
@@ -209,8 +256,8 @@ def test_what_is_0_throughout_has_no_chart_and_a_reason(capsys: pytest.CaptureFi
     assert f"left out: {reason}\n" in capsys.readouterr().out
     page = Path("trend.html").read_text("utf-8")
     assert f"Left out: {reason}" in page
-    assert "<h2>Time by report</h2>" in page
-    assert "<h2>Sent by report</h2>" not in page
+    assert "Time by report</h2>" in page
+    assert "Sent by report</h2>" not in page
     assert Path("site/trend-time.svg").is_file()
     assert not Path("site/trend-sent.svg").exists()
 

@@ -26,20 +26,19 @@ from pytest_llmgpu.result import CaseResult
 __all__ = ["Chart", "Charts", "Format", "image", "of_case", "of_report", "theme"]
 
 
-def of_report(report: Report, baseline: Report | None = None) -> Charts:
+def of_report(report: Report) -> Charts:
     """Return every chart of a report.
 
     Cases that differ in more than strategy and batch size get charts of their own, whose ids end in `-1`, `-2`.
-
-    Args:
-        report: what to draw.
-        baseline: what to hold its times against; None: what its own verdicts hold them against, if it has any.
+    Against a baseline it shows what the report's verdicts say.
     """
     found: list[Chart] = []
     omitted: list[str] = []
-    for one in ratios.charts(report, baseline):
-        _add(one, found, omitted)
-    for panel in panels(report):
+    parts = panels(report)
+    for one in ratios.charts(report.verdicts):
+        measured = "; ".join(panel.measured for panel in parts)
+        _add(one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured), found, omitted)
+    for panel in parts:
         for one in _of_panel(panel):
             _add(_named(one, panel), found, omitted)
     return Charts(charts=found, omitted=omitted)
@@ -61,11 +60,10 @@ def _of_panel(panel: Panel) -> Iterator[Chart | str]:
 
 
 def _named(one: Chart | str, panel: Panel) -> Chart | str:
-    if not panel.suffix:
-        return one
     if isinstance(one, str):
-        return f"{panel.caption}: {one}"
-    return msgspec.structs.replace(one, id=f"{one.id}{panel.suffix}", title=f"{one.title}: {panel.caption}")
+        return f"{panel.caption}: {one}" if panel.suffix else one
+    title = f"{one.title}: {panel.caption}" if panel.suffix else one.title
+    return msgspec.structs.replace(one, id=f"{one.id}{panel.suffix}", title=title, measured=panel.measured)
 
 
 def _add(one: Chart | str, found: list[Chart], omitted: list[str]) -> None:

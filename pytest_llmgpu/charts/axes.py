@@ -6,20 +6,40 @@ import math
 from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.charts.chart import Spec, rounded
-from pytest_llmgpu.charts.panels import Panel
+from pytest_llmgpu.charts.panels import Entry, Panel
 from pytest_llmgpu.charts.theme import SHAPES
+from pytest_llmgpu.study_table import wrong
 
-__all__ = ["HEIGHT", "NUMBER", "batch_sizes", "curves", "failures", "levels", "limit", "shapes", "sized"]
+__all__ = [
+    "EDGE_NOTE",
+    "HEIGHT",
+    "LINE",
+    "NUMBER",
+    "batch_sizes",
+    "curves",
+    "failures",
+    "levels",
+    "limit",
+    "shapes",
+    "side",
+    "sized",
+]
+
+EDGE_NOTE: Spec = {"type": "text", "style": "note", "fontWeight": "bold", "clip": False, "align": {"expr": "datum.a"}}
+"""A mark at the top of a chart with what has no place in it; the field `a` is its `side`."""
 
 HEIGHT = 300
 """Of a plot, in pixels."""
 
+LINE = 15
+"""Of letters, in pixels."""
+
 NUMBER = ",.6~r"
 """Format of a figure in a tooltip: as it is in the data, never with an exponent."""
 
-_LINE = 15  # pixels of a line of letters
 _SIDE = 1.25  # room beside the first and the last batch size, as a factor
-_ROOM = 1.08  # the same above and below the figures
+_ROOM = 1.08  # the least room above and below the figures, as a factor
+_SHARE = 0.04  # the same as a share of a logarithmic axis
 _DECADES = 2.0  # from here on ticks at powers of ten do
 _TICKS = 5
 _LEAST = 3
@@ -65,9 +85,10 @@ def levels(
     """
     known = list(values)
     low, high = min(known), max(known)
-    share = 1 - _LINE * lines / HEIGHT
+    share = 1 - LINE * lines / HEIGHT
     if log:
-        low, high = low / _ROOM, high * _ROOM
+        room = max(_ROOM, (high / low) ** _SHARE)
+        low, high = low / room, high * room
         ticks = _log_ticks(low, high)
         low, high = min(low, ticks[0]), max(high, ticks[-1])
         top = low * (high / low) ** (1 / share)
@@ -124,27 +145,35 @@ def limit(value: float, text: str) -> list[Spec]:
 
 
 def failures(panel: Panel) -> list[Spec]:
-    """Return a layer for each strategy with the batch sizes that did not complete, in a line of its own at the top."""
-    words = {"oom": "OoM"}
-    layers: list[Spec] = []
-    for title in dict.fromkeys(entry.title for entry in panel.failed):
-        rows = [
+    """Return the layers with the batch sizes that did not complete or answered wrongly, each in a line at the top.
+
+    A strategy has a line for each of the two. Of several wrong answers the first is named and the others are crosses.
+    """
+    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
+    lines: dict[tuple[str, bool], list[Spec]] = {}
+    for entry in (*panel.failed, *(entry for entry in panel.completed if wrong(entry.result))):
+        failed = entry.result.outcome != "completed"
+        rows = lines.setdefault((entry.title, failed), [])
+        text = f"{entry.title}: {_ending(entry)}"
+        rows.append(
             {
-                "s": title,
+                "s": entry.title,
                 "b": entry.batch_size,
-                "o": f"{title}: {words.get(entry.result.outcome, entry.result.outcome)}",
-                "w": _message(entry.result.failure.message if entry.result.failure else ""),
+                "o": text,
+                "l": text if failed or not rows else "\N{BALLOT X}",
+                "w": _message(_why(entry)),
+                "a": side(entry.batch_size, sizes),
             }
-            for entry in panel.failed
-            if entry.title == title
-        ]
+        )
+    layers: list[Spec] = []
+    for rows in lines.values():
         layers.append(
             {
                 "data": {"values": rows},
-                "mark": {"type": "text", "style": "note", "fontWeight": "bold", "clip": False},
+                "mark": EDGE_NOTE,
                 "encoding": {
-                    "y": {"value": _LINE * len(layers) + _LINE // 2},
-                    "text": {"field": "o", "type": "nominal"},
+                    "y": {"value": LINE * len(layers) + LINE // 2},
+                    "text": {"field": "l", "type": "nominal"},
                     "color": curves(panel),
                     "tooltip": [
                         {"field": "o", "type": "nominal", "title": "outcome"},
@@ -155,6 +184,28 @@ def failures(panel: Panel) -> list[Spec]:
             }
         )
     return layers
+
+
+def side(place: int, places: Sequence[int]) -> str:
+    """Return how a text is aligned at one of several places on the x axis: to the inside at both ends.
+
+    There it would lie over the axis or be cut off.
+    """
+    low, high = min(places), max(places)
+    return "center" if low == high or low < place < high else "left" if place == low else "right"
+
+
+def _ending(entry: Entry) -> str:
+    if entry.result.outcome == "completed":
+        return "wrong answers"
+    return "OoM" if entry.result.outcome == "oom" else entry.result.outcome
+
+
+def _why(entry: Entry) -> str:
+    failure, check = entry.result.failure, entry.result.accuracy_check
+    if failure is not None:
+        return failure.message
+    return check.text if check is not None and entry.result.outcome == "completed" else ""
 
 
 def _message(text: str) -> str:

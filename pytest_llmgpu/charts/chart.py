@@ -27,6 +27,8 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     headers: list[str]
     rows: list[list[str]]
     """The same figures as a table, with units in the headers."""
+    measured: str = ""
+    """Model, type, GPUs and dataset, for a picture that stands alone; empty where the title says it."""
 
 
 class Charts(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ __all__ = ["charts"]
 
 _GB = 1e9
 _MB = 1e6
+_HEIGHT = 220  # of a chart of one strategy, in pixels
 _LINKS = {"pcie": "PCIe", "nvlink": "NVLink"}
 
 
@@ -21,7 +22,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     for link, name in _LINKS.items():
         yield _rates(panel, link, name)
     yield _sent(panel)
-    yield _against_utilization(panel)
+    yield from _against_utilization(panel)
 
 
 def _rates(panel: Panel, link: str, name: str) -> Chart | str:
@@ -46,17 +47,27 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         one: [point.value for point in drawn if (point.entry.title, point.kind) == (one, "TX")] for one in panel.titles
     }
     told = ", ".join(f"{one} {span(values, 'GB/s')}" for one, values in sent.items() if values)
+    host = ", what comes from the host and goes there included" if link == "pcie" else ""
+    elsewhere = _elsewhere(panel) if link == "pcie" else ""
     return Chart(
         id=f"traffic-{link}",
         title=title,
-        summary=(
-            "Mean over the GPUs of what NVML's counters saw, what comes from the host and goes there included; "
-            f"TX of {told or 'none'}."
-        ),
+        summary=f"Mean over the GPUs of what NVML's counters saw{host}; TX of {told or 'none'}{elsewhere}.",
         spec=curves_of(panel, drawn, title=f"{name}, mean over the GPUs", unit="GB/s"),
         headers=headers,
         rows=rows,
     )
+
+
+def _elsewhere(panel: Panel) -> str:
+    """Return whose traffic from GPU to GPU PCIe's counters did not see, for the end of a sentence."""
+    told = []
+    for title in panel.titles:
+        traffic = [entry.result.traffic for entry in panel.of(title)]
+        links = {one.path.link for one in traffic if one is not None and one.path is not None}
+        if links & {"nvlink", "mixed"}:
+            told.append(f"{'' if links <= {'nvlink', None} else 'a part of '}what {title} sends from GPU to GPU")
+    return f"; not in it, as it went over NVLink: {', '.join(told)}" if told else ""
 
 
 def _sent(panel: Panel) -> Chart | str:
@@ -79,7 +90,8 @@ def _sent(panel: Panel) -> Chart | str:
     )
 
 
-def _against_utilization(panel: Panel) -> Chart | str:
+def _against_utilization(panel: Panel) -> Iterator[Chart | str]:
+    """Yield a chart of each strategy: two orders apart, on one scale none would show how it moves."""
     title = "Traffic against GPU utilisation"
     rows: list[Spec] = []
     for entry in panel.completed:
@@ -89,14 +101,32 @@ def _against_utilization(panel: Panel) -> Chart | str:
                 {"s": entry.title, "b": entry.batch_size, "u": rounded(fmean(busy)), "v": rounded(fmean(traffic) / _GB)}
             )
     if not rows:
-        return f"{title}: traffic or utilisation was not sampled."
+        yield f"{title}: traffic or utilisation was not sampled."
     what = "sent, NVLink and PCIe" if _knows_nvlink(panel) else "sent, PCIe"
-    ends = [row for row in rows if row["b"] in _ends(row["s"], rows)]
+    for number, strategy in enumerate(panel.titles, 1):
+        of_strategy = sorted((row for row in rows if row["s"] == strategy), key=lambda row: row["b"])
+        if not of_strategy:
+            continue
+        ends = dict.fromkeys(
+            f"{written(row['u'], digits=3)} % and {written(row['v'], digits=3)} GB/s at batch size {row['b']}"
+            for row in (of_strategy[0], of_strategy[-1])
+        )
+        yield Chart(
+            id=f"traffic-utilization-{number}",
+            title=f"{title}: {strategy}",
+            summary=f"Means over the GPUs, points joined by batch size: {' to '.join(ends)}.",
+            spec=_path(panel, of_strategy, what),
+            headers=["strategy", "batch size", "GPU utilisation (%)", f"{what} (GB/s)"],
+            rows=[[strategy, str(row["b"]), written(row["u"]), written(row["v"])] for row in of_strategy],
+        )
+
+
+def _path(panel: Panel, rows: list[Spec], what: str) -> Spec:
     batch = {"field": "b", "type": "quantitative"}
     shared: Spec = {
         "x": axes.levels([row["u"] for row in rows], "GPU utilisation (%)", log=False, field="u"),
-        "y": axes.levels([row["v"] for row in rows], f"{what} (GB/s)", log=True),
-        "color": axes.curves(panel),
+        "y": axes.levels([row["v"] for row in rows], f"{what} (GB/s)", log=False),
+        "color": {**axes.curves(panel), "legend": None},
     }
     tooltip = [
         {"field": "s", "type": "nominal", "title": "strategy"},
@@ -106,39 +136,13 @@ def _against_utilization(panel: Panel) -> Chart | str:
     ]
     layers: list[Spec] = [
         {"mark": {"type": "line"}, "encoding": {"order": batch}},
-        {"mark": {"type": "point"}, "encoding": {"shape": axes.shapes(panel), "tooltip": tooltip}},
+        {"mark": {"type": "point"}, "encoding": {"shape": {**axes.shapes(panel), "legend": None}, "tooltip": tooltip}},
         {
-            "data": {"values": ends},
             "mark": {"type": "text", "style": "note", "align": "left", "dx": 7, "dy": -7},
             "encoding": {"text": {**batch, "format": ",d"}},
         },
     ]
-    return Chart(
-        id="traffic-utilization",
-        title=title,
-        summary=(
-            f"Means over the GPUs, points joined from the smallest batch size to the largest: {_moves(panel, rows)}."
-        ),
-        spec={**axes.sized(layers, rows), "encoding": shared},
-        headers=["strategy", "batch size", "GPU utilisation (%)", f"{what} (GB/s)"],
-        rows=[[str(row["s"]), str(row["b"]), written(row["u"]), written(row["v"])] for row in rows],
-    )
-
-
-def _moves(panel: Panel, rows: list[Spec]) -> str:
-    told = []
-    for title in panel.titles:
-        of_title = sorted((row for row in rows if row["s"] == title), key=lambda row: row["b"])
-        if of_title:
-            first, last = of_title[0], of_title[-1]
-            pairs = [f"{written(row['u'], digits=3)} % and {written(row['v'], digits=3)} GB/s" for row in (first, last)]
-            told.append(f"{title} from {' to '.join(pairs)}" if first is not last else f"{title} {pairs[0]}")
-    return "; ".join(told)
-
-
-def _ends(title: str, rows: list[Spec]) -> tuple[int, int]:
-    sizes = [row["b"] for row in rows if row["s"] == title]
-    return min(sizes), max(sizes)
+    return {**axes.sized(layers, rows, height=_HEIGHT), "encoding": shared}
 
 
 def _knows_nvlink(panel: Panel) -> bool:

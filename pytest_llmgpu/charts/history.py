@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 
 from pytest_llmgpu.charts import axes
-from pytest_llmgpu.charts.chart import Chart, Charts, Spec, rounded, written
+from pytest_llmgpu.charts.chart import Chart, Charts, Spec, rounded
 from pytest_llmgpu.charts.theme import SHAPES, domain
-from pytest_llmgpu.trends import Trend
+from pytest_llmgpu.trend_tables import before, cell
+from pytest_llmgpu.trends import METRICS, Figure, Trend
 
 __all__ = ["of_trends"]
 
@@ -18,7 +20,7 @@ _MARKS = {
     "changed": "\N{BLACK DIAMOND}",
 }
 _FEW = 8  # lines that can all be named
-_LINEAR = ("accuracy", "memory")
+_LINEAR = ("accuracy", "memory", "utilization")
 """Metrics that are not drawn on a logarithmic axis: they move by little."""
 
 
@@ -46,30 +48,34 @@ def _chart(trend: Trend) -> Chart:
     labels = [f"{column.number:04} {column.commit.split(' ')[0]}" for column in trend.columns]
     log = trend.metric not in _LINEAR
     rows: list[Spec] = []
+    ended: list[Spec] = []
     for line in trend.lines:
         for label, one in zip(labels, line.figures, strict=True):
-            if one is not None and one.value is not None and (one.value > 0 or not log):
-                row: Spec = {"c": line.name, "s": line.strategy, "x": label, "v": rounded(one.value)}
-                if one.change is not None:
-                    row |= {"k": one.change, "m": _MARKS[one.change], "w": one.reason.splitlines()[0][:160]}
-                rows.append(row)
+            if one is None:
+                continue
+            row: Spec = {"c": line.name, "s": line.strategy, "x": label}
+            if one.change is not None:
+                row |= {"k": one.change, "m": _MARKS[one.change], "w": one.reason.partition("\n")[0][:160]}
+            if one.value is not None and (one.value > 0 or not log):
+                rows.append({**row, "v": rounded(one.value)})
+            elif one.change is not None:
+                # Where it has no place on the axis, a change stands at the top edge.
+                text = f"{row['m']} {line.name}: {cell(one, None)}"
+                ended.append({**row, "o": text, "a": axes.side(labels.index(label), range(len(labels)))})
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
     told = ", ".join(f"{count} {change} ({_MARKS[change]})" for change, count in counted.items())
-    told = told or "none that the gate is sure of"
+    told = told or ("none that the gate is sure of" if METRICS[trend.metric].verdicts else "the gate judges none")
     return Chart(
         id=f"trend-{trend.metric}",
         title=_title(trend),
         summary=f"{len(trend.lines)} cases over {len(labels)} reports of one machine, oldest first; changes: {told}.",
-        spec=_spec(trend, labels, rows, log=log),
+        spec=_spec(trend, labels, rows, ended, log=log),
         headers=["case", *labels],
-        rows=[
-            [line.name, *("" if one is None else _cell(one.value, one.outcome, one.change) for one in line.figures)]
-            for line in trend.lines
-        ],
+        rows=[[line.name, *map(_cell, line.figures, before(line.figures), repeat(trend))] for line in trend.lines],
     )
 
 
-def _spec(trend: Trend, labels: list[str], rows: list[Spec], *, log: bool) -> Spec:
+def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], *, log: bool) -> Spec:
     strategies = list(dict.fromkeys(line.strategy for line in trend.lines))
     places = domain([(name, name) for name in strategies])
     colour = {
@@ -104,6 +110,21 @@ def _spec(trend: Trend, labels: list[str], rows: list[Spec], *, log: bool) -> Sp
             "encoding": {"color": colour, "text": {"field": "c", "type": "nominal"}},
         },
     ]
+    above = _lines(ended)
+    text = {"field": "o", "type": "nominal"}
+    layers += [
+        {
+            "data": {"values": line},
+            "mark": axes.EDGE_NOTE,
+            "encoding": {
+                "y": {"value": axes.LINE * number + axes.LINE // 2},
+                "color": colour,
+                "text": text,
+                "tooltip": [*tooltip[:2], {**text, "title": trend.title}, *tooltip[3:]],
+            },
+        }
+        for number, line in enumerate(above)
+    ]
     report = {
         "field": "x",
         "type": "ordinal",
@@ -111,7 +132,7 @@ def _spec(trend: Trend, labels: list[str], rows: list[Spec], *, log: bool) -> Sp
         "scale": {"domain": labels},
         "axis": {"labelAngle": -40, "labelOverlap": "greedy"},
     }
-    shared = {"x": report, "y": axes.levels([row["v"] for row in rows], trend.title, log=log)}
+    shared = {"x": report, "y": axes.levels([row["v"] for row in rows], trend.title, log=log, lines=len(above))}
     return {**axes.sized(layers, rows), "encoding": shared}
 
 
@@ -122,6 +143,18 @@ def _names(trend: Trend, rows: Sequence[Spec]) -> list[Spec]:
     return list({row["c"]: row for row in rows if row["c"] in named}.values())
 
 
-def _cell(value: float | None, outcome: str, change: str | None) -> str:
-    text = written(value) if value is not None else "-" if outcome == "completed" else outcome
-    return text if change is None else f"{text}, {change}"
+def _lines(rows: Sequence[Spec]) -> list[list[Spec]]:
+    """Return the rows in lines one above the other, each with one of a report at most."""
+    lines: list[list[Spec]] = []
+    for row in rows:
+        free = next((line for line in lines if row["x"] not in {other["x"] for other in line}), None)
+        if free is None:
+            lines.append([row])
+        else:
+            free.append(row)
+    return lines
+
+
+def _cell(one: Figure | None, then: float | None, trend: Trend) -> str:
+    text = cell(one, then, points=trend.metric == "accuracy")
+    return text if one is None or one.change is None else f"{text}, {one.change}"

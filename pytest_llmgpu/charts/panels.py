@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-
-from pytest_llmgpu.blocks import blocks
+from pytest_llmgpu.blocks import apart, blocks, capacities, captions
 from pytest_llmgpu.capacity import Capacity
 from pytest_llmgpu.charts.theme import domain
 from pytest_llmgpu.report import Report
@@ -16,9 +14,6 @@ from pytest_llmgpu.result import CaseResult, DeviceMemory, Launch
 from pytest_llmgpu.study_table import layout
 
 __all__ = ["Entry", "Panel", "counted", "device_means", "fmean", "memory_of", "panels"]
-
-_CURVES = ("strategy", "backend", "strategy_options", "batch_size", "execution")
-"""Fields of a case that do not tell panels apart."""
 
 
 class Entry(NamedTuple):
@@ -50,6 +45,8 @@ class Panel(NamedTuple):
     """Of a chart's id, where a report needs several panels."""
     caption: str = ""
     """What tells the panel from the others."""
+    measured: str = ""
+    """Model, type, GPUs and dataset: what a picture says that stands alone."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -80,27 +77,24 @@ def panels(report: Report) -> list[Panel]:
     """Return the panels of a report, in the order in which their cases ran."""
     groups = blocks(report.cases)
     several = len(groups) > 1
-    fields: list[dict[str, Any]] = [msgspec.to_builtins(group[0].case) for group in groups]
+    known = capacities(report)
+    told = zip(groups, apart(groups, report), captions(groups, report), strict=True)
     found = []
-    for number, (group, own) in enumerate(zip(groups, fields, strict=True), 1):
+    for number, (group, caption, measured) in enumerate(told, 1):
         titles, rows = layout(group)
         entries = [Entry(title, row[title]) for title in titles for row in rows.values() if title in row]
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
         series = {result.case.series for result in group}
-        differing = [
-            value if name == "model" else f"{name} {_short(value)}"
-            for name, value in own.items()
-            if name not in _CURVES and any(other[name] != value for other in fields)
-        ]
         found.append(
             Panel(
                 entries=entries,
                 titles=titles,
                 domain=domain(list(strategies.items())),
                 report=report,
-                capacity=[capacity for capacity in report.capacity if capacity.series in series],
+                capacity=[capacity for capacity in known if capacity.series in series],
                 suffix=f"-{number}" if several else "",
-                caption=", ".join(differing) if several else "",
+                caption=caption,
+                measured=measured,
             )
         )
     return found
@@ -155,7 +149,3 @@ def _metric_means(launch: Launch, name: str) -> dict[int, float]:
 def _of_memory(memory: Sequence[DeviceMemory], name: str) -> dict[int, float]:
     values = {of_device.index: getattr(of_device, name) for of_device in memory}
     return {index: float(value) for index, value in values.items() if value is not None}
-
-
-def _short(value: Any) -> str:
-    return "none" if value is None else str(value)[:20]

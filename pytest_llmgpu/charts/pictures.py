@@ -38,7 +38,8 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
         raise ValueError("pictures of charts need vl-convert: pip install 'pytest-llmgpu[report]'") from None
     spec: Spec = {**chart.spec, "width": _WIDTH, "padding": 16}
     if titled:
-        spec["title"] = {"text": chart.title, "subtitle": textwrap.wrap(chart.summary, _LETTERS)}
+        told = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _LETTERS)]
+        spec["title"] = {"text": chart.title, "subtitle": told}
     if format == "svg":
         return vl_convert.vegalite_to_svg(spec, config=theme(dark=dark), allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(spec, config=theme(dark=dark), allowed_base_urls=[], scale=_SCALE)

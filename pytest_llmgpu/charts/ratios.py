@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu import gate, matching
 from pytest_llmgpu.charts import axes
 from pytest_llmgpu.charts.chart import Chart, Spec, rounded, written
-from pytest_llmgpu.policy import Policy
-from pytest_llmgpu.report import Report
-from pytest_llmgpu.verdicts import Row
+from pytest_llmgpu.verdicts import Row, Verdicts
 
 __all__ = ["charts"]
 
 _STEP = 20  # pixels of a case
-_KINDS = ("not told apart", "slower", "faster", "no interval")
-"""What is said of a case, in the order of colours and shapes."""
-_SHAPES = ["circle", "triangle-up", "triangle-down", "diamond"]
+_KINDS = ("not told apart", "slower", "faster")
+"""What is said of a case, in the order of the theme's range `ordinal` and of shapes."""
+_SHAPES = ["circle", "triangle-up", "triangle-down"]
 _SAYS = {"REGRESSED": "slower", "IMPROVED": "faster"}
 
 
-def charts(report: Report, baseline: Report | None) -> Iterator[Chart | str]:
-    """Yield the chart of the changes of time, or in a sentence why there is none."""
-    title = "Time against the baseline"
-    said = _said(report, baseline)
-    if not said:
-        if baseline is not None:
-            yield f"{title}: no case of the report has a counterpart that completed."
+def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
+    """Yield the chart of the changes of time by the gate's verdicts, or in a sentence why there is none."""
+    if verdicts is None or verdicts.baseline is None:
         return
-    plain = _plain(report, baseline)
-    rows = [row for one in said if (row := _row(one, plain)) is not None]
+    title = "Time against the baseline"
+    said = [row for row in verdicts.rows if row.metric == "time"]
+    if not said:
+        yield f"{title}: no case of the report has a counterpart that completed."
+        return
+    rows = [row for one in said if (row := _row(one)) is not None]
     if not rows:
         yield f"{title}: no case can be compared ({said[0].reason.splitlines()[0].rstrip('.')})."
         return
@@ -46,7 +42,7 @@ def charts(report: Report, baseline: Report | None) -> Iterator[Chart | str]:
             [
                 one.id,
                 one.verdict,
-                written(one.ratio if one.ratio is not None else plain.get(one.id)),
+                written(one.ratio),
                 written(one.low),
                 written(one.high),
                 "-" if one.n is None else str(one.n),
@@ -57,37 +53,12 @@ def charts(report: Report, baseline: Report | None) -> Iterator[Chart | str]:
     )
 
 
-def _said(report: Report, baseline: Report | None) -> list[Row]:
-    """Return the verdicts on time: the report's own where they are of this baseline, else by the default policy."""
-    verdicts = report.verdicts
-    against = None if verdicts is None else verdicts.baseline
-    if baseline is not None and (against is None or against.commit is None or against.commit != baseline.commit.sha):
-        verdicts = gate.judge(baseline, report, Policy(), today=datetime.date.min)
-    elif against is None:
-        verdicts = None
-    return [] if verdicts is None else [row for row in verdicts.rows if row.metric == "time"]
-
-
-def _plain(report: Report, baseline: Report | None) -> dict[str, float]:
-    """Return id to the ratio of the total times, for cases whose batches cannot be paired."""
-    if baseline is None:
-        return {}
-    return {
-        pair.head.id: pair.head.inference_s / pair.base.inference_s
-        for pair in matching.pairs(baseline.cases, report.cases)
-        if pair.base is not None and pair.head is not None and pair.base.inference_s and pair.head.inference_s
-    }
-
-
-def _row(one: Row, plain: dict[str, float]) -> Spec | None:
-    if one.ratio is not None:
-        row: Spec = {"c": one.id, "r": rounded(one.ratio), "k": _SAYS.get(one.verdict, "not told apart")}
-        if one.low is not None and one.high is not None:
-            row |= {"l": rounded(one.low), "h": rounded(one.high)}
-    elif one.id in plain:
-        row = {"c": one.id, "r": rounded(plain[one.id]), "k": "no interval"}
-    else:
+def _row(one: Row) -> Spec | None:
+    if one.ratio is None:
         return None
+    row: Spec = {"c": one.id, "r": rounded(one.ratio), "k": _SAYS.get(one.verdict, "not told apart")}
+    if one.low is not None and one.high is not None:
+        row |= {"l": rounded(one.low), "h": rounded(one.high)}
     return {**row, "w": one.verdict, "t": one.reason.splitlines()[0][:160]}
 
 
@@ -98,7 +69,7 @@ def _spec(rows: Sequence[Spec], kinds: list[str]) -> Spec:
         "field": "k",
         "type": "nominal",
         "title": None,
-        "scale": {"domain": list(_KINDS), "range": "category"},
+        "scale": {"domain": list(_KINDS), "range": "ordinal"},
         "legend": {"values": kinds},
     }
     shape = {**colour, "scale": {"domain": list(_KINDS), "range": _SHAPES}}

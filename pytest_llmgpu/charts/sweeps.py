@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pytest_llmgpu.charts import axes
 from pytest_llmgpu.charts.chart import Spec, rounded, written
 from pytest_llmgpu.charts.panels import Entry, Panel
+from pytest_llmgpu.study_table import wrong
 
 __all__ = ["Figure", "Point", "curves_of", "points", "table"]
 
@@ -110,6 +111,8 @@ def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list
         value = figure(entry) if entry.result.outcome == "completed" else None
         ended = {"completed": "-", "oom": "OoM", "skipped_after_oom": "not run"}
         text = written(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
+        if wrong(entry.result):
+            text += " (wrong answers)"
         cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
     headers = ["batch size", *(f"{title} ({unit})" for title in panel.titles)]
     rows = [

@@ -24,6 +24,7 @@ _TEXT = {False: "#24292f", True: "#e6e8eb"}
 _QUIET = {False: "#57606a", True: "#a8b0ba"}
 _GRID = {False: "#e3e6ea", True: "#32363d"}
 _LIMIT = {False: "#b3261e", True: "#ff8f85"}
+_GOOD = {False: "#11632e", True: "#6fd08c"}
 
 _FONT = "system-ui, Liberation Sans, Arial, sans-serif"
 
@@ -48,7 +49,8 @@ def domain(columns: Sequence[tuple[str, str]]) -> list[str]:
 def theme(*, dark: bool) -> Spec:
     """Return the `config` of Vega-Lite that a page or a picture draws the charts with.
 
-    The specifications name the range `category` (strategies and GPUs) and the styles `limit`, `limit-note` (capacity,
+    The specifications name the ranges `category` (strategies and GPUs) and `ordinal` (what is said of a change: quiet,
+    worse, better, quiet; Vega-Lite has no range of another name) and the styles `limit`, `limit-note` (capacity,
     a published figure, no change), `note` (letters inside a chart) and `quiet`.
     """
     text, quiet, grid = _TEXT[dark], _QUIET[dark], _GRID[dark]
@@ -56,7 +58,7 @@ def theme(*, dark: bool) -> Spec:
         "background": _GROUND[dark],
         "font": _FONT,
         "view": {"stroke": None},
-        "range": {"category": _DARK if dark else _LIGHT},
+        "range": {"category": _DARK if dark else _LIGHT, "ordinal": [quiet, _LIMIT[dark], _GOOD[dark], quiet]},
         "axis": {
             "labelColor": text,
             "titleColor": quiet,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pytest_llmgpu.charts.chart import Chart, written
 from pytest_llmgpu.charts.panels import Entry, Panel
 from pytest_llmgpu.charts.sweeps import Figure, Point, curves_of, points, table
+from pytest_llmgpu.study_table import wrong
 
 __all__ = ["charts"]
 
@@ -22,20 +23,19 @@ def _chart(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..
     drawn = [point for point in points(panel, {name: figure}) if point.value > 0]
     if not drawn:
         return f"{title}: no case completed."
-    winners = [
-        best((point for point in drawn if point.entry.title == one), key=lambda point: point.value)
-        for one in panel.titles
-        if any(point.entry.title == one for point in drawn)
-    ]
-    told = ", ".join(
-        f"{point.entry.title} {written(point.value, unit, digits=3)} at batch size {point.entry.batch_size}"
-        for point in winners
-    )
+    told = []
+    for one in panel.titles:
+        of_title = [point for point in drawn if point.entry.title == one]
+        if right := [point for point in of_title if not wrong(point.entry.result)]:
+            winner = best(right, key=lambda point: point.value)
+            told.append(f"{one} {written(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
+        elif of_title:
+            told.append(f"{one} none, as all its answers are wrong")
     headers, rows = table(panel, figure, unit)
     return Chart(
         id=name,
         title=title,
-        summary=f"Best of each strategy: {told}.",
+        summary=f"Best of each strategy: {', '.join(told)}.",
         spec=curves_of(panel, drawn, title=name, unit=unit),
         headers=headers,
         rows=rows,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from pytest_llmgpu.blocks import listed
-from pytest_llmgpu.report import Report
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report import OptionValue, Report
 
-__all__ = ["Fact", "libraries", "machine"]
+__all__ = ["Fact", "libraries", "machine", "options"]
 
 _GIB = 2**30
 _NONE = "-"
+_DEFAULT = "default"
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,12 +34,17 @@ def libraries(report: Report, baseline: Report | None) -> list[Fact]:
     return _beside(_libraries(report), None if baseline is None else _libraries(baseline))
 
 
-def _beside(own: dict[str, str], other: dict[str, str] | None) -> list[Fact]:
+def options(report: Report, baseline: Report | None) -> list[Fact]:
+    """Return the options that were in force and are not the defaults of today."""
+    return _beside(_options(report), None if baseline is None else _options(baseline), lacking=_DEFAULT)
+
+
+def _beside(own: dict[str, str], other: dict[str, str] | None, *, lacking: str = _NONE) -> list[Fact]:
     if other is None:
         return [Fact(name=name, value=value) for name, value in own.items()]
     facts = []
     for name in listed([*own, *other]):
-        value, was = own.get(name, _NONE), other.get(name, _NONE)
+        value, was = own.get(name, lacking), other.get(name, lacking)
         facts.append(Fact(name=name, value=value, was=None if was == value else was))
     return facts
 
@@ -46,11 +53,34 @@ def _libraries(report: Report) -> dict[str, str]:
     return {name: version for name, version in report.environment.versions.items() if version}
 
 
+def _options(report: Report) -> dict[str, str]:
+    """Return them; none where pytest is not installed, with which the defaults are declared: judging does without."""
+    try:
+        from pytest_llmgpu.options import Options
+    except ImportError:
+        return {}
+    defaults = {flag: _shown(value) for flag, value in Options().in_force().items()}
+    found = {flag: _shown(value) for flag, value in report.options.items()}
+    return {flag: value for flag, value in found.items() if value != defaults.get(flag, _shown(None))}
+
+
+def _shown(value: OptionValue | tuple[str | int | float, ...]) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _gpu(gpu: Gpu) -> str:
+    size = f"{gpu.memory_bytes / _GIB:.0f} GiB" if gpu.memory_bytes else ""
+    link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width}" if gpu.pcie_gen and gpu.pcie_width else ""
+    return ", ".join(filter(None, (gpu.name, size, link)))
+
+
 def _machine(report: Report) -> dict[str, str]:
     environment, commit = report.environment, report.commit
-    gpus = listed(
-        gpu.name + (f", {gpu.memory_bytes / _GIB:.0f} GiB" if gpu.memory_bytes else "") for gpu in environment.gpus
-    )
+    gpus = listed(map(_gpu, environment.gpus))
     links = listed(link for row in environment.topology or [] for link in row if link != "X")
     source = [commit.sha, f"({commit.branch})" if commit.branch else None, "with changes" if commit.dirty else None]
     found = {

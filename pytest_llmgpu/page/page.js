@@ -42,7 +42,7 @@
     const label = `Chart: ${chart.title}. Its data is in the table below.`;
     const place = made("div", { class: "chart", role: "img", "aria-label": label });
     const region = made("div", { class: "scroll", role: "region", "aria-label": `Data of ${chart.title}`, tabindex: "0" });
-    const details = made("details", {}, made("summary", {}, "Data"), region);
+    const details = made("details", { class: "data" }, made("summary", {}, "Data"), region);
     // Thousands of rows are made when somebody wants to see them.
     details.addEventListener("toggle", () => region.hasChildNodes() || region.append(table(chart)));
     const whole = made("figure", {}, made("h3", {}, chart.title), made("figcaption", {}, chart.summary), place, details);
@@ -68,6 +68,14 @@
   dark.addEventListener("change", label);
   button.hidden = false;
   label();
+
+  // Paper cannot be clicked on: all but the data of charts and logs is unfolded for it, and folded again afterwards.
+  let folded = [];
+  window.addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open], .data, .log)")];
+    for (const details of folded) details.open = true;
+  });
+  window.addEventListener("afterprint", () => { for (const details of folded) details.open = false; });
 
   const places = [...document.querySelectorAll("[data-chart]")];
   const drawn = places.map((place) => draw(place, data.charts[place.dataset.chart]));

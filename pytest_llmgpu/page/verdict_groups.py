@@ -1,4 +1,4 @@
-"""The gate's rows for a page: in parts by what they ask of people, and equal ones of several cases as one."""
+"""The gate's rows for a page: in parts by what they ask of people, in each by metric, and equal ones as one line."""
 
 from __future__ import annotations
 
@@ -8,41 +8,56 @@ import msgspec
 
 from pytest_llmgpu import gate
 from pytest_llmgpu.policy import Policy
-from pytest_llmgpu.verdicts import MetricName, Row, Verdict, worst_first
+from pytest_llmgpu.verdicts import MetricName, Row, Verdict, Verdicts, worst_first
 
-__all__ = ["Group", "grouped"]
+__all__ = ["Group", "Line", "grouped"]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows with the same reason."""
+
+    ids: list[str]
+    """Of the cases."""
+    reason: str
+    """With the change and its interval, where there are some."""
+    known: str | None
+    """Why the policy lets it pass."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one metric with the same verdict for the same reason."""
+    """Rows of one metric with the same verdict."""
 
     metric: MetricName
     verdict: Verdict
     fails: bool
     """Whether it makes its tests fail."""
-    ids: list[str]
-    """Of the cases."""
-    change: str
-    """`-38.8 % (-46.7 to -29.7 %)`: the ratio and its interval; empty where there is none."""
-    reason: str
-    known: str | None
-    """Why the policy lets it pass."""
+    lines: list[Line]
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(len(line.ids) for line in self.lines)
 
 
 _BETTER = frozenset(("IMPROVED", "CAPACITY_IMPROVED"))
 _SAME = frozenset(("OK",))
 _WORSE = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
+_ALSO = "Also changed: "
 
 
-def grouped(rows: Sequence[Row], policy: Policy) -> list[tuple[str, list[Group]]]:
+def grouped(verdicts: Verdicts, policy: Policy) -> list[tuple[str, list[Group]]]:
     """Return the rows under the titles of their parts, what fails first; in each part by severity."""
-    parts: dict[str, dict[tuple[object, ...], list[Row]]] = {
+    # What differs from the baseline stands above the rows, once.
+    above = any(warning.startswith("differs from the baseline: ") for warning in verdicts.warnings)
+    parts: dict[str, dict[tuple[MetricName, Verdict], list[Row]]] = {
         title: {} for title in ("Fails", "Worse, but allowed", "Better", "Not told", "Without a change")
     }
-    for row in worst_first(rows):
-        same = (row.metric, row.verdict, _change(row), row.reason, row.known)
-        parts[_part(row, policy)].setdefault(same, []).append(row)
-    return [(title, [_group(same, policy) for same in found.values()]) for title, found in parts.items()]
+    for row in worst_first(verdicts.rows):
+        parts[_part(row, policy)].setdefault((row.metric, row.verdict), []).append(row)
+    return [
+        (title, [_group(rows, fails=title == "Fails", above=above) for rows in found.values()])
+        for title, found in parts.items()
+    ]
 
 
 def _part(row: Row, policy: Policy) -> str:
@@ -55,23 +70,14 @@ def _part(row: Row, policy: Policy) -> str:
     return "Without a change" if row.verdict in _SAME else "Not told"
 
 
-def _group(same: Sequence[Row], policy: Policy) -> Group:
-    first = same[0]
+def _group(rows: Sequence[Row], *, fails: bool, above: bool) -> Group:
+    lines: dict[tuple[str, str | None], list[str]] = {}
+    for row in rows:
+        told = [line for line in row.reason.splitlines() if not (above and line.startswith(_ALSO))]
+        lines.setdefault(("\n".join(told), row.known), []).append(row.id)
     return Group(
-        metric=first.metric,
-        verdict=first.verdict,
-        fails=gate.fails(first, policy),
-        ids=[row.id for row in same],
-        change=_change(first),
-        reason=first.reason,
-        known=first.known,
+        metric=rows[0].metric,
+        verdict=rows[0].verdict,
+        fails=fails,
+        lines=[Line(ids=ids, reason=reason, known=known) for (reason, known), ids in lines.items()],
     )
-
-
-def _change(row: Row) -> str:
-    if row.ratio is None:
-        return ""
-    text = f"{100 * (row.ratio - 1):+.1f} %"
-    if row.low is not None and row.high is not None and row.low < row.high:
-        text += f" ({100 * (row.low - 1):+.1f} to {100 * (row.high - 1):+.1f} %)"
-    return text

@@ -1,0 +1,45 @@
+"""Trends as one page that needs neither a network nor a script: pictures for light and dark, and tables."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+from pytest_llmgpu.charts.chart import Chart
+from pytest_llmgpu.charts.history import of_trends
+from pytest_llmgpu.charts.pictures import image
+from pytest_llmgpu.page.assets import asset, templates
+from pytest_llmgpu.trend_tables import changes
+from pytest_llmgpu.trends import Trend
+
+__all__ = ["render"]
+
+
+def render(trends: Sequence[Trend], machine: str) -> str:
+    """Return the page.
+
+    Raises:
+        ValueError: the extra `report` is not installed.
+    """
+    template = templates().get_template("trend.html")
+    drawn = of_trends(trends)
+    charts = {chart.id: chart for chart in drawn.charts}
+    return template.render(
+        machine=machine,
+        style=asset("page.css"),
+        sections=[
+            {
+                "chart": charts[name],
+                "changes": list(changes(trend)),
+                "light": _address(charts[name], dark=False),
+                "dark": _address(charts[name], dark=True),
+            }
+            for trend in trends
+            if (name := f"trend-{trend.metric}") in charts
+        ],
+        omitted=drawn.omitted,
+    )
+
+
+def _address(chart: Chart, *, dark: bool) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(image(chart, 'svg', dark=dark, titled=False)).decode()}"
