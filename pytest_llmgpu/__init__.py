@@ -8,7 +8,7 @@ The map of the package, from what people touch down to what is measured; imports
     fixtures, session               what tests are written with; what lives as long as a run
     planner, recorder, live         options to cases, everything refused that can be; results kept; the live line
     terminal, case_tables, order    tables and findings for people; small batches before large ones
-    html_report, page               a report as one page for a browser; its template, style, script, and their contents
+    html_report, page               a report, or a trend, as a page for a browser; template, style, script and contents
     conclusion, study_table, blocks a report in a sentence; the study's table as data; which cases share a table
     judging                         what a run is judged by, and what that says of each test
     charts                          the charts of a report or a trend, as data and as pictures
