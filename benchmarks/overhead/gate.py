@@ -1,7 +1,8 @@
 """What judging costs: two reports of many cases, read and compared in a process of its own; prints JSON.
 
 The reports are made up: as many batches and items a case as asked for, noise of 1 % in each batch, a few items flipped,
-log-likelihoods rounded otherwise.
+log-likelihoods rounded otherwise. The fastest of five processes counts: on a busy machine the others measure the
+neighbours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 LIMIT_S = 2.0
 LIMIT_MB = 400.0
+RUNS = 5
 
 JUDGE = """
 import datetime, gc, json, resource, sys, time
@@ -63,7 +65,12 @@ def main() -> int:
             write(path, seed, **sizes)
         sizes["file_mb"] = round(paths[0].stat().st_size / 1e6)
         command = [sys.executable, "-c", JUDGE, *map(str, paths)]
-        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        runs = [
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            for _ in range(RUNS)
+        ]
+    found = min(runs, key=lambda run: run["total_s"])
+    sizes["total_s_of_each"] = [run["total_s"] for run in runs]
     ok = found["total_s"] < LIMIT_S and found["peak_mb"] < LIMIT_MB
     json.dump({**sizes, **found, "limit_s": LIMIT_S, "limit_mb": LIMIT_MB, "ok": ok}, sys.stdout, indent=2)
     print()
