@@ -11,7 +11,7 @@ from pytest_llmgpu import evidence
 from pytest_llmgpu.metrics import inference_s
 from pytest_llmgpu.policy import TimeRule
 from pytest_llmgpu.result import CaseResult, Launch
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Change, change, launch_levels, launches_needed
+from pytest_llmgpu.statistics import Change, assumed_sd, change, launch_levels, launches_needed
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["OWN_NOISE", "PROMISED", "SUM", "TYPICAL", "Timed", "launches_asked", "launches_for", "timed"]
@@ -52,7 +52,7 @@ class Timed(NamedTuple):
     @property
     def known(self) -> float:
         """The noise between launches that is calibrated, or assumed."""
-        return UNCALIBRATED_SD if self.sd is None else self.sd
+        return assumed_sd(self.result.case.device) if self.sd is None else self.sd
 
     @property
     def noise(self) -> float:
@@ -107,7 +107,7 @@ def timed(
     levels = launch_levels(*([launch.batches.latency_s for launch in side] for side in sides))
     base_s, head_s = (statistics.median(map(inference_s, side)) for side in sides)
     sums = [[math.log(inference_s(launch)) for launch in side] for side in sides]
-    noise = UNCALIBRATED_SD if sd is None else sd
+    noise = assumed_sd(head.case.device) if sd is None else sd
     return Timed(
         head,
         rule,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.paired_times import OWN_NOISE, PROMISED, SUM, TYPICAL, Timed, launches_for
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Change, holm, smallest_change
+from pytest_llmgpu.statistics import Change, holm, smallest_change
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["rows"]
@@ -150,7 +150,7 @@ def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Said:
 
 
 def _assumed(case: Timed) -> str:
-    return f" (noise assumed {100 * UNCALIBRATED_SD:.2g} %: calibrate)" if case.sd is None else ""
+    return f" (noise assumed {100 * case.known:.2g} %: calibrate)" if case.sd is None else ""
 
 
 def _interval(change: Change, confidence: float) -> str:

@@ -68,7 +68,7 @@ def test_what_one_noisy_launch_cannot_tell_is_named(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "NOT CAUGHT in 2 of 2 cases" in out.splitlines()[0]
     assert "time is not caught: mp-bs1 and 1 more, INCONCLUSIVE" in out
-    assert "launches a side would show it with 95 % probability (noise assumed 5 %: llmgpu calibrate)" in out
+    assert "launches a side would show it with 95 % probability (noise assumed: llmgpu calibrate)" in out
     assert out.endswith("NOT PROVEN: 1 of 5 losses would pass: time\n")
 
 

@@ -28,7 +28,7 @@ def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRun
 
 
 def _slower(size: int) -> float:
-    return size * (1.5 if size == 4 else 1.0)
+    return size * (4.0 if size == 4 else 1.0)
 
 
 def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
@@ -43,9 +43,9 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "*llmgpu gate::test_it.py::test_hellaswag?mp-bs4? REGRESSED*",
             "*llmgpu gate::the whole run OK*100%*",
             "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
-            "mp-bs4: time REGRESSED: time changed by +50.0 % *",
+            "mp-bs4: time REGRESSED: time changed by +300.0 % *",
             "*mp-bs4*time*REGRESSED*",
-            "noise: 5 % assumed (llmgpu calibrate)",
+            "noise: 20 % assumed (llmgpu calibrate)",
             "policy: built-in",
             "REGRESSED: 1 row of 1 case fail the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",

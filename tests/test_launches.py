@@ -152,7 +152,7 @@ def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pyt
 def test_launches_let_the_gate_tell_a_change(runs: FakedRuns) -> None:
     """A slowdown is judged over the launches of both sides, and the gate's items run once, at the end."""
     assert runs("--llmgpu-launches=3", "--llmgpu-json=base.json", sizes="4").ret == 0
-    runs.seconds = lambda size: 1.3 * size
+    runs.seconds = lambda size: 3 * size
     result = runs("-v", "--llmgpu-launches=3", "--llmgpu-compare=base.json", sizes="4")
     assert result.ret == 1
     result.assert_outcomes(passed=2, failed=1)

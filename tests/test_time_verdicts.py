@@ -67,6 +67,15 @@ def test_an_uncalibrated_runner_has_five_percent() -> None:
     assert row.launches_needed == 196
 
 
+def test_more_is_assumed_of_a_cpu() -> None:
+    """Its launches share their cores with others: half as slow again by the 5 % of a GPU would be a false alarm."""
+    slower = (with_launches([1.0], device="cpu"), with_launches([1.5], device="cpu"))
+    row = _judged(*slower, sd=None)
+    assert (row.verdict, row.low) == ("INCONCLUSIVE", pytest.approx(1.5 / math.exp(2.77 * 0.2), rel=1e-3))
+    assert row.reason.endswith("(noise assumed 20 %: calibrate).")
+    assert _judged(*slower, sd=0.02).verdict == "REGRESSED"
+
+
 def test_a_regression_reads_in_two_lines() -> None:
     """What was found, in seconds and percent, and what else changed."""
     row = _judged(with_launches([1.0]), with_launches([1.05]), note="Also changed: torch 2.6 -> 2.7.")

@@ -29,7 +29,7 @@ from pytest_llmgpu.paired_times import PROMISED, launches_asked
 from pytest_llmgpu.policy import Policy, Rules
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration
+from pytest_llmgpu.statistics import Calibration, assumed_sd
 
 TODAY = datetime.date(2026, 1, 1)
 """No known regression is in the policy, so that any day will do."""
@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument("report", type=Path, help="with many launches of each case")
     parser.add_argument("--launches", type=int, nargs="+", default=[1, 3, 5], help="a side, beside what the tool names")
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
+    calibrating = "launches that calibrate (10); 0: noise is assumed"
+    parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help=calibrating)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     recorded = report.load(asked.report)
@@ -62,7 +63,7 @@ def study(recorded: Report, launches: Sequence[int], *, trials: int, calibrating
     policy = Policy()
     there = min(len(result.launches) for result in completed(recorded))
     most = (there - calibrating) // 2
-    noise = calibrated(recorded, range(there))
+    noise = calibrated(recorded, range(there)) if calibrating else Calibration()
     named = asked_for(recorded, policy, noise)
     sizes = sorted({*launches, *([named] if named is not None else [])})
     chance = random.Random(seed)  # noqa: S311 - draws, no secret
@@ -79,7 +80,7 @@ def study(recorded: Report, launches: Sequence[int], *, trials: int, calibrating
         "launches_recorded": there,
         "margin": policy.time.margin,
         "slowdown": policy.time.margin + PROMISED,
-        "sd_between_launches": {result.id: round(noise.sd[result.key], 5) for result in completed(recorded)},
+        "sd_between_launches": {result.id: round(counted(noise, result), 5) for result in completed(recorded)},
         "launches_asked_for": named,
         "most_launches_a_side": most,
         "trials": tried,
@@ -104,7 +105,7 @@ class Trials:
     def _verdicts(self, chance: random.Random, *, slower: bool) -> list[str]:
         drawn = chance.sample(range(self._there), self._calibrating + 2 * self._launches)
         first, second = self._calibrating, self._calibrating + self._launches
-        noise = calibrated(self._recorded, drawn[:first])
+        noise = calibrated(self._recorded, drawn[:first]) if first else None
         base, head = part(self._recorded, drawn[first:second]), part(self._recorded, drawn[second:])
         if slower:
             head = slowed(head, self._policy.time.margin + PROMISED)
@@ -144,6 +145,12 @@ def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
     return noise
 
 
+def counted(noise: Calibration, result: CaseResult) -> float:
+    """Return the noise of one case as the gate counts it: calibrated or assumed."""
+    sd = noise.of(result.key)
+    return assumed_sd(result.case.device) if sd is None else sd
+
+
 def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: float | None = None) -> int | None:
     """Return the launches a side that the tool asks for, the most of any case; None above 1,000.
 
@@ -151,8 +158,7 @@ def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: fl
     """
     cases, margin = completed(recorded), policy.time.margin
     goal = margin + PROMISED if slowdown is None else slowdown
-    sds = [UNCALIBRATED_SD if (sd := noise.of(result.key)) is None else sd for result in cases]
-    needed = [launches_asked(goal, margin, sd, policy.confidence, len(cases)) for sd in sds]
+    needed = [launches_asked(goal, margin, counted(noise, case), policy.confidence, len(cases)) for case in cases]
     return None if None in needed else max(count for count in needed if count is not None)
 
 

@@ -113,7 +113,7 @@ def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[
         yield _plain(f"{title}: {cases[0].id}{more}{f', {verdict}' if verdict else ''}")
         yield from (textwrap.indent(textwrap.fill(_plain(line), WIDTH), _INDENT) for line in reason.splitlines())
         if verdict in {"INCONCLUSIVE", "REGRESSED"} and cases[0].metric == "time":
-            yield f"    {_launches(cases)}{' (noise assumed 5 %: llmgpu calibrate)' if assumed else ''}"
+            yield f"    {_launches(cases)}{' (noise assumed: llmgpu calibrate)' if assumed else ''}"
 
 
 def _launches(cases: Sequence[Missed]) -> str:
