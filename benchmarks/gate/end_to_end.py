@@ -29,7 +29,7 @@ from pytest_llmgpu.report import Report
 SIDES = {"a": False, "b": True}
 """Reports of a round, in the order in which they are launched, and whether each has the fault."""
 
-METRICS = {"slow": "time", "chatty": "traffic"}
+METRICS = {"slow": "time", "chatty": "traffic", "stock": "accuracy"}
 
 
 def main() -> int:

@@ -9,8 +9,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
 from pytest_llmgpu.strategies.tp import TensorParallel
@@ -18,7 +21,7 @@ from pytest_llmgpu.strategies.tp import TensorParallel
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHATTY", "SLOW"]
+__all__ = ["CHATTY", "SLOW", "STOCK"]
 
 
 def fault() -> float:
@@ -72,5 +75,17 @@ class Chatty(TensorParallel):
         return loaded
 
 
+class Stock(KernelInjection):
+    """iok that leaves DeepSpeed's residual sum as it is, which adds it twice."""
+
+    name = "stock"
+
+    def load(self, case: Case, source: ModelSource) -> Loaded:
+        """Load this rank's part, with the binding that the fault says."""
+        options = case.strategy_options | {"stock": bool(fault())}
+        return super().load(msgspec.structs.replace(case, strategy_options=options), source)
+
+
 SLOW = Slow()
 CHATTY = Chatty()
+STOCK = Stock()
