@@ -19,7 +19,7 @@ from pytest_llmgpu import evidence, git, storage, unpacking
 from pytest_llmgpu.distributions import t_quantile
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration, assumed_sd, levels
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration, levels
 
 __all__ = [
     "ENOUGH",
@@ -51,6 +51,7 @@ _FILE = "calibration.json"
 _VERSION = 1
 _LIMIT_BYTES = 2**26
 _SURE = 0.975
+_ASSUMED = f"{100 * UNCALIBRATED_SD:g} % assumed"
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,22 +218,16 @@ def in_words(
     """
     found = _found(store, head, given, repository)
     if found is None:
-        return f"noise: {_assumed(head)} (llmgpu calibrate)"
+        return f"noise: {_ASSUMED} (llmgpu calibrate)"
     path, measured, _ = found
     counts = {noise.launches for noise in measured.time.values()}
     if not counts:
-        return f"noise: {_assumed(head)} ({path.name} has no case)"
+        return f"noise: {_ASSUMED} ({path.name} has no case)"
     fewest, most = min(counts), max(counts)
     launches = f"{fewest:,} {'' if fewest == most else f'to {most:,} '}launches"
     sessions = max(noise.sessions for noise in measured.time.values())
     told = "" if in_turn else f" in {sessions:,} sessions" if sessions > 1 else f"\n{ONE_SESSION}"
     return f"noise: {path.name}, {launches}{told}"
-
-
-def _assumed(head: Report) -> str:
-    """Return the noise that its cases are taken to have."""
-    sds = sorted({assumed_sd(result.case.device) for result in head.cases})
-    return f"{' and '.join(f'{100 * sd:g}' for sd in sds)} % assumed"
 
 
 def _found(store: Path, head: Report, given: Path | None, repository: Path) -> tuple[Path, Measured, str] | None:

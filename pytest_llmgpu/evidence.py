@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from pytest_llmgpu.result import DeviceProfile, Launch, Profile
 
-__all__ = ["clocks_mhz", "disturbed", "first_alike", "invalid", "is_power", "untimed"]
+__all__ = ["clocks_mhz", "disturbed", "first_alike", "invalid", "is_power", "slowest_mhz", "untimed"]
 
 _THROTTLED = 0.005
 """Throttled for no more of a window than this is not worth a word. NVML counts the few milliseconds of power capping
@@ -127,6 +127,14 @@ def clocks_mhz(profile: Profile) -> dict[str, float]:
         for device, of_device in zip(profile.devices, readings, strict=True)
         if len(of_device) >= _FEW_READINGS
     }
+
+
+def slowest_mhz(profile: Profile) -> float | None:
+    """Return the mean SM clock of the device that had the lowest; None where a device's is not known."""
+    means = [
+        None if (clock := device.metrics.get("sm_clock_mhz")) is None else clock.mean for device in profile.devices
+    ]
+    return min((mhz for mhz in means if mhz is not None), default=None) if None not in means else None
 
 
 def _off_clock(mhz: float | None, first_mhz: float | None) -> str | None:

@@ -41,7 +41,7 @@ def judge(
         head: the candidate.
         policy: margins and what is allowed.
         today: day on which known regressions expire.
-        calibration: noise between launches of this runner; None: as `assumed_sd` has it.
+        calibration: noise between launches of this runner; None: it counts as 20 %.
         baseline: where `base` came from; None: only its commit is named.
     """
     with collector.paused():

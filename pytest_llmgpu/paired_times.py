@@ -11,7 +11,7 @@ from pytest_llmgpu import evidence
 from pytest_llmgpu.metrics import inference_s
 from pytest_llmgpu.policy import TimeRule
 from pytest_llmgpu.result import CaseResult, Launch
-from pytest_llmgpu.statistics import Change, assumed_sd, change, launch_levels, launches_needed
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, Change, change, launch_levels, launches_needed
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["OWN_NOISE", "PROMISED", "SUM", "TYPICAL", "Timed", "launches_asked", "launches_for", "timed"]
@@ -52,7 +52,7 @@ class Timed(NamedTuple):
     @property
     def known(self) -> float:
         """The noise between launches that is calibrated, or assumed."""
-        return assumed_sd(self.result.case.device) if self.sd is None else self.sd
+        return UNCALIBRATED_SD if self.sd is None else self.sd
 
     @property
     def noise(self) -> float:
@@ -99,7 +99,7 @@ def timed(
                 "INVALID", f"the {name}'s time does not speak for the case: {evidence.untimed(measured[0])}."
             )
         sides.append(valid)
-    if isinstance(alike := _held_alike(*sides), str):
+    if isinstance(alike := _held_alike(sides[0], sides[1], rule.margin), str):
         return refused("INVALID", alike)
     sides = alike
     if (reason := _unpaired([*sides[0], *sides[1]])) is not None:
@@ -107,7 +107,7 @@ def timed(
     levels = launch_levels(*([launch.batches.latency_s for launch in side] for side in sides))
     base_s, head_s = (statistics.median(map(inference_s, side)) for side in sides)
     sums = [[math.log(inference_s(launch)) for launch in side] for side in sides]
-    noise = assumed_sd(head.case.device) if sd is None else sd
+    noise = UNCALIBRATED_SD if sd is None else sd
     return Timed(
         head,
         rule,
@@ -149,14 +149,20 @@ def launches_asked(
     return launches_needed(slowdown, margin, sd, confidence, cases / TYPICAL, session_sd)
 
 
-def _held_alike(base: list[Launch], head: list[Launch]) -> list[list[Launch]] | str:
+def _held_alike(base: list[Launch], head: list[Launch], margin: float) -> list[list[Launch]] | str:
     """Return the launches of both sides that compare: all, or those that were free; or in a sentence why none do.
 
-    All where power or heat held down as large a share of one side as of the other: that is how this machine runs.
+    All where power or heat held down as large a share of one side as of the other: that is how this machine runs. Else
+    what was held down by less than the margin counts as free: a batch that hardly keeps its GPU busy meets its limit in
+    some launches and in others not, at much the same clock.
     """
-    free = [[launch for launch in side if not _held_down(launch)] for side in (base, head)]
-    if len(free[0]) * len(head) == len(free[1]) * len(base):
-        return [base, head]
+    clocks = [_clock_mhz(launch) for launch in (*base, *head)]
+    known = [mhz for mhz in clocks if mhz is not None]
+    free: list[list[Launch]] = []
+    for slower_than_mhz in (None, max(known) * (1 - margin) if len(known) == len(clocks) else None):
+        free = [[launch for launch in side if not _held_down(launch, slower_than_mhz)] for side in (base, head)]
+        if len(free[0]) * len(head) == len(free[1]) * len(base):
+            return [base, head]
     if all(free):
         return free
     (one, other), rest, side = (
@@ -168,8 +174,16 @@ def _held_alike(base: list[Launch], head: list[Launch]) -> list[list[Launch]] | 
     return f"power or heat held down every launch of the {one}, and {counted} of the {other}'s (`profile.invalid`)."
 
 
-def _held_down(launch: Launch) -> bool:
-    return launch.profile is not None and any(map(evidence.is_power, launch.profile.invalid))
+def _held_down(launch: Launch, slower_than_mhz: float | None) -> bool:
+    """Return whether power or heat held a launch down; with a clock, to less than that."""
+    if launch.profile is None or not any(map(evidence.is_power, launch.profile.invalid)):
+        return False
+    mhz = _clock_mhz(launch)
+    return mhz is None or slower_than_mhz is None or mhz < slower_than_mhz
+
+
+def _clock_mhz(launch: Launch) -> float | None:
+    return None if launch.profile is None else evidence.slowest_mhz(launch.profile)
 
 
 def _unpaired(launches: Sequence[Launch]) -> str | None:

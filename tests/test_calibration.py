@@ -163,8 +163,7 @@ def test_the_gate_reads_the_calibration_of_the_machine(tmp_path: Path) -> None:
 def test_the_noise_in_force_is_said_in_a_line(tmp_path: Path) -> None:
     """The file without its folder, and how many launches it rests on; else that the noise is assumed."""
     head = _report(_noisy(0.03, strategy="tp"), _noisy(0.01, launches=4))
-    assert in_words(tmp_path, head) == "noise: 5 % assumed (llmgpu calibrate)"
-    assert in_words(tmp_path, _report(_noisy(0.01, device="cpu"))) == "noise: 20 % assumed (llmgpu calibrate)"
+    assert in_words(tmp_path, head) == "noise: 20 % assumed (llmgpu calibrate)"
     path = default_path(tmp_path, H200)
     dump(measure(head), path)
     assert in_words(tmp_path, head, in_turn=True) == "noise: calibration.json, 4 to 10 launches"
@@ -175,7 +174,7 @@ def test_the_noise_in_force_is_said_in_a_line(tmp_path: Path) -> None:
     assert in_words(tmp_path, head) == "noise: calibration.json, 20 launches in 2 sessions"
     assert in_words(tmp_path, head, in_turn=True) == "noise: calibration.json, 20 launches"
     dump(Measured(machine=H200, time={}), path)
-    assert in_words(tmp_path, head) == "noise: 5 % assumed (calibration.json has no case)"
+    assert in_words(tmp_path, head) == "noise: 20 % assumed (calibration.json has no case)"
 
 
 def test_a_calibration_of_another_machine_is_refused(tmp_path: Path) -> None:

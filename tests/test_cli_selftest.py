@@ -86,8 +86,8 @@ def test_losses_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that a policy means to catch; a slowdown as large as it means."""
     assert main(["selftest", "report.json", "--plant", "memory", "--plant", "answers"]) == 0
     assert "time" not in capsys.readouterr().out
-    assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "60"]) == 0
-    assert "60 % more time" in capsys.readouterr().out
+    assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "300"]) == 0
+    assert "300 % more time" in capsys.readouterr().out
     assert tuple(plant.name for plant in plants()) == selftest._NAMES
 
 
@@ -113,7 +113,7 @@ def test_what_was_found_is_json_for_scripts(capsys: pytest.CaptureFixture[str]) 
     found = json.loads(printed)
     assert found["ok"] is False
     assert [trial["plant"] for trial in found["trials"] if not trial["caught"]] == ["time"]
-    assert found["trials"][0]["missed"][0]["launches_needed"] > 1
+    assert found["trials"][0]["missed"][0]["verdict"] == "INCONCLUSIVE"
     Path("file").write_text("")
     assert main(["selftest", "report.json", "--json", "file/a/found.json"]) == 2
     assert capsys.readouterr().err == "llmgpu: file/a/found.json: cannot be written: Not a directory\n"

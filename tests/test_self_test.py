@@ -63,8 +63,10 @@ def test_the_report_stays_as_it_is() -> None:
 
 
 def test_one_noisy_launch_cannot_tell_five_percent() -> None:
-    """Without a calibration the noise counts as 5 %: the launches that it takes are named."""
-    found = _tested(_full(), calibration=Calibration())
+    """The launches that it takes are named; where the noise is only assumed, which is much, no number would do."""
+    (assumed,) = _trial(_tested(_full(), calibration=Calibration()), "time").missed
+    assert (assumed.verdict, assumed.launches_needed) == ("INCONCLUSIVE", None)
+    found = _tested(_full(), calibration=Calibration(typical=0.05))
     assert not found.ok
     assert [trial.plant for trial in found.trials if not trial.caught] == ["time"]
     missed = _trial(found, "time").missed[0]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from report_factory import make_result
 
-from pytest_llmgpu.result import CaseResult, Collective, Launch, Path, Profile, Traffic
+from pytest_llmgpu.result import CaseResult, Collective, DeviceProfile, Launch, Metric, Path, Profile, Traffic
 
 BATCHES = 20
 
@@ -35,10 +35,17 @@ def with_latencies(launches: Sequence[Sequence[float]], **fields: Any) -> CaseRe
     return result
 
 
-def make_invalid(launch: Launch, *evidence: str) -> None:
-    """Give a launch evidence that its window does not speak for the case alone."""
+def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> None:
+    """Give a launch evidence that its window does not speak for the case alone, and the clock of its one GPU."""
+    clock = {} if mhz is None else {"sm_clock_mhz": Metric(mean=mhz, max=mhz, coverage=1.0, method="seen")}
     launch.profile = Profile(
-        period_s=0.1, duration_s=1.0, samples=10, missed=0, lateness_p99_s=None, invalid=list(evidence)
+        period_s=0.1,
+        duration_s=1.0,
+        samples=10,
+        missed=0,
+        lateness_p99_s=None,
+        invalid=list(evidence),
+        devices=[DeviceProfile(index=0, uuid="GPU-0", metrics=clock)],
     )
 
 

@@ -29,7 +29,7 @@ from pytest_llmgpu.paired_times import PROMISED, launches_asked
 from pytest_llmgpu.policy import Policy, Rules
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration, assumed_sd
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration
 
 TODAY = datetime.date(2026, 1, 1)
 """No known regression is in the policy, so that any day will do."""
@@ -148,7 +148,7 @@ def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
 def counted(noise: Calibration, result: CaseResult) -> float:
     """Return the noise of one case as the gate counts it: calibrated or assumed."""
     sd = noise.of(result.key)
-    return assumed_sd(result.case.device) if sd is None else sd
+    return UNCALIBRATED_SD if sd is None else sd
 
 
 def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: float | None = None) -> int | None:
