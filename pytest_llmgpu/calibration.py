@@ -51,6 +51,7 @@ _FILE = "calibration.json"
 _VERSION = 1
 _LIMIT_BYTES = 2**26
 _SURE = 0.975
+_LUCK = 0.01  # probability with which any case of a calibration counts as quieter than it is
 _ASSUMED = f"{100 * UNCALIBRATED_SD:g} % assumed"
 
 
@@ -175,8 +176,9 @@ def load(path: Path, repository: Path = Path()) -> tuple[Measured, str]:
 def in_force(store: Path, head: Report, given: Path | None = None, *, repository: Path = Path()) -> Calibration | None:
     """Return the noise to judge a report with: of the file that was named, else of its machine's in the store.
 
-    A case counts as no quieter than half of the calibrated ones: among many, some look quiet by luck, and would give
-    false alarms. One that was not calibrated counts as the noisiest. None where there is no calibration.
+    A case counts as no quieter than half of the calibrated ones, unless it surely is: among many, some look quiet by
+    luck, and would give false alarms; and a batch size that keeps its GPU busy is far quieter than one that waits for
+    the CPU. One that was not calibrated counts as the noisiest. None where there is no calibration.
 
     Args:
         store: folder of the store.
@@ -194,9 +196,9 @@ def in_force(store: Path, head: Report, given: Path | None = None, *, repository
     sd = {key: noise.cautious for key, noise in measured.time.items()}
     session_sd = {key: wide for key, noise in measured.time.items() if (wide := noise.cautious_session) is not None}
     return Calibration(
-        sd=_no_quieter(sd),
+        sd=_no_quieter(sd, _most(measured)),
         typical=max(sd.values(), default=None),
-        session_sd=_no_quieter(session_sd),
+        session_sd=_no_quieter(session_sd, {}),
         typical_session=max(session_sd.values(), default=0.0),
         sha256=sha256,
     )
@@ -283,10 +285,23 @@ def _paired(results: Sequence[CaseResult]) -> list[list[list[float]]]:
     return [launches for launches in found if launches]
 
 
-def _no_quieter(deviations: dict[str, float]) -> dict[str, float]:
-    """Return deviations of which none is less than the median."""
+def _no_quieter(deviations: dict[str, float], most: dict[str, float]) -> dict[str, float]:
+    """Return deviations of which none is less than the median, or than the most that luck explains."""
     least = statistics.median(deviations.values()) if deviations else 0.0
-    return {key: max(least, value) for key, value in deviations.items()}
+    return {key: max(min(least, most.get(key, math.inf)), value) for key, value in deviations.items()}
+
+
+def _most(measured: Measured) -> dict[str, float]:
+    """Return key to the largest deviation between launches that would still look as quiet as it did, of all cases.
+
+    The quantile of the chi-squared distribution is Wilson and Hilferty's, which has none for the fewest launches.
+    """
+    z, most = statistics.NormalDist().inv_cdf(_LUCK / max(1, len(measured.time))), {}
+    for key, noise in measured.time.items():
+        degrees = noise.launches - noise.sessions
+        root = 1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees)) if degrees else 0.0
+        most[key] = noise.sd / root**1.5 if root > 0 else math.inf
+    return most
 
 
 def _wider(degrees: int) -> float:

@@ -59,7 +59,7 @@ def _invalid() -> CaseResult:
     ("head", "arguments", "status", "said"),
     [
         ([timed()], [], 0, "PASSED: "),
-        ([timed(2.0)], [], 1, "REGRESSED: "),
+        ([timed(4.0)], [], 1, "REGRESSED: "),
         ([timed(calls=65)], [], 1, "REGRESSED: "),
         ([make_failed("oom")], [], 1, "REGRESSED: "),
         ([timed(1.03)], [], 0, "1 inconclusive"),
@@ -92,18 +92,18 @@ def test_another_machine_is_not_comparable() -> None:
 
 def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever it finds: it is for looking, the gate is for deciding."""
-    _write(head=on_h200([timed(2.0)]))
+    _write(head=on_h200([timed(4.0)]))
     assert _gate() == 1
     *table, conclusion = capsys.readouterr().out.splitlines()
     assert conclusion.startswith("REGRESSED")
     assert main(["compare", "base.json", "head.json"]) == 0
     assert capsys.readouterr().out.splitlines() == table
-    assert "time changed by +100.0 %" in "\n".join(table)
+    assert "time changed by +300.0 %" in "\n".join(table)
 
 
 def test_json_has_the_verdicts_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
     """The record of the report's `verdicts`, with what was judged and by what; written before the table is shown."""
-    base, head = on_h200([timed(), timed(batch_size=2)]), on_h200([timed(2.0), timed(batch_size=2)])
+    base, head = on_h200([timed(), timed(batch_size=2)]), on_h200([timed(4.0), timed(batch_size=2)])
     _write(base, head)
     assert _gate("--json", "new/verdicts.json") == 1
     found = _verdicts("new/verdicts.json")
@@ -143,7 +143,7 @@ def test_the_policy_of_the_folder_is_in_force_unless_another_is_named() -> None:
     Path("pyproject.toml").write_text('[tool.llmgpu.gate]\non_inconclusive = "fail"\n')
     assert _gate() == 3
     assert _gate("--on-inconclusive", "pass") == 0
-    Path("mine.toml").write_text("[time]\nmargin = 0.9\n")
+    Path("mine.toml").write_text("[time]\nmargin = 1.5\n")
     assert _gate("--policy", "mine.toml", "--on-inconclusive", "fail") == 0
 
 
@@ -230,8 +230,8 @@ def test_the_baseline_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.
     _git("init", "-q", "-b", "main")
     _git("add", "base.json")
     _git("commit", "-q", "-m", "baseline")
-    dump(on_h200([timed(2.0)]), Path("base.json"))
-    dump(on_h200([timed(2.0)]), Path("head.json"))
+    dump(on_h200([timed(4.0)]), Path("base.json"))
+    dump(on_h200([timed(4.0)]), Path("head.json"))
     assert _gate() == 0
     assert main(["gate", "git:main:base.json", "head.json"]) == 1
     allowed = ["head.json", "--allow-no-baseline"]
@@ -243,7 +243,7 @@ def test_the_baseline_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.
 
 def test_reports_of_the_store_are_named_by_number_and_name() -> None:
     """The baseline of the candidate's machine is meant where several machines have one of that name."""
-    save(on_h200([timed(2.0)]), STORE, "good")
+    save(on_h200([timed(4.0)]), STORE, "good")
     other = on_h200()
     other.environment.gpus = gpus("NVIDIA A100")
     save(other, STORE, "good")

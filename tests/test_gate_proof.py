@@ -52,6 +52,15 @@ def test_quiet_launches_show_what_the_tool_promises(resample: ModuleType) -> Non
     assert found["ok"]
 
 
+def test_some_cases_are_looked_at_alone(resample: ModuleType) -> None:
+    """What one machine can resolve and what it cannot are two answers; one that is not there is no answer."""
+    both = on_h200([timed(1.0), timed(1.0, batch_size=2)])
+    assert [result.id for result in resample.chosen(both, ["mp-bs2"]).cases] == ["mp-bs2"]
+    assert resample.chosen(both, None).cases == both.cases
+    with pytest.raises(SystemExit, match="has no mp-bs4"):
+        resample.chosen(both, ["mp-bs2", "mp-bs4"])
+
+
 def test_what_noise_hides_is_inconclusive(resample: ModuleType) -> None:
     """The tool asks for more launches than there are; few of them pass nothing as OK."""
     found = resample.study(recorded(0.04), [1, 3], trials=20, calibrating=10, seed=0)

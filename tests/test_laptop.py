@@ -52,7 +52,7 @@ def reports(tmp_path: Path) -> Path:
     """Return a folder with a baseline and three candidates: one as good, one slower, one with launches."""
     dump(on_h200(), tmp_path / "base.json.gz")
     dump(on_h200(sha="b" * 40), tmp_path / "good.json")
-    dump(on_h200([timed(2.0)]), tmp_path / "slow.json")
+    dump(on_h200([timed(4.0)]), tmp_path / "slow.json")
     dump(on_h200([timed(1.0, 1.001, 0.999)]), tmp_path / "launches.json")
     return tmp_path
 

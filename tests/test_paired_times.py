@@ -131,7 +131,7 @@ def test_the_noise_of_one_launch_is_the_known_one_or_the_one_seen() -> None:
 
 def test_launches_asked_for_reckon_with_both_figures() -> None:
     """From the number of launches on that knows the noise of sums, each is a test of the family by its weight."""
-    assert launches_asked(0.04, 0.02, 0.003, 0.95, 1) == launches_needed(0.04, 0.02, 0.003, 0.95, 1) == 1
+    assert launches_asked(0.04, 0.02, 0.002, 0.95, 1) == launches_needed(0.04, 0.02, 0.002, 0.95, 1) == 1
     assert launches_asked(0.04, 0.02, 0.01, 0.95, 7) == launches_needed(0.04, 0.02, 0.01, 0.95, 7 / TYPICAL)
 
 

@@ -52,7 +52,7 @@ def test_skewed_noise_of_batches_favours_no_side(base: int, head: int) -> None:
 
 def test_noise_between_sessions_does_not_average_out() -> None:
     """However many launches: each side is one session."""
-    for launches in (1, 100):
+    for launches in (2, 100):
         seen = change([0.0] * launches, [0.0] * launches, 0.01, 0.015)
         assert seen.noise_error == pytest.approx(math.sqrt(2) * math.hypot(0.01 / math.sqrt(launches), 0.015))
     assert launches_needed(0.04, 0.02, 0.003, 0.95, session_sd=0.015) is None
@@ -72,9 +72,16 @@ def test_few_false_alarms_between_days() -> None:
 
 def test_the_calibrated_half_width_is_2_77_sd_over_root_n() -> None:
     """With n launches a side at 95 %; the facts' number, whatever these launches happen to spread."""
-    for n in (1, 5, 20):
+    for n in (2, 5, 20):
         seen = change([0.0] * n, [0.0] * n, 0.03)
-        assert seen.half_width(0.95) == pytest.approx(2.77 * 0.03 / math.sqrt(n), rel=1e-3)
+        assert seen.half_width(0.95) >= 2.77 * 0.03 / math.sqrt(n) * 0.999
+        assert math.sqrt(2) * 0.03 / math.sqrt(n) == pytest.approx(seen.noise_error)
+
+
+def test_one_launch_counts_as_noisier() -> None:
+    """Nothing tells whether it is an outlier: half as much again, for the side that has no other."""
+    assert change([0.0], [0.0], 0.03).half_width(0.95) == pytest.approx(1.5 * 2.77 * 0.03, rel=1e-3)
+    assert change([0.0], [0.0] * 4, 0.03).noise_error == pytest.approx(0.03 * math.hypot(1.5, 0.5))
 
 
 def test_the_spread_of_the_launches_widens_the_interval() -> None:
@@ -87,11 +94,11 @@ def test_the_spread_of_the_launches_widens_the_interval() -> None:
 
 
 def test_sides_may_have_different_numbers_of_launches() -> None:
-    """One launch against four: the spread of the four speaks for both, the noise has sqrt(1 + 1/4)."""
+    """One launch against four: the spread of the four speaks for both, the noise has sqrt(1.5^2 + 1/4)."""
     seen = change([0.0], [0.01, 0.02, 0.03, 0.04], 0.01)
     assert seen.log_ratio == pytest.approx(0.025)
     assert seen.degrees == 3
-    assert seen.noise_error == pytest.approx(0.01 * math.sqrt(1.25))
+    assert seen.noise_error == pytest.approx(0.01 * math.sqrt(1.5**2 + 0.25))
 
 
 @pytest.mark.parametrize("launches", [1, 2, 5])
@@ -166,8 +173,9 @@ def test_launches_that_nobody_has() -> None:
 def test_the_smallest_change_is_shown_with_its_probability(family: int) -> None:
     """In simulation, with the calibrated noise: a slowdown of that size is seen 95 % of the time, among others too."""
     chance = random.Random(3)
+    error = 1.5 * 0.01 * math.sqrt(2)  # what one launch a side counts as
     least = smallest_change(change([0.0], [0.0], 0.01), 0.02, 0.95, family)
-    seen = [change([0.0], [chance.gauss(math.log1p(least), 0.01 * math.sqrt(2))], 0.01) for _ in range(2000)]
+    seen = [change([0.0], [chance.gauss(math.log1p(least), error)], 0.01) for _ in range(2000)]
     shown = sum(one.p_above(math.log(1.02)) <= 0.05 / family for one in seen)
     assert shown / 2000 == pytest.approx(0.95, abs=0.015)
 

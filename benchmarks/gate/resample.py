@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import calibration, gate, planting, report
+from pytest_llmgpu import calibration, gate, launch_merging, planting, report
 from pytest_llmgpu.metrics import derive
 from pytest_llmgpu.paired_times import PROMISED, launches_asked
 from pytest_llmgpu.policy import Policy, Rules
@@ -44,16 +44,17 @@ POWER = 0.95
 def main() -> int:
     """Print what the trials came to; 1 where a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="with many launches of each case")
+    parser.add_argument("reports", type=Path, nargs="+", metavar="report", help="with many launches of each case")
+    parser.add_argument("--cases", nargs="+", metavar="ID", help="those alone (all)")
     parser.add_argument("--launches", type=int, nargs="+", default=[1, 3, 5], help="a side, beside what the tool names")
     parser.add_argument("--trials", type=int, default=300)
     calibrating = "launches that calibrate (10); 0: noise is assumed"
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help=calibrating)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    recorded = report.load(asked.report)
+    recorded = chosen(launch_merging.merge([report.load(path) for path in asked.reports]), asked.cases)
     found = study(recorded, asked.launches, trials=asked.trials, calibrating=asked.calibrating, seed=asked.seed)
-    json.dump({"report": asked.report.name, "seed": asked.seed, **found}, sys.stdout, indent=2)
+    json.dump({"reports": [path.name for path in asked.reports], "seed": asked.seed, **found}, sys.stdout, indent=2)
     print()
     return 0 if found["ok"] else 1
 
@@ -87,6 +88,14 @@ def study(recorded: Report, launches: Sequence[int], *, trials: int, calibrating
         "checks": checks,
         "ok": bool(tried) and all(value is not False for value in checks.values()),
     }
+
+
+def chosen(recorded: Report, ids: Sequence[str] | None) -> Report:
+    """Return the report of some cases; None: of all."""
+    cases = [result for result in recorded.cases if ids is None or result.id in ids]
+    if missing := set(ids or []) - {result.id for result in cases}:
+        raise SystemExit(f"--cases: the report has no {', '.join(sorted(missing))}")
+    return msgspec.structs.replace(recorded, cases=cases)
 
 
 class Trials:
