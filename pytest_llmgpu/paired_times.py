@@ -48,6 +48,17 @@ class Timed(NamedTuple):
     """Calibrated noise; None: nobody measured it."""
     session_sd: float
     """Calibrated noise between sessions; 0 where nobody measured it."""
+    busy: tuple[float, float] | None = None
+    """Fraction of the time for which the GPUs were at work, in the mean over them: the baseline's and the candidate's.
+    None where one is not known."""
+
+    @property
+    def waited(self) -> bool:
+        """Whether a change of time is mostly one of how long the GPUs had nothing to do, and not of their work."""
+        if self.busy is None or not all(self.busy):
+            return False
+        slower = math.log(self.head_s / self.base_s)
+        return abs(slower + math.log(self.busy[1] / self.busy[0])) < abs(slower) / 2
 
     @property
     def known(self) -> float:
@@ -106,6 +117,7 @@ def timed(
         return refused("NOT_COMPARABLE", reason)
     levels = launch_levels(*([launch.batches.latency_s for launch in side] for side in sides))
     base_s, head_s = (statistics.median(map(inference_s, side)) for side in sides)
+    base_busy, head_busy = map(_busy, sides)
     sums = [[math.log(inference_s(launch)) for launch in side] for side in sides]
     noise = UNCALIBRATED_SD if sd is None else sd
     return Timed(
@@ -119,6 +131,7 @@ def timed(
         (len(sides[0]), len(sides[1])),
         sd,
         session_sd,
+        None if base_busy is None or head_busy is None else (base_busy, head_busy),
     )
 
 
@@ -180,6 +193,18 @@ def _held_down(launch: Launch, slower_than_mhz: float | None) -> bool:
         return False
     mhz = _clock_mhz(launch)
     return mhz is None or slower_than_mhz is None or mhz < slower_than_mhz
+
+
+def _busy(launches: Sequence[Launch]) -> float | None:
+    """Return the median launch's mean utilisation over its GPUs, as a fraction; None where it is not known."""
+    found = []
+    for launch in launches:
+        devices = launch.profile.devices if launch.profile is not None else []
+        means = [device.metrics["utilization_pct"].mean for device in devices if "utilization_pct" in device.metrics]
+        known = [mean for mean in means if mean is not None]
+        if devices and len(known) == len(devices):
+            found.append(statistics.fmean(known) / 100)
+    return statistics.median(found) if len(found) == len(launches) else None
 
 
 def _clock_mhz(launch: Launch) -> float | None:

@@ -84,8 +84,8 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
 def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
     said = _verdict(case, chances, confidence)
     reason = said.reason
-    if note and said.verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
-        reason += f"\n{note}"
+    if said.verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
+        reason = "\n".join(filter(None, (reason, " ".join(filter(None, (_waiting(case), note))))))
     half = said.change.half_width(confidence)
     return Row.of(
         case.result,
@@ -147,6 +147,16 @@ def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Said:
         assumed = assumed if case.noise == case.known else ""
         reason += f"{more} launches a side would show {100 * goal:+.3g} %{assumed}."
     return _Said("INCONCLUSIVE", reason, change, p, needed)
+
+
+def _waiting(case: Timed) -> str:
+    """Return where the time went that the GPUs did not work; empty where they did."""
+    if case.busy is None or not case.waited:
+        return ""
+    before, now = (f"{100 * busy:.0f} %" for busy in case.busy)
+    return (
+        f"The GPUs were busy for {now} of the time, {before} before: what changed is mostly waiting, as for a busy CPU."
+    )
 
 
 def _assumed(case: Timed) -> str:

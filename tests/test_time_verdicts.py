@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from verdict_factory import BATCHES, with_latencies, with_launches
+from verdict_factory import BATCHES, make_busy, with_latencies, with_launches
 
 from pytest_llmgpu.paired_times import Timed, timed
 from pytest_llmgpu.policy import TimeRule
@@ -76,6 +76,19 @@ def test_a_regression_reads_in_two_lines() -> None:
         "Also changed: torch 2.6 -> 2.7."
     )
     assert _judged(with_launches([1.0]), with_launches([1.0]), note="Also changed: x.").reason.count("\n") == 0
+
+
+def test_waiting_is_told_from_work() -> None:
+    """Twice as long and half as busy: the GPU did what it did before; as busy as before, it did twice as much."""
+    base = make_busy(with_launches([1.0]), 54.0)
+    row = _judged(base, make_busy(with_launches([2.0]), 26.0), note="Also changed: x.")
+    assert row.verdict == "REGRESSED"
+    assert row.reason.splitlines()[1] == (
+        "The GPUs were busy for 26 % of the time, 54 % before: what changed is mostly waiting, as for a busy CPU. "
+        "Also changed: x."
+    )
+    for head in (make_busy(with_launches([2.0]), 54.0), with_launches([2.0]), make_busy(with_launches([2.0]), 0.0)):
+        assert "\n" not in _judged(base, head).reason
 
 
 def test_seconds_may_be_allowed_where_the_margin_is_less() -> None:

@@ -49,6 +49,21 @@ def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> No
     )
 
 
+def make_busy(result: CaseResult, *pct: float) -> CaseResult:
+    """Give the launches of a result that utilisation of one GPU; return it."""
+    for launch, mean in zip(result.launches, pct, strict=True):
+        busy = Metric(mean=mean, max=100.0, coverage=1.0, method="seen")
+        launch.profile = Profile(
+            period_s=0.1,
+            duration_s=1.0,
+            samples=10,
+            missed=0,
+            lateness_p99_s=None,
+            devices=[DeviceProfile(index=0, uuid="GPU-0", metrics={"utilization_pct": busy})],
+        )
+    return result
+
+
 def make_traffic(calls: int = 64, ranks: int = 2, *, link: str | None = None, kind: str = "all_reduce") -> Traffic:
     """Return traffic of one kind, of 1 KiB a call and rank; no call is no entry."""
     entry = {"collective": kind, "calls": calls, "payload_bytes": 1024 * calls, "wire_bytes": 1024 * calls}
