@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from judged_reports import on_h200, timed
 
-from pytest_llmgpu import gate, report
+from pytest_llmgpu import gate, launch_merging, report
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import Verdict, Verdicts
@@ -106,6 +106,54 @@ def test_the_recorded_launches_are_what_the_proof_needs(resample: ModuleType) ->
     assert {len(result.launches) for result in cases} == {40}
     few = resample.part(found, [0, 1])
     assert all(result.inference_s is not None for result in few.cases)
+
+
+def test_a_gpu_that_is_kept_busy_shows_what_the_tool_promises(resample: ModuleType) -> None:
+    """Real launches of an H200 at batch size 32: what the tool asks for tells 4 % from nothing, both ways.
+
+    Beside them batch size 2, which waits for the CPU: nothing can be told of it, and that spoils nothing.
+    """
+    found = report.load(BENCHMARKS / "reports" / "launches-gpu-2.json.gz")
+    assert {len(result.launches) for result in found.cases} == {20}
+    busy = resample.study(resample.chosen(found, ["mp-bs32"]), [], trials=40, calibrating=10, seed=0)
+    assert busy["launches_asked_for"] == busy["trials"][0]["launches"] == 5
+    assert all(busy["checks"].values())
+    assert busy["trials"][0]["same"]["rows"] == {"OK": 40}
+    waiting = resample.study(resample.chosen(found, ["mp-bs2"]), [3], trials=40, calibrating=10, seed=0)
+    assert waiting["launches_asked_for"] is None
+    assert waiting["ok"]
+    noise = resample.calibrated(found, range(10))
+    quiet, *loud = sorted(noise.of(result.key) for result in found.cases)
+    assert quiet < min(loud) / 4, "one that surely is quieter counts as that"
+
+
+def test_two_sessions_are_one_study(resample: ModuleType) -> None:
+    """Launches of two machines of a kind, as several reports of one command."""
+    paths = [BENCHMARKS / "reports" / f"launches-gpu-{number}.json.gz" for number in (1, 2)]
+    both = launch_merging.merge([report.load(path) for path in paths])
+    found = resample.study(both, [1], trials=20, calibrating=10, seed=0)
+    assert (found["launches_recorded"], found["cases"]) == (39, 3)
+    assert found["checks"]["slower_is_never_ok"]
+
+
+def test_a_run_that_was_cut_goes_on(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the folder is not measured again: only the second round is."""
+    bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [])
+    launched = []
+
+    def launch(name: str, *, faulty: bool = False) -> Report:
+        launched.append((name, faulty))
+        return on_h200([timed(1.0 + len(launched) / 100)])
+
+    monkeypatch.setattr(bench, "launch", launch)
+    first = bench.calibrating(2), bench.round(0, 1)
+    assert len(launched) == 4
+    assert (bench.calibrating(2), bench.round(0, 1)) == first
+    assert len(launched) == 4
+    bench.round(1, 2)
+    assert launched[4:] == [("1-a-0", False), ("1-b-0", True), ("1-a-1", False), ("1-b-1", True)]
 
 
 def test_a_round_is_summed_up(script: Callable[[str], ModuleType]) -> None:

@@ -2,7 +2,7 @@
 
 Rounds of two reports each, launched in turn (A B A B ...): one of a strategy without its fault, one with it.
 `llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. Some launches of A
-calibrate first.
+calibrate first. What is in --keep already is not measured again, so that a run that was cut goes on.
 
     python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
     python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
@@ -47,7 +47,7 @@ def main() -> int:
     asked.keep.mkdir(parents=True, exist_ok=True)
     bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest)
     noise = asked.keep / "calibration.json"
-    calibrated = launch_merging.merge([bench.launch(f"calibrating-{number}") for number in range(asked.calibrating)])
+    calibrated = bench.calibrating(asked.calibrating)
     calibration.dump(calibration.measure(calibrated), noise)
     in_force = calibration.in_force(asked.keep, calibrated, noise)
     assert in_force is not None, "a calibration was named"
@@ -84,13 +84,23 @@ class Bench:
         """Say what is run, and where reports are kept."""
         self._probe, self._fault, self._folder, self._arguments = probe, fault, folder, arguments
 
+    def calibrating(self, launches: int) -> Report:
+        """Return the report of the launches that calibrate, all without the fault."""
+        path = self._folder / "calibrating.json.gz"
+        if not path.exists():
+            launched = [self.launch(f"calibrating-{number}") for number in range(launches)]
+            report.dump(launch_merging.merge(launched), path)
+        return report.load(path)
+
     def round(self, number: int, launches: int) -> dict[str, Path]:
         """Launch every side in turn, so many times; return the reports that the launches were merged into."""
+        paths = {side: self._folder / f"{number}-{side}.json.gz" for side in SIDES}
+        if all(path.exists() for path in paths.values()):
+            return paths
         found: dict[str, list[Report]] = {side: [] for side in SIDES}
         for launch in range(launches):
             for side, faulty in SIDES.items():
                 found[side].append(self.launch(f"{number}-{side}-{launch}", faulty=faulty))
-        paths = {side: self._folder / f"{number}-{side}.json.gz" for side in SIDES}
         for side, path in paths.items():
             report.dump(launch_merging.merge(found[side]), path)
         return paths
