@@ -34,6 +34,7 @@ The map of the package, from what people touch down to what is measured; imports
                                     the largest batch that fits
     paired_times                    the time of one case against its baseline's, batch by batch, not yet judged
     launch_merging                  several reports of the same cases as one with several launches a case
+    policy_files                    how a policy's file is found, read, checked and written
     policy, statistics              what the gate is told; how sure a change is
     calibration                     how much a runner's times differ from launch to launch
     hodges_lehmann                  the typical one of many values

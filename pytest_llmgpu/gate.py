@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu import case_verdicts, collector
-from pytest_llmgpu import policy as policies
+from pytest_llmgpu import case_verdicts, collector, policy_files
 from pytest_llmgpu.matching import software_differences
-from pytest_llmgpu.policy import Known, Policy
+from pytest_llmgpu.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.statistics import Calibration
@@ -90,7 +89,7 @@ def _judge(
     said = case_verdicts.said(base, head, policy, calibration)
     cases = [*(base.cases if base is not None else []), *head.cases]
     known, warnings = _known(said.rows, policy, today)
-    warnings += policies.idle_overrides(policy, cases)
+    warnings += idle_overrides(policy, cases)
     if base is not None:
         warnings += _strangers(policy, cases)
         baseline = baseline or Baseline(commit=base.commit.sha)
@@ -107,8 +106,8 @@ def _judge(
     return Verdicts(
         baseline=baseline if base is not None else None,
         head=Candidate(created=head.created, commit=head.commit.sha),
-        policy=policies.dump(policy),
-        policy_sha256=policies.sha256(policy),
+        policy=policy_files.dump(policy),
+        policy_sha256=policy_files.sha256(policy),
         calibration_sha256=calibration.sha256,
         armed=armed,
         warnings=warnings,

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu import calibration, environment, gate, references, storage, verdict_tables
-from pytest_llmgpu import policy as policies
+from pytest_llmgpu import calibration, environment, gate, policy_files, references, storage, verdict_tables
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.options import Options
-from pytest_llmgpu.policy import Policy
+from pytest_llmgpu.policy import Policy, switched
 from pytest_llmgpu.references import Source
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
@@ -87,9 +86,9 @@ class Judge:
         self._verdicts: Verdicts | None = None
         self._tests: frozenset[str] = frozenset()
         self._refused = False
-        path = policy_path or policies.find(rootdir)
-        self.policy: Policy = policies.switched(policies.load(path, rootdir), options)
-        self._policy_in_words = policies.in_words(path, rootdir)
+        path = policy_path or policy_files.find(rootdir)
+        self.policy: Policy = switched(policy_files.load(path, rootdir), options)
+        self._policy_in_words = policy_files.in_words(path, rootdir)
         self._calibration_path = calibration_path
 
     def find_baseline(self, machine: Machine) -> None:

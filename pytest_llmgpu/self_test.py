@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu import paired_times
-from pytest_llmgpu import policy as policies
+from pytest_llmgpu import paired_times, policy_files
 from pytest_llmgpu.gate import fails, judge
 from pytest_llmgpu.paired_times import Timed
 from pytest_llmgpu.planting import Plant, plants
@@ -92,8 +91,8 @@ def selftest(
     ]
     trials = [court.trial(plant) for plant in (plants() if losses is None else losses)]
     return SelfTest(
-        policy=policies.dump(policy),
-        policy_sha256=policies.sha256(policy),
+        policy=policy_files.dump(policy),
+        policy_sha256=policy_files.sha256(policy),
         ok=not lost and all(trial.caught for trial in trials),
         compared=control.armed.compared,
         control=lost,

@@ -16,7 +16,7 @@ from report_factory import make_failed
 from stored_reports import H200, gpus
 from verdict_factory import BATCHES, make_invalid
 
-from pytest_llmgpu import gate, policy
+from pytest_llmgpu import gate, policy_files
 from pytest_llmgpu.calibration import default_path, load
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge
@@ -110,7 +110,7 @@ def test_json_has_the_verdicts_of_the_library(capsys: pytest.CaptureFixture[str]
     assert found.rows == judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
     assert found.baseline is not None
     assert (found.baseline.name, found.baseline.commit) == ("base.json", "a" * 40)
-    assert found.policy_sha256 == policy.sha256(Policy())
+    assert found.policy_sha256 == policy_files.sha256(Policy())
     assert found.calibration_sha256 is None
     assert found.head == Candidate(created=head.created, commit="a" * 40)
     capsys.readouterr()
@@ -188,7 +188,7 @@ def test_dump_policy_prints_what_is_in_force(capsys: pytest.CaptureFixture[str])
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.1\n")
     assert main(["gate", "--dump-policy", "--require-armed"]) == 0
     Path("dumped.toml").write_text(capsys.readouterr().out)
-    found = policy.load(Path("dumped.toml"))
+    found = policy_files.load(Path("dumped.toml"))
     assert (found.time.margin, found.require_armed) == (0.1, True)
 
 

@@ -7,7 +7,8 @@ import pytest
 from report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.conclusion import conclude, policy_of
-from pytest_llmgpu.policy import Policy, dump
+from pytest_llmgpu.policy import Policy
+from pytest_llmgpu.policy_files import dump
 from pytest_llmgpu.report import Report, Session
 from pytest_llmgpu.result import CaseResult, Finding
 from pytest_llmgpu.verdicts import Armed, Baseline, Row, Verdicts

@@ -14,7 +14,8 @@ from report_factory import make_answers, make_failed, make_memory, make_report
 from verdict_factory import make_invalid, make_traffic, with_launches
 
 from pytest_llmgpu.gate import exit_status, fails, judge
-from pytest_llmgpu.policy import Known, Policy, TimeRule, dump, sha256
+from pytest_llmgpu.policy import Known, Policy, TimeRule
+from pytest_llmgpu.policy_files import dump, sha256
 from pytest_llmgpu.report import Commit, Report, Session
 from pytest_llmgpu.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.statistics import Calibration
@@ -364,7 +365,7 @@ def test_judging_needs_no_heavy_library() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
-        "import pytest_llmgpu.gate, pytest_llmgpu.policy, pytest_llmgpu.time_verdicts as t\n"
+        "import pytest_llmgpu.gate, pytest_llmgpu.policy_files, pytest_llmgpu.time_verdicts as t\n"
         "from pytest_llmgpu.statistics import launches_needed, net_loss\n"
         "print(launches_needed(0.04, 0.02, 0.01, 0.95), *net_loss(60, 50, 1000, 0.95))\n"
     )

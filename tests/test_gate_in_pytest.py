@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from faked_runs import BENCHMARK, FakedRuns
 
-from pytest_llmgpu import gate, policy, report, storage
+from pytest_llmgpu import gate, policy_files, report, storage
 from pytest_llmgpu.verdicts import Candidate
 
 _COMPARE = "--llmgpu-compare=base.json"
@@ -64,7 +64,7 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     base, head = runs.report("base.json"), runs.report()
     assert head.verdicts is not None
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    again = gate.judge(base, head, policy.load(None), today=today, baseline=head.verdicts.baseline)
+    again = gate.judge(base, head, policy_files.load(None), today=today, baseline=head.verdicts.baseline)
     assert msgspec.structs.replace(again, head=head.verdicts.head) == head.verdicts
     assert head.verdicts.head == Candidate(created=head.created, commit=head.commit.sha)
     assert head.verdicts.baseline is not None

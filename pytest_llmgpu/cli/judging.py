@@ -58,9 +58,10 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
 
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """Return the policy in force: of the file, with what the command line says otherwise; ValueError in one line."""
-    from pytest_llmgpu import policy as policies
+    from pytest_llmgpu import policy_files
+    from pytest_llmgpu.policy import switched
 
-    return policies.switched(policies.load(_policy_path(arguments)), arguments)
+    return switched(policy_files.load(_policy_path(arguments)), arguments)
 
 
 def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool = False) -> Judged:
@@ -76,8 +77,7 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     """
     import msgspec
 
-    from pytest_llmgpu import calibration
-    from pytest_llmgpu import policy as policies
+    from pytest_llmgpu import calibration, policy_files
 
     head_source = source(arguments.head, arguments)
     head = head_source.report()
@@ -91,7 +91,7 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     if base is None:
         return Judged(found, None)
     noise = calibration.in_words(storage_of(arguments), head, arguments.calibration)
-    return Judged(found, f"{noise}\n{policies.in_words(_policy_path(arguments))}")
+    return Judged(found, f"{noise}\n{policy_files.in_words(_policy_path(arguments))}")
 
 
 def verdicts_of(
@@ -117,10 +117,10 @@ def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:
-    from pytest_llmgpu import policy as policies
+    from pytest_llmgpu import policy_files
 
     path: Path | None = arguments.policy
-    return policies.find(Path()) if path is None else path
+    return policy_files.find(Path()) if path is None else path
 
 
 def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -> Source | None:

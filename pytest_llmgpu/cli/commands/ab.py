@@ -123,10 +123,9 @@ class _Job:
 
     def measured(self) -> Verdicts:
         """Measure both sides and judge them, with the last verdicts in the head's report."""
-        from pytest_llmgpu import policy as policies
-        from pytest_llmgpu import side_by_side
+        from pytest_llmgpu import policy_files, side_by_side
 
-        (self.kept / "policy.toml").write_text(policies.dump(self.policy), encoding="utf-8")
+        (self.kept / "policy.toml").write_text(policy_files.dump(self.policy), encoding="utf-8")
         _, verdicts = side_by_side.compare(
             self._measure, self._judge, launches=self._arguments.launches, again=self._arguments.again
         )
@@ -176,12 +175,13 @@ def _policy(arguments: argparse.Namespace, base: Worktree) -> tuple[Policy, str]
 
     The file that was named, else the base's, since a change may not edit its bar.
     """
-    from pytest_llmgpu import policy as policies
+    from pytest_llmgpu import policy_files
+    from pytest_llmgpu.policy import switched
     from pytest_llmgpu.side_by_side import split
 
-    path = policies.find(base.folder) if arguments.policy is None else arguments.policy
-    policy = policies.switched(policies.load(path), arguments)
-    return split(policy, arguments.again), policies.in_words(path)
+    path = policy_files.find(base.folder) if arguments.policy is None else arguments.policy
+    policy = switched(policy_files.load(path), arguments)
+    return split(policy, arguments.again), policy_files.in_words(path)
 
 
 def _inside(environ: dict[str, str], tree: Worktree) -> bool:

@@ -40,11 +40,11 @@ class _Gate:
         parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import gate, policy, verdict_tables
+        from pytest_llmgpu import gate, policy_files, verdict_tables
 
         in_force = policy_of(arguments)
         if arguments.dump_policy:
-            show(policy.dump(in_force).rstrip("\n"))
+            show(policy_files.dump(in_force).rstrip("\n"))
             return 0
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
