@@ -1,7 +1,7 @@
 """The metrics of one machine over its stored reports: each case, commit by commit, with its changes marked.
 
-What counts as a change is the gate's verdict by its default policy, against the last earlier report of the machine that
-has the same case.
+What counts as a change is the gate's verdict by its default policy and the machine's calibration, if it has one: against
+the last earlier report of the machine that has the same case.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu import gate, listing, metrics, promotion, storage
+from pytest_llmgpu import calibration, gate, listing, metrics, promotion, storage
 from pytest_llmgpu import report as reports
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.storage import Stored
 from pytest_llmgpu.verdicts import MetricName, Row
 
@@ -131,6 +132,7 @@ def _utilization(result: CaseResult) -> float | None:
 
 METRICS: dict[str, _Metric] = {
     "time": _Metric("time (s)", lambda result: result.inference_s, ("outcome", "time")),
+    "throughput": _Metric("throughput (sequences/s)", lambda result: result.sequences_per_s, ("time",)),
     "accuracy": _Metric("accuracy (%)", _accuracy, ("accuracy", "predictions")),
     "sent": _Metric("sent (MB/sequence)", _sent, ("traffic",)),
     "memory": _Metric("peak of the fullest GPU (GiB)", _memory, ("memory",)),
@@ -174,7 +176,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         last: how many of the newest have a column; None: all. Those before them are what they are held against.
 
     Raises:
-        ValueError: one of them cannot be read.
+        ValueError: one of them cannot be read, or the calibration beside them.
     """
 
     @functools.cache
@@ -186,7 +188,8 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
         for place in shown
     ]
-    said = [_changes(map(load, reversed(range(place))), load(place)) for place in shown]
+    noise = calibration.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
+    said = [_changes(map(load, reversed(range(place))), load(place), noise) for place in shown]
     cases = [{_identity(result): result for result in load(place).cases} for place in shown]
     newest_of = {identity: result for of_report in cases for identity, result in of_report.items()}
     names = _names(newest_of)
@@ -227,14 +230,14 @@ def _without_copies(kept: Sequence[Stored]) -> list[Stored]:
     return found
 
 
-def _changes(earlier: Iterable[Report], report: Report) -> _Said:
+def _changes(earlier: Iterable[Report], report: Report, noise: Calibration | None) -> _Said:
     """Return what the gate says of each case against the first of the earlier reports, newest first, that has it."""
     left = {result.key for result in report.cases}
     found: _Said = {}
     for base in earlier:
         common = left & {result.key for result in base.cases}
         if common:
-            rows = gate.judge(base, report, Policy(), today=datetime.date.min).rows
+            rows = gate.judge(base, report, Policy(), today=datetime.date.min, calibration=noise).rows
             found |= {(row.key, row.id, row.metric): row for row in rows if row.key in common}
         left -= common
         if not left:

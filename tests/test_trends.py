@@ -12,6 +12,7 @@ from stored_reports import H200, gpus, measured
 from verdict_factory import BATCHES, with_launches
 
 from pytest_llmgpu import promotion
+from pytest_llmgpu.calibration import Measured, Noise, default_path, dump
 from pytest_llmgpu.charts.history import of_trends
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.metrics import derive
@@ -209,6 +210,25 @@ def test_utilisation_is_followed_and_not_judged() -> None:
     assert chart.summary.endswith("changes: the gate judges none.")
 
 
+def test_the_machines_calibration_is_in_force() -> None:
+    """What one launch of an unknown machine cannot tell, one of a quiet machine does; throughput says the same."""
+    for number, level in ((1, 1.0), (2, 1.1)):
+        result = with_launches([level], sequences=BATCHES)
+        derive(result)
+        _keep(number, result)
+
+    def marks(metric: str) -> list[str | None]:
+        (line,) = _trend(metric).lines
+        return [figure.change if figure else None for figure in line.figures]
+
+    assert marks("time") == [None, None]
+    newest = stored(_STORE)[-1]
+    key = load(newest.path).cases[0].key
+    measured = Measured(machine=newest.machine, time={key: Noise(id="mp-bs1", sd=0.005, launches=10)})
+    dump(measured, default_path(_STORE, newest.machine))
+    assert marks("time") == marks("throughput") == [None, "worse"]
+
+
 def test_the_first_column_is_judged_too() -> None:
     """Against a report that has no column itself."""
     for number, level in enumerate((1.0, 1.5, 1.5), 1):
@@ -240,8 +260,8 @@ def test_the_page_needs_no_network_and_escapes_names() -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;-bs1" in page
     assert "://" not in page
-    assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 1
-    assert page.count('role="region" aria-label="') == page.count('tabindex="0"') == 2
+    assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 2
+    assert page.count('role="region" aria-label="') == page.count('tabindex="0"') == 4
     assert Path("site/trend-time.svg").is_file()
 
 
