@@ -145,7 +145,7 @@ def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, 
             uuid=found.uuid,
             name=found.name,
             memory_bytes=found.memory_bytes,
-            why=dict.fromkeys(("pcie_gen", "pcie_width", "nvlinks"), why),
+            why=dict.fromkeys(("pcie_gen", "pcie_width", "power_limit_w", "nvlinks"), why),
         )
         for number, found in enumerate(chosen)
     ]

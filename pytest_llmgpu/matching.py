@@ -90,6 +90,9 @@ def software_differences(base: Environment, head: Environment) -> list[str]:
     if (base.topology is None) != (head.topology is None) and base.gpus and head.gpus:
         # Where both are known it is hardware, and they are not compared.
         seen.append(("topology", _links(base) or "unknown", _links(head) or "unknown"))
+    # Reports of before it was recorded say nothing of it.
+    if None not in (limits := (_power_limits(base), _power_limits(head))):
+        seen.append(("power limit", *limits))
     found = [f"{name} {_word(then)} -> {_word(now)}" for name, then, now in seen if then != now]
     if {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
         found.append("other boards of the same kind")
@@ -144,6 +147,11 @@ def _links(environment: Environment) -> str | None:
 def _lanes(environment: Environment) -> str | None:
     lanes = sorted({f"gen {gpu.pcie_gen} x{gpu.pcie_width}" for gpu in environment.gpus if gpu.pcie_gen})
     return ", ".join(lanes) or None
+
+
+def _power_limits(environment: Environment) -> str | None:
+    limits = {gpu.power_limit_w for gpu in environment.gpus}
+    return ", ".join(f"{limit:g} W" for limit in sorted(filter(None, limits))) if all(limits) and limits else None
 
 
 def _word(value: Any) -> str:

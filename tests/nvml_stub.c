@@ -253,6 +253,8 @@ int nvmlDeviceGetPcieThroughput(Device device, unsigned direction, unsigned *kb_
     return SUCCESS;
 }
 
+int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned *milliwatt) { ENTER(0); *milliwatt = (700 + number(device)) * 1000; return SUCCESS; }
+
 int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatt) { ENTER(0); *milliwatt = (300 + number(device)) * 1000; return SUCCESS; }
 
 int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {

@@ -95,6 +95,13 @@ def test_software_is_named_and_not_refused() -> None:
     assert software_differences(base, base) == []
 
 
+def test_another_power_limit_is_named() -> None:
+    """Where both sides know theirs: reports of before it was recorded do not."""
+    full, less = (_machine(gpus=[msgspec.structs.replace(_gpus()[0], power_limit_w=watts)]) for watts in (700, 550.5))
+    assert software_differences(full, less) == ["power limit 700 W -> 550.5 W"]
+    assert software_differences(full, _machine(gpus=_gpus()[:1])) == []
+
+
 def test_a_topology_that_one_side_does_not_know_is_named() -> None:
     """The links may be others: that is no reason to refuse, and one to know."""
     links = [["X", "NV18"], ["NV18", "X"]]

@@ -46,6 +46,7 @@ def test_inventory_describes_every_gpu(nvml_stub: StubEnvironment, gpus: int) ->
             "reserved_bytes": GIB,
             "pcie_gen": 5,
             "pcie_width": 8,
+            "power_limit_w": 700.0 + index,
             "nvlinks": 12,
             "why": {},
         }

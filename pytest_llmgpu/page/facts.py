@@ -75,7 +75,8 @@ def _shown(value: OptionValue | tuple[str | int | float, ...]) -> str:
 def _gpu(gpu: Gpu) -> str:
     size = f"{gpu.memory_bytes / _GIB:.0f} GiB" if gpu.memory_bytes else ""
     link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width}" if gpu.pcie_gen and gpu.pcie_width else ""
-    return ", ".join(filter(None, (gpu.name, size, link)))
+    power = f"{gpu.power_limit_w:g} W" if gpu.power_limit_w else ""
+    return ", ".join(filter(None, (gpu.name, size, link, power)))
 
 
 def _machine(report: Report) -> dict[str, str]:

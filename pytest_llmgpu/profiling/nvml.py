@@ -38,6 +38,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Largest generation that GPU and slot agree on: the current one falls when the GPU idles."""
     pcie_width: int | None = None
     """Lanes in use now: a badly seated board shows here."""
+    power_limit_w: float | None = None
+    """What the board may draw, of all limits that were set: less slows it down."""
     nvlinks: int | None = None
     """Active NVLinks; None where the GPU has none to ask about."""
     why: dict[str, str] = {}
@@ -217,6 +219,7 @@ def _gpu(nvml: Any, index: int, handle: Any, inventory_why: dict[str, str]) -> t
     memory = ask("memory_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
     apart = ask("reserved_bytes", memory_v2, nvml, handle)
     links = active_links(nvml, handle, ask)
+    milliwatts = ask("power_limit_w", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     gpu = Gpu(
         index=index,
         uuid=uuid,
@@ -225,6 +228,7 @@ def _gpu(nvml: Any, index: int, handle: Any, inventory_why: dict[str, str]) -> t
         reserved_bytes=None if apart is None else int(apart.reserved),
         pcie_gen=ask("pcie_gen", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=ask("pcie_width", nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        power_limit_w=None if milliwatts is None else milliwatts / 1000,
         nvlinks=None if links is None else len(links),
         why=why,
     )
