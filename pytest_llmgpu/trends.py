@@ -1,7 +1,7 @@
 """The metrics of one machine over its stored reports: each case, commit by commit, with its changes marked.
 
-What counts as a change is the gate's verdict by its default policy and the machine's calibration, if it has one: against
-the last earlier report of the machine that has the same case.
+What counts as a change is the gate's verdict, by its default policy and the machine's calibration if there is one,
+against the last earlier report of the machine that has the same case.
 """
 
 from __future__ import annotations
