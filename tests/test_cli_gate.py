@@ -323,6 +323,23 @@ def test_calibrate_takes_several_reports_of_one_launch(capsys: pytest.CaptureFix
     assert "within one session only" in printed
 
 
+def test_sides_that_were_launched_in_turn_are_judged_without_the_days(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `llmgpu ab` kept is judged again as it judged it: days differ by 3 % here, and launches by 0.1 %."""
+    for day, level in enumerate((1.0, 1.03, 0.97), 1):
+        dump(on_h200([timed(level, level * 1.001)], created=f"2026-01-0{day}T03:04:05Z"), Path(f"{day}.json"))
+    assert main(["calibrate", "1.json", "2.json", "3.json", "--output", "noise.json"]) == 0
+    dump(on_h200([timed(1.0, 1.001, 1.002)]), Path("base.json"))
+    dump(on_h200([timed(1.06, 1.061, 1.062)]), Path("head.json"))
+    for command, status in (("gate", 1), ("compare", 0)):
+        sides = [command, "base.json", "head.json", "--calibration", "noise.json"]
+        assert main(sides) == 0
+        assert "noise: noise.json, 6 launches in 3 sessions\n" in capsys.readouterr().out
+        assert main([*sides, "--in-turn"]) == status
+        out = capsys.readouterr().out
+        assert "noise: noise.json, 6 launches\n" in out
+        assert "REGRESSED  mp-bs1: time" in out
+
+
 def test_reports_of_several_days_tell_what_days_differ_by(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of one day are one session."""
     for day, level in ((1, 1.0), (1, 1.001), (2, 1.03), (3, 0.97), (3, 0.972)):

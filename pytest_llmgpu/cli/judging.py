@@ -53,6 +53,11 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
         help="noise between launches, also git:REV:PATH (default: what llmgpu calibrate keeps of the candidate's "
         "machine in the store)",
     )
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="the sides were launched in turn, as llmgpu ab does: what sessions differ by counts for nothing",
+    )
     add_storage(parser)
 
 
@@ -77,7 +82,7 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     """
     import msgspec
 
-    from pytest_llmgpu import calibration, policy_files
+    from pytest_llmgpu import policy_files
 
     head_source = source(arguments.head, arguments)
     head = head_source.report()
@@ -90,7 +95,7 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
         found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
     if base is None:
         return Judged(found, None)
-    noise = calibration.in_words(storage_of(arguments), head, arguments.calibration)
+    noise = noise_in_words(arguments, head)
     return Judged(found, f"{noise}\n{policy_files.in_words(_policy_path(arguments))}")
 
 
@@ -113,7 +118,15 @@ def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date
     from pytest_llmgpu import calibration
 
     today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
-    return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
+    noise = calibration.in_force(storage_of(arguments), head, arguments.calibration)
+    return today, noise.of_one_session() if noise is not None and arguments.in_turn else noise
+
+
+def noise_in_words(arguments: argparse.Namespace, head: Report) -> str:
+    """Return that calibration for people; see `calibration.in_words`."""
+    from pytest_llmgpu import calibration
+
+    return calibration.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli import launching
-from pytest_llmgpu.cli.arguments import storage_of
-from pytest_llmgpu.cli.judging import add_rules, rules_of
+from pytest_llmgpu.cli.judging import add_rules, noise_in_words, rules_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -70,6 +69,7 @@ class _Ab:
             "--on-inconclusive", choices=("pass", "fail"), help="whether what cannot be told fails (default: pass)"
         )
         add_rules(parser)
+        parser.set_defaults(in_turn=True)
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu import gate, verdict_tables, worktree_runs, worktrees
@@ -144,23 +144,20 @@ class _Job:
     def _judge(self, both: Both) -> Verdicts:
         import hashlib
 
-        from pytest_llmgpu import calibration, gate, report
+        from pytest_llmgpu import gate, report
         from pytest_llmgpu.verdicts import Baseline
 
         data = report.encode(both.base, compressed=True)
         report.dump(both.base, self.kept / "base.json.gz")
         tree = self._trees["base"]
         today, noise = rules_of(self._arguments, both.head)
-        in_words = calibration.in_words(
-            storage_of(self._arguments), both.head, self._arguments.calibration, in_turn=True
-        )
-        self.judged_by = f"{in_words}\n{self._policy_in_words}"
+        self.judged_by = f"{noise_in_words(self._arguments, both.head)}\n{self._policy_in_words}"
         both.head.verdicts = gate.judge(
             both.base,
             both.head,
             self.policy,
             today=today,
-            calibration=noise.of_one_session() if noise is not None else None,
+            calibration=noise,
             baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
         )
         report.dump(both.head, self.kept / "head.json.gz")
