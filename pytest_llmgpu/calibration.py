@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu import evidence, git, storage, unpacking
-from pytest_llmgpu.distributions import t_quantile
+from pytest_llmgpu.distributions import largest_sd, t_quantile
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration, levels
@@ -178,7 +178,8 @@ def in_force(store: Path, head: Report, given: Path | None = None, *, repository
 
     A case counts as no quieter than half of the calibrated ones, unless it surely is: among many, some look quiet by
     luck, and would give false alarms; and a batch size that keeps its GPU busy is far quieter than one that waits for
-    the CPU. One that was not calibrated counts as the noisiest. None where there is no calibration.
+    the CPU. One that was not calibrated counts as such, and as no quieter than the noisiest that was. None where there
+    is no calibration.
 
     Args:
         store: folder of the store.
@@ -196,9 +197,16 @@ def in_force(store: Path, head: Report, given: Path | None = None, *, repository
     sd = {key: noise.cautious for key, noise in measured.time.items()}
     session_sd = {key: wide for key, noise in measured.time.items() if (wide := noise.cautious_session) is not None}
     return Calibration(
-        sd=_no_quieter(sd, _most(measured)),
-        typical=max(sd.values(), default=None),
-        session_sd=_no_quieter(session_sd, {}),
+        sd=_no_quieter(sd, {key: (noise.sd, noise.launches - noise.sessions) for key, noise in measured.time.items()}),
+        typical=None if (worst := max(sd.values(), default=0.0)) <= UNCALIBRATED_SD else worst,
+        session_sd=_no_quieter(
+            session_sd,
+            {
+                key: (noise.session_sd, noise.sessions - 1)
+                for key, noise in measured.time.items()
+                if noise.session_sd is not None
+            },
+        ),
         typical_session=max(session_sd.values(), default=0.0),
         sha256=sha256,
     )
@@ -228,8 +236,14 @@ def in_words(
     fewest, most = min(counts), max(counts)
     launches = f"{fewest:,} {'' if fewest == most else f'to {most:,} '}launches"
     sessions = max(noise.sessions for noise in measured.time.values())
-    told = "" if in_turn else f" in {sessions:,} sessions" if sessions > 1 else f"\n{ONE_SESSION}"
-    return f"noise: {path.name}, {launches}{told}"
+    left_out = sum(result.key not in measured.time for result in head.cases if result.outcome == "completed")
+    uncovered = ""
+    if left_out:
+        which = "1 case of the report is" if left_out == 1 else f"{left_out:,} cases of the report are"
+        uncovered = f"; {which} not in it: {_ASSUMED}"
+    told = f" in {sessions:,} sessions" if sessions > 1 and not in_turn else ""
+    within = "" if in_turn or sessions > 1 else f"\n{ONE_SESSION}"
+    return f"noise: {path.name}, {launches}{told}{uncovered}{within}"
 
 
 def _found(store: Path, head: Report, given: Path | None, repository: Path) -> tuple[Path, Measured, str] | None:
@@ -285,23 +299,15 @@ def _paired(results: Sequence[CaseResult]) -> list[list[list[float]]]:
     return [launches for launches in found if launches]
 
 
-def _no_quieter(deviations: dict[str, float], most: dict[str, float]) -> dict[str, float]:
-    """Return deviations of which none is less than the median, or than the most that luck explains."""
-    least = statistics.median(deviations.values()) if deviations else 0.0
-    return {key: max(min(least, most.get(key, math.inf)), value) for key, value in deviations.items()}
+def _no_quieter(cautious: dict[str, float], seen: dict[str, tuple[float, int]]) -> dict[str, float]:
+    """Return deviations of which none is less than the median, or than the most that luck explains.
 
-
-def _most(measured: Measured) -> dict[str, float]:
-    """Return key to the largest deviation between launches that would still look as quiet as it did, of all cases.
-
-    The quantile of the chi-squared distribution is Wilson and Hilferty's, which has none for the fewest launches.
+    Args:
+        cautious: key to the deviation as it counts by itself.
+        seen: key to the deviation that was measured, and its degrees of freedom.
     """
-    z, most = statistics.NormalDist().inv_cdf(_LUCK / max(1, len(measured.time))), {}
-    for key, noise in measured.time.items():
-        degrees = noise.launches - noise.sessions
-        root = 1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees)) if degrees else 0.0
-        most[key] = noise.sd / root**1.5 if root > 0 else math.inf
-    return most
+    least, luck = statistics.median(cautious.values()) if cautious else 0.0, _LUCK / max(1, len(cautious))
+    return {key: max(min(least, largest_sd(*seen[key], luck)), value) for key, value in cautious.items()}
 
 
 def _wider(degrees: int) -> float:

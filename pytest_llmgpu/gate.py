@@ -40,7 +40,7 @@ def judge(
         head: the candidate.
         policy: margins and what is allowed.
         today: day on which known regressions expire.
-        calibration: noise between launches of this runner; None: it counts as 20 %.
+        calibration: noise between launches of this runner; None: as `assumed_sd` has it.
         baseline: where `base` came from; None: only its commit is named.
     """
     with collector.paused():
@@ -131,7 +131,7 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
             warnings.append(f"{name} expired on {entry.expires}: it counts again")
         elif entry.up_to is not None and grown > entry.up_to:
             warnings.append(
-                f"{name} is {100 * grown:+.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+                f"{name} is +{100 * grown:,.0f} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
             )
         elif open_rows:
             reasons[entry.case, entry.metric] = entry.reason

@@ -94,7 +94,7 @@ def software_differences(base: Environment, head: Environment) -> list[str]:
     if None not in (limits := (_power_limits(base), _power_limits(head))):
         seen.append(("power limit", *limits))
     found = [f"{name} {_word(then)} -> {_word(now)}" for name, then, now in seen if then != now]
-    if {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
+    if base.gpus and head.gpus and {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
         found.append("other boards of the same kind")
     return found
 
@@ -150,8 +150,10 @@ def _lanes(environment: Environment) -> str | None:
 
 
 def _power_limits(environment: Environment) -> str | None:
-    limits = {gpu.power_limit_w for gpu in environment.gpus}
-    return ", ".join(f"{limit:g} W" for limit in sorted(filter(None, limits))) if all(limits) and limits else None
+    limits = [gpu.power_limit_w for gpu in environment.gpus]
+    if not limits or not all(limits):
+        return None
+    return f"{limits[0]:g} W" if len(set(limits)) == 1 else ", ".join(f"{limit:g} W" for limit in limits)
 
 
 def _word(value: Any) -> str:

@@ -11,7 +11,7 @@ from pytest_llmgpu import evidence
 from pytest_llmgpu.metrics import inference_s
 from pytest_llmgpu.policy import TimeRule
 from pytest_llmgpu.result import CaseResult, Launch
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Change, change, launch_levels, launches_needed
+from pytest_llmgpu.statistics import Change, assumed_sd, change, launch_levels, launches_needed
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["OWN_NOISE", "PROMISED", "SUM", "TYPICAL", "Timed", "launches_asked", "launches_for", "timed"]
@@ -25,6 +25,15 @@ PROMISED = 0.02
 SUM = 0.1
 """Weight of a case's sum among the tests of a family. It is for what a few batches do, which is seldom little; the more
 it had, the more launches the typical batch would take."""
+
+_HARDLY = 0.01
+"""A clock that is lower by no more than this can change a time by no more, half of the usual margin."""
+
+_READINGS = 20
+"""Readings of the GPUs' utilisation without which nothing is said of it: of a few, many are of a window's edges."""
+
+_IDLER = 0.2
+"""By how much, as a logarithm, the busy part of the time has to change: less is what equal launches differ by."""
 
 TYPICAL = 1 - SUM
 """Weight of its typical batch."""
@@ -46,6 +55,8 @@ class Timed(NamedTuple):
     launches: tuple[int, int]
     sd: float | None
     """Calibrated noise; None: nobody measured it."""
+    assumed: float
+    """What counts then."""
     session_sd: float
     """Calibrated noise between sessions; 0 where nobody measured it."""
     busy: tuple[float, float] | None = None
@@ -57,13 +68,13 @@ class Timed(NamedTuple):
         """Whether a change of time is mostly one of how long the GPUs had nothing to do, and not of their work."""
         if self.busy is None or not all(self.busy):
             return False
-        slower = math.log(self.head_s / self.base_s)
-        return abs(slower + math.log(self.busy[1] / self.busy[0])) < abs(slower) / 2
+        slower, busier = math.log(self.head_s / self.base_s), math.log(self.busy[1] / self.busy[0])
+        return abs(busier) > _IDLER and abs(slower + busier) < abs(slower) / 2
 
     @property
     def known(self) -> float:
         """The noise between launches that is calibrated, or assumed."""
-        return UNCALIBRATED_SD if self.sd is None else self.sd
+        return self.assumed if self.sd is None else self.sd
 
     @property
     def noise(self) -> float:
@@ -110,7 +121,7 @@ def timed(
                 "INVALID", f"the {name}'s time does not speak for the case: {evidence.untimed(measured[0])}."
             )
         sides.append(valid)
-    if isinstance(alike := _held_alike(sides[0], sides[1], rule.margin), str):
+    if isinstance(alike := _held_alike(sides[0], sides[1]), str):
         return refused("INVALID", alike)
     sides = alike
     if (reason := _unpaired([*sides[0], *sides[1]])) is not None:
@@ -119,17 +130,18 @@ def timed(
     base_s, head_s = (statistics.median(map(inference_s, side)) for side in sides)
     base_busy, head_busy = map(_busy, sides)
     sums = [[math.log(inference_s(launch)) for launch in side] for side in sides]
-    noise = UNCALIBRATED_SD if sd is None else sd
+    assumed, assumed_of_sums = assumed_sd(*levels), assumed_sd(sums[0], sums[1])
     return Timed(
         head,
         rule,
-        change(*levels, noise, session_sd),
-        change(sums[0], sums[1], noise, session_sd),
+        change(*levels, assumed if sd is None else sd, session_sd),
+        change(sums[0], sums[1], assumed_of_sums if sd is None else sd, session_sd),
         max(rule.margin, rule.absolute_s / base_s),
         base_s,
         head_s,
         (len(sides[0]), len(sides[1])),
         sd,
+        assumed,
         session_sd,
         None if base_busy is None or head_busy is None else (base_busy, head_busy),
     )
@@ -162,17 +174,17 @@ def launches_asked(
     return launches_needed(slowdown, margin, sd, confidence, cases / TYPICAL, session_sd)
 
 
-def _held_alike(base: list[Launch], head: list[Launch], margin: float) -> list[list[Launch]] | str:
+def _held_alike(base: list[Launch], head: list[Launch]) -> list[list[Launch]] | str:
     """Return the launches of both sides that compare: all, or those that were free; or in a sentence why none do.
 
     All where power or heat held down as large a share of one side as of the other: that is how this machine runs. Else
-    what was held down by less than the margin counts as free: a batch that hardly keeps its GPU busy meets its limit in
-    some launches and in others not, at much the same clock.
+    what was held down by no more than `_HARDLY` counts as free: a batch that hardly keeps its GPU busy meets its limit
+    in some launches and in others not, at much the same clock.
     """
     clocks = [_clock_mhz(launch) for launch in (*base, *head)]
     known = [mhz for mhz in clocks if mhz is not None]
     free: list[list[Launch]] = []
-    for slower_than_mhz in (None, max(known) * (1 - margin) if len(known) == len(clocks) else None):
+    for slower_than_mhz in (None, max(known) * (1 - _HARDLY) if len(known) == len(clocks) else None):
         free = [[launch for launch in side if not _held_down(launch, slower_than_mhz)] for side in (base, head)]
         if len(free[0]) * len(head) == len(free[1]) * len(base):
             return [base, head]
@@ -202,6 +214,8 @@ def _busy(launches: Sequence[Launch]) -> float | None:
         devices = launch.profile.devices if launch.profile is not None else []
         means = [device.metrics["utilization_pct"].mean for device in devices if "utilization_pct" in device.metrics]
         known = [mean for mean in means if mean is not None]
+        if launch.profile is not None and launch.profile.samples < _READINGS:
+            return None
         if devices and len(known) == len(devices):
             found.append(statistics.fmean(known) / 100)
     return statistics.median(found) if len(found) == len(launches) else None

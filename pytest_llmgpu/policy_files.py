@@ -109,6 +109,8 @@ def _table(path: Path, repository: Path) -> Any:
     if path.name.rpartition(":")[2] != _PYPROJECT and "tool" not in table:
         return table
     _check_tables(path, table)
+    if path.name.rpartition(":")[2] != _PYPROJECT and (beside := sorted(set(table) - {"tool"})):
+        raise ValueError(f"policy {path}: {beside[0]} is outside [tool.llmgpu.gate], where it counts for nothing")
     for name in ("tool", "llmgpu", "gate"):
         table = table.get(name) if isinstance(table, dict) else table
     return table
@@ -148,12 +150,12 @@ def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
     """Return where a number stands, the number, its least value, and the first that is too large."""
     floor, difference = rules.accuracy.floor, rules.accuracy.difference
     return [
-        (f"{place}time.margin", rules.time.margin, 0.0, 10.0),
+        (f"{place}time.margin", rules.time.margin, 0.0, 1.0),
         (f"{place}time.absolute_s", rules.time.absolute_s, 0.0, math.inf),
         (f"{place}accuracy.margin", rules.accuracy.margin, 0.0, 1.0),
         (f"{place}accuracy.floor", 0.0 if floor is None else floor, 0.0, 1.0 + 1e-9),
         (f"{place}accuracy.difference", 0.0 if difference is None else difference, 0.0, math.inf),
-        (f"{place}memory.margin", rules.memory.margin, 0.0, 10.0),
+        (f"{place}memory.margin", rules.memory.margin, 0.0, 1.0),
         (f"{place}memory.absolute_bytes", rules.memory.absolute_bytes, 0.0, math.inf),
     ]
 

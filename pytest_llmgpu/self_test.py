@@ -79,7 +79,7 @@ def selftest(
         report: what a run measured.
         policy: in force.
         today: day on which known regressions expire.
-        calibration: noise between launches of this runner; None: it counts as 5 %.
+        calibration: noise between launches of this runner; None: as `assumed_sd` has it.
         losses: what to plant; None: all there is.
     """
     court = _Court(report, policy, today, calibration or Calibration())

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 
 import msgspec
 
-from pytest_llmgpu.distributions import least_share, t_quantile, t_tail
+from pytest_llmgpu.distributions import largest_sd, least_share, t_quantile, t_tail
 from pytest_llmgpu.hodges_lehmann import hodges_lehmann
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "UNCALIBRATED_SD",
     "Calibration",
     "Change",
+    "assumed_sd",
     "change",
     "holm",
     "launch_levels",
@@ -33,8 +34,8 @@ __all__ = [
 
 UNCALIBRATED_SD = 0.2
 """Noise between launches, as a fraction, where nobody has measured it: what was seen of forwards that wait for the CPU.
-40 launches on two shared cores differed by 18 to 21 %; 39 on H200s by 15 to 23 % at batch size 2, 10 to 20 % at 8 and
-1 to 2 % at 32 (benchmarks/gate). With 5 % every third comparison of equal launches there had a false alarm."""
+40 launches on two shared cores differed by 18 to 21 %; 39 on H200s by 15 to 22 % at batch size 2, 9 to 20 % at 8 and
+0.7 to 1.6 % at 32 (benchmarks/gate). With 5 % every third comparison of equal launches there had a false alarm."""
 
 POWER = 0.95
 """Probability with which a change that is called detectable is detected."""
@@ -43,6 +44,12 @@ _ALONE = 1.5
 """How much more the noise of a side with one launch counts. Launches have outliers that no normal distribution has, and
 one launch shows no spread that would tell: of equal launches that wait for the CPU 3.7 % gave a false alarm without it,
 1.0 % with it (benchmarks/gate)."""
+
+_ENOUGH_DEGREES = 8
+"""Degrees of freedom, five launches a side, from which launches tell their own noise where nobody calibrated."""
+
+_LUCK = 0.01
+"""Probability with which they look quieter than they are."""
 
 _MOST_LAUNCHES = 1000
 
@@ -150,6 +157,21 @@ def levels(launches: Sequence[Sequence[float]]) -> list[float]:
     return [hodges_lehmann(list(map(operator.sub, launch, typical))) for launch in logs]
 
 
+def assumed_sd(base: Sequence[float], head: Sequence[float]) -> float:
+    """Return the noise between launches, as a fraction, that counts where nobody calibrated it.
+
+    `UNCALIBRATED_SD`, or what five launches a side and more show, as much larger as luck may have made it look small.
+
+    Args:
+        base: [launches] logarithms, as `launch_levels` gives them.
+        head: [launches] likewise.
+    """
+    degrees = len(base) + len(head) - 2
+    if degrees < _ENOUGH_DEGREES:
+        return UNCALIBRATED_SD
+    return min(UNCALIBRATED_SD, largest_sd(_spread(base, head), degrees, _LUCK))
+
+
 def change(base: Sequence[float], head: Sequence[float], sd: float, session_sd: float = 0.0) -> Change:
     """Return the change between launch levels; the numbers of launches may differ.
 
@@ -165,8 +187,7 @@ def change(base: Sequence[float], head: Sequence[float], sd: float, session_sd: 
     known = math.hypot(_error(sd, len(base)), _error(sd, len(head)), session_sd * math.sqrt(2))
     if not degrees:
         return Change(log_ratio=ratio, noise_error=known)
-    spread = math.sqrt((_squares(base) + _squares(head)) / degrees)
-    return Change(log_ratio=ratio, noise_error=known, observed_error=spread * scale, degrees=degrees)
+    return Change(log_ratio=ratio, noise_error=known, observed_error=_spread(base, head) * scale, degrees=degrees)
 
 
 def smallest_change(change: Change, margin: float, confidence: float, family: float = 1) -> float:
@@ -251,6 +272,11 @@ def holm(
             adjusted[number] = largest
             left -= weight[number]
     return adjusted
+
+
+def _spread(base: Sequence[float], head: Sequence[float]) -> float:
+    """Return the standard deviation of launches around the mean of their side."""
+    return math.sqrt((_squares(base) + _squares(head)) / (len(base) + len(head) - 2))
 
 
 def _error(sd: float, launches: int) -> float:

@@ -154,9 +154,8 @@ def _waiting(case: Timed) -> str:
     if case.busy is None or not case.waited:
         return ""
     before, now = (f"{100 * busy:.0f} %" for busy in case.busy)
-    return (
-        f"The GPUs were busy for {now} of the time, {before} before: what changed is mostly waiting, as for a busy CPU."
-    )
+    text = f"The GPUs were busy for {now} of the time, {before} before"
+    return f"{text}: what changed is mostly waiting, for the CPU or in code that waits."
 
 
 def _assumed(case: Timed) -> str:

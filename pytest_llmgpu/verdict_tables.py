@@ -70,14 +70,15 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
     inconclusive = sum(row.gated and row.verdict == "INCONCLUSIVE" for row in verdicts.rows)
     invalid = sum(row.gated and row.verdict == "INVALID" for row in verdicts.rows)
     if failing:
-        text = f"{_rows(len(failing))} of {_cases(len({(row.key, row.id) for row in failing}))} fail the gate"
+        which = _cases(len({(row.key, row.id) for row in failing}))
+        text = f"{_rows(len(failing))} of {which} {'fails' if len(failing) == 1 else 'fail'} the gate"
     elif status:
         missed = verdicts.armed.gated_unarmed
         text = f"{_rows(verdicts.armed.gated)} gated" + (f", {missed:,} that should be could not" if missed else "")
     else:
         known = sum(row.known is not None for row in verdicts.rows)
         parts = [f"{_rows(verdicts.armed.gated)} gated"]
-        parts += [f"{inconclusive:,} inconclusive"] if inconclusive else []
+        parts += [f"{inconclusive:,} inconclusive{_unseen(verdicts)}"] if inconclusive else []
         parts += [f"{invalid:,} invalid"] if invalid else []
         parts += [f"{known:,} known"] if known else []
         text = ", ".join(parts)
@@ -90,6 +91,13 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
     elif status == _UNTOLD and kinds == {"INVALID"}:
         word = "INVALID, and the policy fails on it"
     return painter(color)(f"{word}: {text}", _RED if status else _YELLOW if inconclusive or invalid else _GREEN)
+
+
+def _unseen(verdicts: Verdicts) -> str:
+    """Return how much slower a case may be that passes because nothing could be told of its time."""
+    untold = [row for row in verdicts.rows if row.gated and row.metric == "time" and row.verdict == "INCONCLUSIVE"]
+    changes = [row.smallest_change for row in untold if row.smallest_change is not None]
+    return f" (a slowdown of less than {_digits(100 * max(changes))} % may pass)" if changes else ""
 
 
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
@@ -189,11 +197,17 @@ def _account(verdicts: Verdicts) -> Iterator[str]:
     changes = sorted(row.smallest_change for row in verdicts.rows if row.smallest_change is not None)
     if changes:
         least, typical, largest = (100 * c for c in (changes[0], statistics.median(changes), changes[-1]))
-        of = f"{least:.2g} %" if f"{least:.2g}" == f"{largest:.2g}" else f"{least:.2g} to {largest:.2g} %"
-        median = "" if len(changes) < 3 else f", half of the cases {typical:.2g} %"  # noqa: PLR2004 - else it is an end
+        of = f"{_digits(largest)} %"
+        of = of if _digits(least) == _digits(largest) else f"{_digits(least)} to {of}"
+        median = "" if len(changes) < 3 else f", half of the cases {_digits(typical)} %"  # noqa: PLR2004 - else an end
         yield f"smallest slowdown that these launches show with {100 * POWER:.0f} % probability: {of}{median}"
     for warning in verdicts.warnings:
         yield textwrap.fill(f"note: {_plain(warning)}", WIDTH, subsequent_indent="    ")
+
+
+def _digits(number: float) -> str:
+    """Return a number of percent with two digits at least, and none of an exponent."""
+    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}"  # noqa: PLR2004 - from there on it has three
 
 
 def _cases(count: int) -> str:

@@ -143,7 +143,7 @@ def test_the_policy_of_the_folder_is_in_force_unless_another_is_named() -> None:
     Path("pyproject.toml").write_text('[tool.llmgpu.gate]\non_inconclusive = "fail"\n')
     assert _gate() == 3
     assert _gate("--on-inconclusive", "pass") == 0
-    Path("mine.toml").write_text("[time]\nmargin = 1.5\n")
+    Path("mine.toml").write_text("[time]\ngate = false\n")
     assert _gate("--policy", "mine.toml", "--on-inconclusive", "fail") == 0
 
 

@@ -47,7 +47,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "*mp-bs4*time*REGRESSED*",
             "noise: 20 % assumed (llmgpu calibrate)",
             "policy: built-in",
-            "REGRESSED: 1 row of 1 case fail the gate",
+            "REGRESSED: 1 row of 1 case fails the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
             "*1 failed, 4 passed, 2 inconclusive*",
         ]
@@ -123,7 +123,7 @@ def test_a_marked_test_may_have_a_margin_of_its_own(runs: FakedRuns, pytester: p
     """By pytest's own markers, which the report knows of each test."""
     pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
     pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
-    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { margin = 2.0 }\n')
+    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { margin = 0.9 }\n')
     runs.seconds = _slower
     assert runs(_COMPARE).ret == 1
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0
@@ -219,7 +219,7 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
     runs.seconds = _slower
     result = runs(_COMPARE, "--llmgpu-autosave")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["FAILED llmgpu gate: REGRESSED: 1 row of 1 case fail the gate", "*3 passed*"])
+    result.stdout.fnmatch_lines(["FAILED llmgpu gate: REGRESSED: 1 row of 1 case fails the gate", "*3 passed*"])
     assert runs.report().session.exit_status == 1
     result.stdout.no_fnmatch_line("saved: *")
 

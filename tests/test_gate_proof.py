@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import random
 from collections import Counter
@@ -131,9 +132,10 @@ def test_two_sessions_are_one_study(resample: ModuleType) -> None:
     """Launches of two machines of a kind, as several reports of one command."""
     paths = [BENCHMARKS / "reports" / f"launches-gpu-{number}.json.gz" for number in (1, 2)]
     both = launch_merging.merge([report.load(path) for path in paths])
-    found = resample.study(both, [1], trials=20, calibrating=10, seed=0)
+    found = resample.study(both, [10], trials=20, calibrating=10, seed=0)
     assert (found["launches_recorded"], found["cases"]) == (39, 3)
     assert found["checks"]["slower_is_never_ok"]
+    assert found["trials"][0]["slower"]["rows_regressed"] < 0.2, "two machines differ by more than launches of one"
 
 
 def test_a_run_that_was_cut_goes_on(
@@ -154,6 +156,18 @@ def test_a_run_that_was_cut_goes_on(
     assert len(launched) == 4
     bench.round(1, 2)
     assert launched[4:] == [("1-a-0", False), ("1-b-0", True), ("1-a-1", False), ("1-b-1", True)]
+
+
+def test_another_experiment_is_not_taken_for_this_one(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """A folder goes on with what was asked for, and with nothing else."""
+    asked = {"probe": "slow", "fault": 0.1, "launches": 1, "calibrating": 2, "most": 20, "pytest": ["-q"]}
+    end_to_end = script("end_to_end")
+    for _ in range(2):
+        end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked))
+    others: list[dict[str, object]] = [{"probe": "chatty"}, {"fault": 0.2}, {"launches": 2}, {"pytest": []}]
+    for other in others:
+        with pytest.raises(SystemExit, match=r"holds another experiment: .*slow"):
+            end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked | other))
 
 
 def test_a_round_is_summed_up(script: Callable[[str], ModuleType]) -> None:

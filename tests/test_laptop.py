@@ -100,6 +100,6 @@ def test_every_command_for_reports_runs(arguments: list[str], laptop: Path, repo
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads TOML by the package tomli")
 def test_a_policy_is_read(laptop: Path, reports: Path) -> None:
     """TOML needs no package of its own."""
-    (reports / "pyproject.toml").write_text("[tool.llmgpu.gate]\ntime.margin = 2.0\n")
+    (reports / "pyproject.toml").write_text("[tool.llmgpu.gate]\ntime.margin = 0.9\n")
     done = _run(laptop, reports, "-m", "pytest_llmgpu.cli", "gate", "base.json.gz", "slow.json")
     assert (done.returncode, done.stderr) == (0, "")

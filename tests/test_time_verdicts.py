@@ -84,11 +84,23 @@ def test_waiting_is_told_from_work() -> None:
     row = _judged(base, make_busy(with_launches([2.0]), 26.0), note="Also changed: x.")
     assert row.verdict == "REGRESSED"
     assert row.reason.splitlines()[1] == (
-        "The GPUs were busy for 26 % of the time, 54 % before: what changed is mostly waiting, as for a busy CPU. "
-        "Also changed: x."
+        "The GPUs were busy for 26 % of the time, 54 % before: what changed is mostly waiting, for the CPU or in "
+        "code that waits. Also changed: x."
     )
-    for head in (make_busy(with_launches([2.0]), 54.0), with_launches([2.0]), make_busy(with_launches([2.0]), 0.0)):
+    silent = (
+        make_busy(with_launches([2.0]), 54.0),
+        make_busy(with_launches([2.0]), 26.0, samples=19),
+        make_busy(with_launches([2.0]), 41.0),  # a part of it
+        make_busy(with_launches([1.15]), 47.0),  # no more than readings differ by
+        make_busy(with_launches([2.0]), 0.0),
+        with_launches([2.0]),
+    )
+    for head in silent:
         assert "\n" not in _judged(base, head).reason
+    thrice, slower = (
+        make_busy(with_launches([level] * 3), *busy) for level, busy in ((1, [54.0] * 3), (2, [27, 26, 99]))
+    )
+    assert "busy for 27 % of the time, 54 % before" in _judged(thrice, slower).reason, "the median launch"
 
 
 def test_seconds_may_be_allowed_where_the_margin_is_less() -> None:

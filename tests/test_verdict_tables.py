@@ -155,13 +155,13 @@ def test_colours_are_the_only_difference_that_colour_makes() -> None:
         ([_full(1.05, calls=65)], {}, "REGRESSED: 2 rows of 1 case fail the gate"),
         ([_full(1.02)], {"on_inconclusive": "fail"}, "INCONCLUSIVE, and the policy fails on it: 1 row of 1 case fail"),
         ([_full(1.02)], {}, "PASSED: 4 rows gated, 1 inconclusive"),
-        ([_full(), make_failed("interrupted", batch_size=2)], {}, "INVALID: 1 row of 1 case fail the gate"),
+        ([_full(), make_failed("interrupted", batch_size=2)], {}, "INVALID: 1 row of 1 case fails the gate"),
         (
             [_spoilt()],
             {"on_inconclusive": "fail"},
-            "INVALID, and the policy fails on it: 1 row of 1 case fail the gate",
+            "INVALID, and the policy fails on it: 1 row of 1 case fails the gate",
         ),
-        ([_full(dtype="float32")], {}, "NOT COMPARABLE: 1 row of 1 case fail the gate"),
+        ([_full(dtype="float32")], {}, "NOT COMPARABLE: 1 row of 1 case fails the gate"),
         ([_full(), _full(batch_size=2)], {"require_armed": True}, "NOT ARMED: "),
     ],
 )

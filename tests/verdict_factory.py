@@ -49,14 +49,14 @@ def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> No
     )
 
 
-def make_busy(result: CaseResult, *pct: float) -> CaseResult:
-    """Give the launches of a result that utilisation of one GPU; return it."""
+def make_busy(result: CaseResult, *pct: float, samples: int = 20) -> CaseResult:
+    """Give the launches of a result that utilisation of one GPU, from so many readings; return it."""
     for launch, mean in zip(result.launches, pct, strict=True):
         busy = Metric(mean=mean, max=100.0, coverage=1.0, method="seen")
         launch.profile = Profile(
             period_s=0.1,
             duration_s=1.0,
-            samples=10,
+            samples=samples,
             missed=0,
             lateness_p99_s=None,
             devices=[DeviceProfile(index=0, uuid="GPU-0", metrics={"utilization_pct": busy})],

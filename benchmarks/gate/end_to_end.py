@@ -33,7 +33,7 @@ METRICS = {"slow": "time", "chatty": "traffic", "stock": "accuracy"}
 
 
 def main() -> int:
-    """Measure, judge, print; 1 where a fault passes as OK, or none is REGRESSED."""
+    """Measure, judge, print; 1 where a fault passes as OK, or a side without one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=METRICS)
     parser.add_argument("--rounds", type=int, default=20)
@@ -41,10 +41,12 @@ def main() -> int:
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
     parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
     parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
-    parser.add_argument("--keep", type=Path, default=Path("end-to-end"), help="folder for every report")
+    parser.add_argument("--keep", type=Path, help="folder for every report (end-to-end/PROBE)")
     parser.add_argument("pytest", nargs="+", help="arguments for pytest, after --")
     asked = parser.parse_args()
+    asked.keep = asked.keep or Path("end-to-end", asked.probe)
     asked.keep.mkdir(parents=True, exist_ok=True)
+    _refuse_another(asked)
     bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest)
     noise = asked.keep / "calibration.json"
     calibrated = bench.calibrating(asked.calibrating)
@@ -75,6 +77,15 @@ def main() -> int:
     json.dump(answer, sys.stdout, indent=2)
     print()
     return 0 if answer["ok"] else 1
+
+
+def _refuse_another(asked: argparse.Namespace) -> None:
+    """Write down what is asked for beside what is kept; refuse a folder in which something else was."""
+    said = {name: getattr(asked, name) for name in ("probe", "fault", "launches", "calibrating", "most", "pytest")}
+    path = asked.keep / "asked.json"
+    if path.exists() and (there := json.loads(path.read_text())) != said:
+        raise SystemExit(f"--keep {asked.keep}: holds another experiment: {there}")
+    path.write_text(json.dumps(said))
 
 
 class Bench:

@@ -47,7 +47,32 @@ speed() {
 }
 mp_forward() { python3 benchmarks/overhead/mp_forward.py --dataset "$out/w104.jsonl" --limit 64 >"$out/mp_forward.json"; }
 
-# 1 GPU
+# 2 GPUs: what is beside the weights is what a 32 GB card has beside a quarter of them
+paper_2() {
+  python3 -m pytest benchmarks/paper -q -p no:cacheprovider --strategy=mp,tp,iok --llmgpu-devices=2 \
+    --llmgpu-gpu-memory=47.1GiB --llmgpu-limit=128 --llmgpu-dataset="$dataset" \
+    --llmgpu-json="$out/paper-2xH200.json.gz" || echo "status $?"
+}
+presets() {
+  for model in llama-13b llama-65b; do
+    dummy "$model-2xH200" "$model" --strategy=mp,tp,iok --llmgpu-limit=16 --llmgpu-batch-sizes=8 --llmgpu-devices=2
+  done
+}
+
+# 1 GPU; for benchmarks/gate
+of_7b=(--llmgpu-model=llama-7b --llmgpu-load-format=dummy --llmgpu-limit=64 --llmgpu-devices=1)
+launches() {
+  bench launches-gpu "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=2,8,32 \
+    --llmgpu-launches="${LAUNCHES:-40}"
+}
+slow() {  # goes on from what OUT/slow has
+  python3 benchmarks/gate/end_to_end.py slow --keep="$out/slow" -- "${of_7b[@]}" --llmgpu-dataset="$dataset" \
+    --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=32 >"$out/end-to-end-slow-gpu.json"
+}
+stock_binding() {
+  python3 benchmarks/gate/end_to_end.py stock --rounds=2 --launches=1 --calibrating=2 --keep="$out/stock" -- \
+    "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-batch-sizes=8 >"$out/end-to-end-stock-gpu.json"
+}
 8b() {
   dummy llama-3-8b-1xH200 llama-3-8b --strategy=mp,iok --llmgpu-dtype=bfloat16 --llmgpu-devices=1
 }
