@@ -31,6 +31,7 @@ __all__ = [
     "dump",
     "in_force",
     "in_words",
+    "left_out",
     "load",
     "measure",
 ]
@@ -236,14 +237,18 @@ def in_words(
     fewest, most = min(counts), max(counts)
     launches = f"{fewest:,} {'' if fewest == most else f'to {most:,} '}launches"
     sessions = max(noise.sessions for noise in measured.time.values())
-    left_out = sum(result.key not in measured.time for result in head.cases if result.outcome == "completed")
-    uncovered = ""
-    if left_out:
-        which = "1 case of the report is" if left_out == 1 else f"{left_out:,} cases of the report are"
-        uncovered = f"; {which} not in it: {_ASSUMED}"
     told = f" in {sessions:,} sessions" if sessions > 1 and not in_turn else ""
     within = "" if in_turn or sessions > 1 else f"\n{ONE_SESSION}"
-    return f"noise: {path.name}, {launches}{told}{uncovered}{within}"
+    return f"noise: {path.name}, {launches}{told}{within}"
+
+
+def left_out(noise: Calibration | None, head: Report) -> str:
+    """Return in a line how many completed cases of a report the calibration in force does not have; empty for none."""
+    if noise is None:
+        return ""
+    count = sum(result.outcome == "completed" and result.key not in noise.sd for result in head.cases)
+    sd = UNCALIBRATED_SD if noise.typical is None else noise.typical
+    return f"not calibrated: {count:,} case{'s' * (count != 1)}, {100 * sd:.2g} % assumed" if count else ""
 
 
 def _found(store: Path, head: Report, given: Path | None, repository: Path) -> tuple[Path, Measured, str] | None:

@@ -81,6 +81,7 @@ class Judge:
         self._source: Source | None = None
         self._noise: Calibration | None = None
         self._noise_in_words = ""
+        self._left_out = ""
         self._why: str | None = None
         """Why there is no baseline, where a run may do without one."""
         self._verdicts: Verdicts | None = None
@@ -131,6 +132,7 @@ class Judge:
             calibration=self._noise,
             baseline=self._baseline(),
         )
+        self._left_out = calibration.left_out(self._noise, report)
         return self._verdicts
 
     def ruling(self, nodeid: str | None) -> Ruling:
@@ -151,7 +153,8 @@ class Judge:
         if self._verdicts is not None:
             lines.append(verdict_tables.table(self._verdicts))
             if self._verdicts.baseline is not None:
-                lines.append(f"{self._noise_in_words}\n{self._policy_in_words}")
+                judged_by = (self._noise_in_words, self._left_out, self._policy_in_words)
+                lines.append("\n".join(filter(None, judged_by)))
             lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
         return "\n\n".join(lines)
 

@@ -19,6 +19,7 @@ from pytest_llmgpu.calibration import (
     dump,
     in_force,
     in_words,
+    left_out,
     load,
     measure,
 )
@@ -193,12 +194,13 @@ def test_the_noise_in_force_is_said_in_a_line(tmp_path: Path) -> None:
     assert in_words(tmp_path, head, in_turn=True) == "noise: calibration.json, 4 to 10 launches"
     assert in_words(tmp_path, head) == f"noise: calibration.json, 4 to 10 launches\n{ONE_SESSION}"
     dump(measure(_report(head.cases[1])), tmp_path / "mine.json")
-    mine = "noise: mine.json, 4 launches; 1 case of the report is not in it: 20 % assumed"
-    assert in_words(tmp_path, head, tmp_path / "mine.json").splitlines()[0] == mine
+    assert in_words(tmp_path, head, tmp_path / "mine.json").splitlines()[0] == "noise: mine.json, 4 launches"
+    mine = in_force(tmp_path, head, tmp_path / "mine.json")
+    assert left_out(mine, head) == "not calibrated: 1 case, 20 % assumed"
+    assert left_out(mine, _report(head.cases[1])) == left_out(None, head) == ""
     dump(measure(_report(_noisy(0.01)), _report(_noisy(0.01, seed=2))), path)
-    one = _report(_noisy(0.01))
-    assert in_words(tmp_path, one) == "noise: calibration.json, 20 launches in 2 sessions"
-    assert in_words(tmp_path, one, in_turn=True) == "noise: calibration.json, 20 launches"
+    assert in_words(tmp_path, head) == "noise: calibration.json, 20 launches in 2 sessions"
+    assert in_words(tmp_path, head, in_turn=True) == "noise: calibration.json, 20 launches"
     dump(Measured(machine=H200, time={}), path)
     assert in_words(tmp_path, head) == "noise: 20 % assumed (calibration.json has no case)"
 

@@ -126,7 +126,8 @@ def noise_in_words(arguments: argparse.Namespace, head: Report) -> str:
     """Return that calibration for people; see `calibration.in_words`."""
     from pytest_llmgpu import calibration
 
-    return calibration.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
+    words = calibration.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
+    return "\n".join(filter(None, (words, calibration.left_out(rules_of(arguments, head)[1], head))))
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:
