@@ -145,7 +145,7 @@ def test_a_run_that_was_cut_goes_on(
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [])
     launched = []
 
-    def launch(name: str, *, faulty: bool = False) -> Report:
+    def launch(name: str, _gpu: str | None = None, *, faulty: bool = False) -> Report:
         launched.append((name, faulty))
         return on_h200([timed(1.0 + len(launched) / 100)])
 
@@ -158,9 +158,32 @@ def test_a_run_that_was_cut_goes_on(
     assert launched[4:] == [("1-a-0", False), ("1-b-0", True), ("1-a-1", False), ("1-b-1", True)]
 
 
+def test_rounds_are_dealt_out_to_the_gpus(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """In the order of their numbers, each on one GPU, which has one at a time."""
+    bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [], ["0", "1", "2"])
+    assert bench.dealt(7, lambda number, gpu: (number, gpu)) == [(number, str(number % 3)) for number in range(7)]
+
+
+def test_a_round_is_held_against_the_next_of_its_gpu(script: Callable[[str], ModuleType]) -> None:
+    """Never against itself, which would be equal whatever the gate does."""
+    following = script("end_to_end").following
+    assert [following(number, 5, 1) for number in range(5)] == [1, 2, 3, 4, 0]
+    assert [following(number, 5, 2) for number in range(5)] == [2, 3, 4, 1, 0]
+    assert [following(number, 2, 2) for number in range(2)] == [1, 0]
+    assert following(0, 1, 1) is None
+
+
 def test_another_experiment_is_not_taken_for_this_one(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """A folder goes on with what was asked for, and with nothing else."""
-    asked = {"probe": "slow", "fault": 0.1, "launches": 1, "calibrating": 2, "most": 20, "pytest": ["-q"]}
+    asked = {
+        "probe": "slow",
+        "fault": 0.1,
+        "launches": 1,
+        "calibrating": 2,
+        "most": 20,
+        "gpus": [None],
+        "pytest": ["-q"],
+    }
     end_to_end = script("end_to_end")
     for _ in range(2):
         end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked))

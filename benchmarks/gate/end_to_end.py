@@ -2,7 +2,8 @@
 
 Rounds of two reports each, launched in turn (A B A B ...): one of a strategy without its fault, one with it.
 `llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. Some launches of A
-calibrate first. What is in --keep already is not measured again, so that a run that was cut goes on.
+calibrate first. What is in --keep already is not measured again, so that a run that was cut goes on. On several GPUs
+at once (--gpus=0,1,2,3) every launch has one of them, and a round stays on its own.
 
     python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
     python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
@@ -16,9 +17,10 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from resample import asked_for
 
@@ -28,6 +30,8 @@ from pytest_llmgpu.report import Report
 
 SIDES = {"a": False, "b": True}
 """Reports of a round, in the order in which they are launched, and whether each has the fault."""
+
+_Made = TypeVar("_Made")
 
 METRICS = {"slow": "time", "chatty": "traffic", "stock": "accuracy"}
 
@@ -41,13 +45,16 @@ def main() -> int:
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
     parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
     parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
+    parser.add_argument(
+        "--gpus", type=lambda text: text.split(","), default=[None], help="launch on these at once: 0,1"
+    )
     parser.add_argument("--keep", type=Path, help="folder for every report (end-to-end/PROBE)")
     parser.add_argument("pytest", nargs="+", help="arguments for pytest, after --")
     asked = parser.parse_args()
     asked.keep = asked.keep or Path("end-to-end", asked.probe)
     asked.keep.mkdir(parents=True, exist_ok=True)
     _refuse_another(asked)
-    bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest)
+    bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest, asked.gpus)
     noise = asked.keep / "calibration.json"
     calibrated = bench.calibrating(asked.calibrating)
     calibration.dump(calibration.measure(calibrated), noise)
@@ -56,18 +63,17 @@ def main() -> int:
     named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
     launches = asked.launches or min(asked.most, named or asked.most)
     found: dict[str, list[tuple[int, Counter[str]]]] = {"without_fault": [], "with_fault": []}
-    rounds = []
-    for number in range(asked.rounds):
-        rounds.append(bench.round(number, launches))
-        found["with_fault"].append(bench.judged(rounds[-1]["a"], rounds[-1]["b"], noise))
-        print(f"round {number + 1} of {asked.rounds}: {found['with_fault'][-1]}", file=sys.stderr)
-    for one, following in zip(rounds, [*rounds[1:], rounds[0]], strict=True):
-        found["without_fault"].append(bench.judged(one["a"], following["a"], noise))
+    rounds = bench.dealt(asked.rounds, lambda number, gpu: bench.round(number, launches, gpu))
+    for number, one in enumerate(rounds):
+        found["with_fault"].append(bench.judged(one["a"], one["b"], noise))
+        if (other := following(number, asked.rounds, len(asked.gpus))) is not None:
+            found["without_fault"].append(bench.judged(one["a"], rounds[other]["a"], noise))
     answer = {
         "probe": asked.probe,
         "fault": asked.fault,
         "arguments": asked.pytest,
         "rounds": asked.rounds,
+        "gpus_at_once": len(asked.gpus),
         "sd_between_launches": {key: round(sd, 5) for key, sd in in_force.sd.items()},
         "launches_asked_for": named,
         "launches": launches,
@@ -81,7 +87,9 @@ def main() -> int:
 
 def _refuse_another(asked: argparse.Namespace) -> None:
     """Write down what is asked for beside what is kept; refuse a folder in which something else was."""
-    said = {name: getattr(asked, name) for name in ("probe", "fault", "launches", "calibrating", "most", "pytest")}
+    said = {
+        name: getattr(asked, name) for name in ("probe", "fault", "launches", "calibrating", "most", "gpus", "pytest")
+    }
     path = asked.keep / "asked.json"
     if path.exists() and (there := json.loads(path.read_text())) != said:
         raise SystemExit(f"--keep {asked.keep}: holds another experiment: {there}")
@@ -91,19 +99,32 @@ def _refuse_another(asked: argparse.Namespace) -> None:
 class Bench:
     """Runs of pytest with one of the probes, and the gate's word on their reports."""
 
-    def __init__(self, probe: str, fault: float, folder: Path, arguments: Sequence[str]) -> None:
-        """Say what is run, and where reports are kept."""
+    def __init__(
+        self, probe: str, fault: float, folder: Path, arguments: Sequence[str], gpus: Sequence[str | None] = (None,)
+    ) -> None:
+        """Say what is run, where reports are kept, and which GPUs launch at once; None leaves that to the run."""
         self._probe, self._fault, self._folder, self._arguments = probe, fault, folder, arguments
+        self._gpus = gpus
+
+    def dealt(self, count: int, make: Callable[[int, str | None], _Made]) -> list[_Made]:
+        """Return what is made of each number; number n on GPU n modulo the GPUs, one at a time on each."""
+
+        def on_one(place: int) -> list[_Made]:
+            return [make(number, self._gpus[place]) for number in range(place, count, len(self._gpus))]
+
+        with ThreadPoolExecutor(len(self._gpus)) as pool:
+            made = list(pool.map(on_one, range(len(self._gpus))))
+        return [made[number % len(self._gpus)][number // len(self._gpus)] for number in range(count)]
 
     def calibrating(self, launches: int) -> Report:
         """Return the report of the launches that calibrate, all without the fault."""
         path = self._folder / "calibrating.json.gz"
         if not path.exists():
-            launched = [self.launch(f"calibrating-{number}") for number in range(launches)]
+            launched = self.dealt(launches, lambda number, gpu: self.launch(f"calibrating-{number}", gpu))
             report.dump(launch_merging.merge(launched), path)
         return report.load(path)
 
-    def round(self, number: int, launches: int) -> dict[str, Path]:
+    def round(self, number: int, launches: int, gpu: str | None = None) -> dict[str, Path]:
         """Launch every side in turn, so many times; return the reports that the launches were merged into."""
         paths = {side: self._folder / f"{number}-{side}.json.gz" for side in SIDES}
         if all(path.exists() for path in paths.values()):
@@ -111,17 +132,20 @@ class Bench:
         found: dict[str, list[Report]] = {side: [] for side in SIDES}
         for launch in range(launches):
             for side, faulty in SIDES.items():
-                found[side].append(self.launch(f"{number}-{side}-{launch}", faulty=faulty))
+                found[side].append(self.launch(f"{number}-{side}-{launch}", gpu, faulty=faulty))
         for side, path in paths.items():
             report.dump(launch_merging.merge(found[side]), path)
+        print(f"round {number} is measured", file=sys.stderr)
         return paths
 
-    def launch(self, name: str, *, faulty: bool = False) -> Report:
-        """Run pytest once, with the fault or without; return its report."""
+    def launch(self, name: str, gpu: str | None = None, *, faulty: bool = False) -> Report:
+        """Run pytest once, on a GPU, with the fault or without; return its report."""
         path = self._folder / f"{name}.json"
         here = Path(__file__).parent
         environ = {**os.environ, "LLMGPU_FAULT": str(self._fault if faulty else 0.0)}
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here.resolve()), os.environ.get("PYTHONPATH")]))
+        if gpu is not None:
+            environ["CUDA_VISIBLE_DEVICES"] = gpu
         suite = [str(here.parent), f"--strategy=probes:{self._probe.upper()}", f"--llmgpu-json={path}"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite, *self._arguments]
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
@@ -137,6 +161,14 @@ class Bench:
         done = subprocess.run([*command, "--json", "-"], stdout=subprocess.PIPE, text=True, check=False)
         rows = json.loads(done.stdout)["rows"]
         return done.returncode, Counter(row["verdict"] for row in rows if row["metric"] == METRICS[self._probe])
+
+
+def following(number: int, rounds: int, gpus: int) -> int | None:
+    """Return the next round of the same GPU, the first after the last; of another where it has one only; None alone."""
+    follower = number + gpus if number + gpus < rounds else number % gpus
+    if follower == number:
+        follower = (number + 1) % rounds
+    return None if follower == number else follower
 
 
 def summary(trials: Sequence[tuple[int, Counter[str]]]) -> dict[str, Any]:

@@ -55,7 +55,8 @@ paper_2() {
 }
 presets() {
   for model in llama-13b llama-65b; do
-    dummy "$model-2xH200" "$model" --strategy=mp,tp,iok --llmgpu-limit=16 --llmgpu-batch-sizes=8 --llmgpu-devices=2
+    dummy "$model-${DEVICES:-2}xH200" "$model" --strategy=mp,tp,iok --llmgpu-limit=16 --llmgpu-batch-sizes=8 \
+      --llmgpu-devices="${DEVICES:-2}"
   done
 }
 
@@ -65,13 +66,13 @@ launches() {
   bench launches-gpu "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=2,8,32 \
     --llmgpu-launches="${LAUNCHES:-40}"
 }
-slow() {  # goes on from what OUT/slow has
-  python3 benchmarks/gate/end_to_end.py slow --keep="$out/slow" -- "${of_7b[@]}" --llmgpu-dataset="$dataset" \
-    --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=32 >"$out/end-to-end-slow-gpu.json"
+slow() {  # goes on from what OUT/slow has; on several GPUs at once with GPUS=0,1,2,3
+  python3 benchmarks/gate/end_to_end.py slow --gpus="${GPUS:-0}" --keep="$out/slow" -- "${of_7b[@]}" \
+    --llmgpu-dataset="$dataset" --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=32 >"$out/end-to-end-slow-gpu.json"
 }
 stock_binding() {
-  python3 benchmarks/gate/end_to_end.py stock --rounds=2 --launches=1 --calibrating=2 --keep="$out/stock" -- \
-    "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-batch-sizes=8 >"$out/end-to-end-stock-gpu.json"
+  python3 benchmarks/gate/end_to_end.py stock --gpus="${GPUS:-0}" --rounds=2 --launches=1 --calibrating=2 \
+    --keep="$out/stock" -- "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-batch-sizes=8 >"$out/end-to-end-stock-gpu.json"
 }
 8b() {
   dummy llama-3-8b-1xH200 llama-3-8b --strategy=mp,iok --llmgpu-dtype=bfloat16 --llmgpu-devices=1
