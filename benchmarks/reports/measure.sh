@@ -32,10 +32,10 @@ width_104() {
 30b_no_p2p() { NCCL_P2P_DISABLE=1 dummy llama-30b-4xH200-no-p2p llama-30b --strategy=mp,tp,iok; }
 30b_capped() {
   dummy llama-30b-4xH200-17.3GiB llama-30b --strategy=mp --llmgpu-gpu-memory=17.3GiB
-  dummy llama-30b-4xH200-tp-18.1GiB llama-30b --strategy=tp --llmgpu-gpu-memory=18.1GiB \
-    --llmgpu-batch-sizes=1,2,4,8,16,32,64,128
-  # Loading takes more than the largest batch of the list: DeepSpeed makes each layer anew beside its old one.
-  dummy llama-30b-4xH200-iok-22.4GiB llama-30b --strategy=iok --llmgpu-gpu-memory=22.4GiB \
+  # With every logit and a KV cache, a batch of tp takes more than what loading leaves free for it.
+  dummy llama-30b-4xH200-tp-19GiB llama-30b --strategy=tp --llmgpu-scoring=harness --llmgpu-gpu-memory=19GiB
+  # Loading takes more than batch size 64: DeepSpeed makes each layer anew beside its old one.
+  dummy llama-30b-4xH200-iok-22.4GiB llama-30b --strategy=iok --llmgpu-scoring=harness --llmgpu-gpu-memory=22.4GiB \
     --llmgpu-batch-sizes=1,2,4,8,16,32,64,128
 }
 7b() { dummy llama-7b-4xH200 llama-7b --strategy=mp,tp,iok; }
