@@ -180,7 +180,8 @@ def plan(requests: Requests, batch_size: int, *, multiple: int = 1) -> Plan:
     Args:
         requests: What to run.
         batch_size: Rows of a batch, fewer in the last.
-        multiple: Rows are padded to a multiple of so many tokens; 1 for no longer than the longest.
+        multiple: Rows are padded to a multiple of so many tokens, up to the longest of the plan; 1 for no longer than
+            the longest of their batch.
 
     Raises:
         ValueError: A batch size below 1 or above the number of requests.
@@ -200,20 +201,21 @@ def plan(requests: Requests, batch_size: int, *, multiple: int = 1) -> Plan:
 
     rows = sorted(shared.values(), key=order)
     starts = range(0, len(rows), batch_size)
-    batches = [_batch(requests, rows[start : start + batch_size], multiple) for start in starts]
+    # No wider than the widest needs: the same number of shapes, and a dataset of one width is not padded at all.
+    widest = min(max(map(len, shared)), requests.max_length)
+    batches = [_batch(requests, rows[start : start + batch_size], multiple, widest) for start in starts]
     layout = [[batch.rows, batch.width, batch.predicted, batch.requests] for batch in batches]
     sha256 = hashlib.sha256(json.dumps([requests.item_ids, layout]).encode()).hexdigest()
     return Plan(requests=requests, batches=batches, sha256=sha256)
 
 
-def _batch(requests: Requests, rows: list[list[int]], multiple: int) -> Batch:
+def _batch(requests: Requests, rows: list[list[int]], multiple: int, widest: int) -> Batch:
     import torch
 
     inputs = [requests.requests[row[0]].tokens[-(requests.max_length + 1) :][:-1] for row in rows]
     numbers = tuple(number for row in rows for number in row)
     longest_row = max(map(len, inputs))
-    # Not beyond what the model can take.
-    width = min(-(-longest_row // multiple) * multiple, requests.max_length)
+    width = min(-(-longest_row // multiple) * multiple, widest)
     longest = max(requests.requests[number].ending for number in numbers)
     ids, hidden, targets, slots = array("q"), array("q"), array("q"), array("q")
     answered = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import graphs, logits, memory, oom, scoring
+from pytest_llmgpu import graphs, logits, memory, scoring
 from pytest_llmgpu.batching import Batch, Plan, Requests, plan
 from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, typical_difference
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
@@ -66,7 +66,7 @@ def chosen(
         batch_size: Sequences per forward.
         asked: `auto`, `on` (where they can be recorded) or `off`.
         dtype: Of the model, which decides how equal answers must be.
-        prepare: Called with every plan before it runs.
+        prepare: Called once, before anything runs.
         workload: One of `logits.WORKLOADS`.
     """
     against = graphs.reason_against(loaded.model, loaded.devices) if loaded.recordable else "the strategy forbids them"
@@ -85,33 +85,16 @@ def chosen(
         return
     against = _gpu_is_busy(loaded, eager) or _no_room(loaded)
     if against is None:
+        # Padded, but no longer than the longest sequence: what was set aside does for both.
         graphed = plan(requests, batch_size, multiple=graphs.MULTIPLE)
-        # Before the trial: a graph has the workspace's address.
-        roomier = _prepared(loaded, prepare, graphed)
-        if roomier is None:
-            against = "eager: there is no room for rows padded as CUDA graphs need them"
-        else:
-            with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
-                against, in_favour = _tried(loaded, eager, graphed, decoder, dtype)
-                if against is None:
-                    yield Choice("cuda_graphs", in_favour, graphed, roomier[0])
-                    return
-        # Its room was made wider, and there may be none to narrow it before what the trial has taken is given back.
-        memory.reset(loaded.devices)
-        workspace = prepare(eager)
+        with graphs.GraphedDecoder(loaded.model, loaded.devices[0]) as decoder:
+            against, in_favour = _tried(loaded, eager, graphed, decoder, dtype)
+            if against is None:
+                yield Choice("cuda_graphs", in_favour, graphed, workspace)
+                return
     # What was run to decide is not the case's.
     memory.reset(loaded.devices)
     yield Choice("eager", against, eager, workspace)
-
-
-def _prepared(loaded: Loaded, prepare: Prepare, graphed: Plan) -> tuple[Workspace | None] | None:
-    """Return what was set aside, in a tuple; None where it does not fit on one of the ranks."""
-    workspace, missing = None, False
-    try:
-        workspace = prepare(graphed)
-    except oom.WorkspaceError:
-        missing = True
-    return None if _largest(loaded, float(missing)) else (workspace,)
 
 
 def _gpu_is_busy(loaded: Loaded, eager: Plan) -> str | None:

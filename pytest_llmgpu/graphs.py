@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["MULTIPLE", "GraphedDecoder", "reason_against"]
 
 MULTIPLE = 16
-"""Rows are padded to a multiple of so many tokens: fewer shapes to record, for a few tokens more to compute."""
+"""Rows are padded to a multiple of so many tokens, but not beyond the longest sequence of the case: fewer shapes to
+record, for a few tokens more to compute."""
 
 
 def reason_against(model: torch.nn.Module, devices: tuple[torch.device, ...]) -> str | None:

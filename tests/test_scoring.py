@@ -303,9 +303,9 @@ def test_plans_differ_by_items_order_and_shapes_only() -> None:
     assert len({same, *(other.sha256 for other in others)}) == 3
 
 
-@pytest.mark.parametrize(("multiple", "widths"), [(1, [7, 3, 1]), (2, [8, 4, 2]), (4, [8, 4, 4]), (16, [16, 16, 16])])
+@pytest.mark.parametrize(("multiple", "widths"), [(1, [7, 3, 1]), (2, [7, 4, 2]), (4, [7, 4, 4]), (16, [7, 7, 7])])
 def test_rows_are_padded_to_a_multiple(multiple: int, widths: list[int]) -> None:
-    """Fewer shapes to prepare for: each batch is as wide as the next multiple, with zeros behind its rows."""
+    """Fewer shapes to prepare for: each batch as wide as the next multiple or the longest of all, zeros behind."""
     plan = scoring.plan(_requests(*MIXED), 2, multiple=multiple)
     assert [batch.width for batch in plan.batches] == widths
     assert [batch.padded_tokens for batch in plan.batches] == [2 * widths[0], 2 * widths[1], widths[2]]
@@ -329,7 +329,7 @@ def test_padding_changes_the_hash_and_no_batch() -> None:
 
 @pytest.mark.parametrize(
     ("max_length", "multiple", "widths"),
-    [(64, 16, [16, 16]), (12, 16, [12, 12]), (10, 16, [10, 10]), (6, 16, [6, 6]), (6, 4, [6, 4])],
+    [(64, 16, [10, 10]), (12, 8, [10, 8]), (10, 16, [10, 10]), (6, 16, [6, 6]), (6, 4, [6, 4])],
 )
 def test_padding_ends_where_the_model_does(max_length: int, multiple: int, widths: list[int]) -> None:
     """No position is asked for that the model does not have; what is longer loses its beginning as ever."""
