@@ -163,6 +163,30 @@ def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Modul
         assert not torch.allclose(found[1, 15:], _logits(plain, ids_BS)[1, 15:], atol=1e-2), "the mask matters"
 
 
+def test_rows_without_padding_need_no_mask(
+    inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that transformers makes though none was given is not handed on: each layer would convert it."""
+    injected = inject()
+    injected.strategy.prepare(injected.loaded, 4, 40)
+    seen: list[torch.Tensor | None] = []
+    layers = injected.loaded.model.get_decoder().layers  # type: ignore[operator]  # a llama
+    for layer in layers:
+        layer.register_forward_pre_hook(
+            lambda _layer, _given, named: seen.append(named["attention_mask"]), with_kwargs=True
+        )
+    made = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: made)
+    ids_BS, mask_BS = _ids(4, 40), torch.ones(4, 40, dtype=torch.int64)
+    found = _logits(injected.loaded.model, ids_BS)
+    assert seen == [None] * len(layers)
+    _exact(found, _logits(plain, ids_BS))
+    _logits(injected.loaded.model, ids_BS, attention_mask=mask_BS)
+    assert all(mask is not None for mask in seen[len(layers) :]), "a mask that was given is"
+    _logits(injected.loaded.model, ids_BS, position_ids=torch.arange(40)[None])
+    assert all(mask is not None for mask in seen[2 * len(layers) :]), "as is one for several texts in a row"
+
+
 def test_a_larger_batch_after_a_smaller_one_is_right(inject: Inject, plain: torch.nn.Module) -> None:
     """A user's function may run what nothing was prepared for: there is room for it before the forward."""
     injected = inject()

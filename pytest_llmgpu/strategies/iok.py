@@ -41,6 +41,8 @@ class KernelInjection:
         self._min_tokens: int | None = None
         self._room = (0, 0)
         """Rows and tokens that the workspace was made for."""
+        self._causal = False
+        """Whether a token sees all before it, in the forward that runs."""
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse what the kernels cannot compute or would compute wrongly, and a machine that cannot build them."""
@@ -112,10 +114,11 @@ class KernelInjection:
         for layer in layers:
             if not case.strategy_options.get("stock"):
                 _correct_residual_add(layer)
-            layer.register_forward_pre_hook(_prepare_arguments, with_kwargs=True)
+            layer.register_forward_pre_hook(self._prepare_arguments, with_kwargs=True)
         # The kernels turn queries and keys themselves: what transformers computes for that at every forward is waste.
         decoder: Any = loaded.model.get_decoder()  # type: ignore[operator]  # a llama
         decoder.rotary_emb.forward = lambda *_, **__: None
+        decoder.register_forward_pre_hook(self._see_whether_causal, with_kwargs=True)
         # Before every forward, since a user's function may run another shape than was prepared for.
         loaded.model.register_forward_pre_hook(
             lambda _model, arguments, named: self._make_room(loaded, arguments, named), with_kwargs=True
@@ -156,6 +159,27 @@ class KernelInjection:
             self.prepare(loaded, max(rows, self._room[0]), max(tokens, self._room[1]))
         # A single token would otherwise continue the text before it.
         BaseOp.inference_module.reset_cache()
+
+    def _see_whether_causal(self, _decoder: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = (*arguments[1:3], named.get("attention_mask"), named.get("position_ids"))
+        self._causal = all(each is None for each in given)
+
+    def _prepare_arguments(
+        self, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hand a layer what its kernel understands: a mask of its own dtype or none, nothing it would misread."""
+        mask = named.get("attention_mask")
+        if self._causal:
+            # The kernel masks what comes later by itself. transformers 5.17 makes a mask while a CUDA graph is
+            # recorded, and every layer's copy of it would be three kernels more in each replay.
+            named["attention_mask"] = None
+        elif mask is not None:
+            # The kernel takes the mask's bytes for numbers of its own dtype, row after row.
+            named["attention_mask"] = _additive(mask, layer.config.dtype)
+        named["use_cache"] = False
+        for name in ("position_embeddings", "past_key_values", "position_ids"):
+            named.pop(name, None)
+        return arguments, named
 
 
 def _otherwise(fields: dict[str, Any]) -> str | None:
@@ -211,20 +235,6 @@ def _correct_residual_add(layer: Any) -> None:
         return added
 
     residual_add.forward = MethodType(add_once, residual_add)
-
-
-def _prepare_arguments(
-    layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hand a layer what its kernel understands: a mask of its own dtype or none, nothing it would misread."""
-    mask = named.get("attention_mask")
-    if mask is not None:
-        # The kernel takes the mask's bytes for numbers of its own dtype, row after row.
-        named["attention_mask"] = _additive(mask, layer.config.dtype)
-    named["use_cache"] = False
-    for name in ("position_embeddings", "past_key_values", "position_ids"):
-        named.pop(name, None)
-    return arguments, named
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
