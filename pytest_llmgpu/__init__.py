@@ -34,10 +34,10 @@ The map of the package, from what people touch down to what is measured; imports
                                     the largest batch that fits
     paired_times                    the time of one case against its baseline's, batch by batch, not yet judged
     launch_merging                  several reports of the same cases as one with several launches a case
-    policy_files                    how a policy's file is found, read, checked and written
-    policy, statistics              what the gate is told; how sure a change is
+    calibration_files, policy_files how the file of either is found, read, checked and written
     calibration                     how much a runner's times differ from launch to launch
-    hodges_lehmann                  the typical one of many values
+    policy, statistics              what the gate is told; how sure a change is
+    families, hodges_lehmann        several tests judged together; the typical one of many values
     distributions, verdicts         Student's t and binomial tails; what the gate says
     report, environment, commit     the JSON; machine and libraries; the source that was measured
     capacity, footprint             the largest batch size that fits; what a device's memory is in use for

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.comparison import by_chance, written
+from pytest_llmgpu.distributions import net_loss
+from pytest_llmgpu.families import holm
 from pytest_llmgpu.metrics import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.policy import AccuracyRule
 from pytest_llmgpu.result import Accuracy, CaseResult
-from pytest_llmgpu.statistics import holm, net_loss
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["Answered", "answered", "below_floor", "predictions_row", "rows"]
@@ -176,6 +177,9 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
         verdict, reason = _of_items(case, worse, better, confidence, change, flips)
     if note and verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason += f"\n{note}"
+    alone: Verdict | None = None
+    if verdict in {"OK", "INCONCLUSIVE"} and case.labelled and not case.odd:
+        alone = "REGRESSED" if low > 0 else "IMPROVED" if high < 0 else None
     return Row.of(
         case.result,
         "accuracy",
@@ -188,6 +192,7 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
         high=high,
         margin=rule.margin,
         p=(better if won > lost else worse) if case.labelled else None,
+        alone=alone,
         lost=case.lost,
         won=case.won,
     )

@@ -1,4 +1,4 @@
-"""Which case of a report is to be run by hand, and where its strategy, dataset and model are on this machine.
+"""Which case of a report is to be run by hand, where its strategy, dataset and model are here, and how it goes.
 
 What cannot be run, or is not what was measured, ends the process with one line.
 """
@@ -6,21 +6,24 @@ What cannot be run, or is not what was measured, ends the process with one line.
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import sys
 import zlib
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
 from pytest_llmgpu import models, strategies
 from pytest_llmgpu.case import Case
+from pytest_llmgpu.launchers.protocol import FinishedBatch
 from pytest_llmgpu.models import ModelSource
 from pytest_llmgpu.strategies.protocol import Strategy
 from pytest_llmgpu.tasks import hellaswag
 from pytest_llmgpu.tasks.hellaswag import Dataset
 
-__all__ = ["Ordered", "find"]
+__all__ = ["Ordered", "Teller", "find"]
 
 
 class Ordered(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,27 @@ class Ordered(msgspec.Struct, frozen=True, kw_only=True):
     dataset: Dataset
     strategy: str
     """Where the case's strategy is: `module:attribute`."""
+
+
+class Teller:
+    """Tells people of each batch as soon as it is done, in a line; the last line is of all of them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._latencies_s: list[float] = []
+
+    def __call__(self, batch: FinishedBatch) -> None:
+        """Write the line of a batch, which may be one of the warm-up."""
+        which = "warm-up"
+        if batch.planned:
+            self._latencies_s.append(batch.latency_s)
+            which = f"batch {len(self._latencies_s):,} of {batch.planned:,}"
+        padding = f", {batch.padded_tokens - batch.tokens:,} of padding" if batch.padded_tokens > batch.tokens else ""
+        size = f"{_counted(batch.sequences, 'sequence')}, {_counted(batch.tokens, 'token')}{padding}"
+        print(f"{which}: {1000 * batch.latency_s:,.1f} ms, {size}", file=self._stream)
+        if batch.planned and len(self._latencies_s) == batch.planned:
+            total_s = math.fsum(self._latencies_s)
+            print(f"{_counted(batch.planned, 'batch')} in {total_s:,.3f} s", file=self._stream)
 
 
 class _Row(msgspec.Struct):
@@ -156,5 +180,5 @@ def _check_gpus(case: Case, case_id: str) -> None:
 
 
 def _counted(number: int, what: str) -> str:
-    plural = {"process": "processes", "GPU": "GPUs"}
-    return f"{number} {what if number == 1 else plural[what]}"
+    plural = f"{what}es" if what.endswith(("s", "ch")) else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"

@@ -1,40 +1,27 @@
-"""How much one runner's times differ from launch to launch: measured from launches of the same thing, kept by machine.
+"""What noise between launches is on one runner: how it is measured from reports, and how it counts.
 
 Only time has such noise: traffic is exact, accuracy is judged by its own items, and memory by its margin.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu import evidence, git, storage, unpacking
+from pytest_llmgpu import evidence, storage
 from pytest_llmgpu.distributions import largest_sd, t_quantile
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration, levels
+from pytest_llmgpu.statistics import UNCALIBRATED_SD, levels
 
-__all__ = [
-    "ENOUGH",
-    "LEAST",
-    "ONE_SESSION",
-    "Measured",
-    "Noise",
-    "default_path",
-    "dump",
-    "in_force",
-    "in_words",
-    "left_out",
-    "load",
-    "measure",
-]
+__all__ = ["ENOUGH", "LEAST", "VERSION", "Calibration", "Measured", "Noise", "as_it_counts", "measure"]
+
+VERSION = 1
+"""Of the shape of `Measured`."""
 
 LEAST = 2
 """Launches of a case without which nothing is known of its noise."""
@@ -42,18 +29,8 @@ LEAST = 2
 ENOUGH = 10
 """Launches of a case that tell its noise to about a quarter."""
 
-ONE_SESSION = (
-    "within one session only; sides measured on different days differ by more: use llmgpu ab, or calibrate with "
-    "reports of several days"
-)
-"""What a calibration of one session does not say."""
-
-_FILE = "calibration.json"
-_VERSION = 1
-_LIMIT_BYTES = 2**26
 _SURE = 0.975
 _LUCK = 0.01  # probability with which any case of a calibration counts as quieter than it is
-_ASSUMED = f"{100 * UNCALIBRATED_SD:g} % assumed"
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,13 +60,41 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The calibration of a machine: the whole object of the JSON file."""
 
-    calibration_version: int = _VERSION
+    calibration_version: int = VERSION
     machine: str
     """As the store names it: `4x-NVIDIA-H200-140GiB`."""
     commit: str | None = None
     """What the launches measured."""
     time: dict[str, Noise]
     """Key of a case to the noise of its time."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """Noise between launches on one runner, from launches of the same thing, as a gate reckons with it."""
+
+    sd: dict[str, float] = {}
+    """Key of a case to the standard deviation of its log times between launches."""
+    typical: float | None = None
+    """For cases that were not calibrated; None: they count as uncalibrated."""
+    session_sd: dict[str, float] = {}
+    """Key of a case to the standard deviation of its log times between sessions, whatever their launches: more of them
+    do not average it out. Empty where one session alone was measured."""
+    typical_session: float = 0.0
+    """For cases of which that is not known."""
+    sha256: str | None = None
+    """Of the file that it was read from."""
+
+    def of(self, key: str) -> float | None:
+        """Return the standard deviation of a case's log times; None where it is not known."""
+        return self.sd.get(key, self.typical)
+
+    def between_sessions(self, key: str) -> float:
+        """Return the standard deviation of a case's log times between sessions; 0 where it is not known."""
+        return self.session_sd.get(key, self.typical_session)
+
+    def of_one_session(self) -> Calibration:
+        """Return the noise of sides that are launched in turn: what differs between sessions is alike for both."""
+        return msgspec.structs.replace(self, session_sd={}, typical_session=0.0)
 
 
 def measure(*sessions: Report) -> Measured:
@@ -120,81 +125,17 @@ def measure(*sessions: Report) -> Measured:
     return Measured(machine=storage.hardware(sessions[0]), commit=sessions[0].commit.sha, time=time)
 
 
-def default_path(store: Path, machine: str) -> Path:
-    """Return where the store keeps a machine's calibration, beside its reports."""
-    return store / machine / _FILE
-
-
-def dump(measured: Measured, path: Path) -> None:
-    """Write a calibration: a reader finds the old one or the new one, never a part.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".llmgpu-{os.getpid()}.tmp"
-    try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2) + b"\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def load(path: Path, repository: Path = Path()) -> tuple[Measured, str]:
-    """Read a calibration; return it with the sha256 of its file.
-
-    Args:
-        path: its file, or `git:REV:PATH`, which is read from that commit.
-        repository: folder inside the working tree of git.
-
-    Raises:
-        ValueError: one line that names the file, what is wrong with it and where.
-    """
-    try:
-        data = git.content(path, repository) if git.is_reference(path) else unpacking.read(path, _LIMIT_BYTES)
-        measured = msgspec.json.decode(data, type=Measured)
-    except OSError as error:
-        raise ValueError(f"calibration {path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).removeprefix(f"{path}: ").split())  # git's begins with the name
-        raise ValueError(f"calibration {path}: {reason}") from None
-    if measured.calibration_version != _VERSION:
-        version = measured.calibration_version
-        raise ValueError(f"calibration {path}: calibration_version {version} is unknown; this version reads {_VERSION}")
-    for key, noise in measured.time.items():
-        place = f"$.time[{key!r}]"
-        if noise.sd < 0:
-            raise ValueError(f"calibration {path}: Expected a number of at least 0, got {noise.sd} - at `{place}.sd`")
-        if noise.launches < LEAST:
-            raise ValueError(
-                f"calibration {path}: Expected {LEAST} launches or more, got {noise.launches} - at `{place}.launches`"
-            )
-        if not 1 + (noise.session_sd is not None) <= noise.sessions <= noise.launches or (noise.session_sd or 0) < 0:
-            raise ValueError(f"calibration {path}: sessions and their noise do not belong together - at `{place}`")
-    return measured, hashlib.sha256(data).hexdigest()
-
-
-def in_force(store: Path, head: Report, given: Path | None = None, *, repository: Path = Path()) -> Calibration | None:
-    """Return the noise to judge a report with: of the file that was named, else of its machine's in the store.
+def as_it_counts(measured: Measured, sha256: str | None = None) -> Calibration:
+    """Return the noise to judge with.
 
     A case counts as no quieter than half of the calibrated ones, unless it surely is: among many, some look quiet by
     luck, and would give false alarms; and a batch size that keeps its GPU busy is far quieter than one that waits for
-    the CPU. One that was not calibrated counts as such, and as no quieter than the noisiest that was. None where there
-    is no calibration.
+    the CPU. One that was not calibrated counts as such, and as no quieter than the noisiest that was.
 
     Args:
-        store: folder of the store.
-        head: the candidate.
-        given: a calibration's file, as `load` takes it; None: the one of the candidate's machine, if there is one.
-        repository: as `load` has it.
-
-    Raises:
-        ValueError: the file is no calibration, or one of another machine.
+        measured: the calibration.
+        sha256: of the file that it was read from.
     """
-    found = _found(store, head, given, repository)
-    if found is None:
-        return None
-    _, measured, sha256 = found
     sd = {key: noise.cautious for key, noise in measured.time.items()}
     session_sd = {key: wide for key, noise in measured.time.items() if (wide := noise.cautious_session) is not None}
     return Calibration(
@@ -211,56 +152,6 @@ def in_force(store: Path, head: Report, given: Path | None = None, *, repository
         typical_session=max(session_sd.values(), default=0.0),
         sha256=sha256,
     )
-
-
-def in_words(
-    store: Path, head: Report, given: Path | None = None, *, in_turn: bool = False, repository: Path = Path()
-) -> str:
-    """Return the noise to judge a report with for people; the arguments and errors are those of `in_force`.
-
-    No folder is named: the line gets published.
-
-    Args:
-        store: as for `in_force`, and the arguments that are not named here.
-        head: likewise.
-        given: likewise.
-        in_turn: whether both sides were launched in turn, so that noise between sessions is nothing to them.
-        repository: as for `in_force`.
-    """
-    found = _found(store, head, given, repository)
-    if found is None:
-        return f"noise: {_ASSUMED} (llmgpu calibrate)"
-    path, measured, _ = found
-    counts = {noise.launches for noise in measured.time.values()}
-    if not counts:
-        return f"noise: {_ASSUMED} ({path.name} has no case)"
-    fewest, most = min(counts), max(counts)
-    launches = f"{fewest:,} {'' if fewest == most else f'to {most:,} '}launches"
-    sessions = max(noise.sessions for noise in measured.time.values())
-    told = f" in {sessions:,} sessions" if sessions > 1 and not in_turn else ""
-    within = "" if in_turn or sessions > 1 else f"\n{ONE_SESSION}"
-    return f"noise: {path.name}, {launches}{told}{within}"
-
-
-def left_out(noise: Calibration | None, head: Report) -> str:
-    """Return in a line how many completed cases of a report the calibration in force does not have; empty for none."""
-    if noise is None:
-        return ""
-    count = sum(result.outcome == "completed" and result.key not in noise.sd for result in head.cases)
-    sd = UNCALIBRATED_SD if noise.typical is None else noise.typical
-    return f"not calibrated: {count:,} case{'s' * (count != 1)}, {100 * sd:.2g} % assumed" if count else ""
-
-
-def _found(store: Path, head: Report, given: Path | None, repository: Path) -> tuple[Path, Measured, str] | None:
-    """Return the calibration's path, the calibration and its sha256; None where none was named and none is kept."""
-    machine = storage.hardware(head)
-    path = default_path(store, machine) if given is None else given
-    if given is None and not path.exists():
-        return None
-    measured, sha256 = load(path, repository)
-    if measured.machine != machine:
-        raise ValueError(f"calibration {path}: is of {measured.machine}, and the report of {machine}")
-    return path, measured, sha256
 
 
 def _noise(case_id: str, sessions: Sequence[Sequence[Sequence[float]]]) -> Noise:

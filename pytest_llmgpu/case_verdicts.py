@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu import accuracy_verdicts, paired_times, time_verdicts
 from pytest_llmgpu.accuracy_verdicts import Answered, below_floor
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.exact_verdicts import memory_row, path_row, traffic_row
 from pytest_llmgpu.matching import hardware_differences, pairs, software_differences
 from pytest_llmgpu.paired_times import Timed
@@ -16,7 +17,6 @@ from pytest_llmgpu.policy import Policy, Rules
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.series_verdicts import OUT_OF_MEMORY, largest_batch_row, reaches, series_of, settled
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import MetricName, Row, Verdict
 
 __all__ = ["Said", "said"]

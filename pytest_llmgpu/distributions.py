@@ -1,4 +1,4 @@
-"""Exact probabilities behind the gate's tests: Student's t, and the share that a count of two kinds allows.
+"""Exact probabilities behind the gate's tests: Student's t, and the share, or loss, that a count of two kinds allows.
 
 Here and not scipy's, whose import takes longer than all else that a gate does.
 """
@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable
 
-__all__ = ["beta", "largest_sd", "least_share", "t_quantile", "t_tail"]
+__all__ = ["beta", "largest_sd", "least_share", "net_loss", "t_quantile", "t_tail"]
 
 _TERMS = 40
 """Terms of a continued fraction; distributions of many degrees take more."""
@@ -74,6 +74,18 @@ def least_share(lost: int, won: int, confidence: float) -> float:
     if not lost:
         return 0.0
     return _solved(lambda share: beta(share, lost, won + 1) - (1 - confidence), 0.0, 1.0)
+
+
+def net_loss(lost: int, won: int, items: int, confidence: float) -> tuple[float, float]:
+    """Return the interval of the fraction of items that are lost, less that of items won.
+
+    Exact (Clopper and Pearson) in the share of lost ones among those that flipped; each end holds with `confidence`.
+    """
+    flipped = lost + won
+    if not flipped:
+        return 0.0, 0.0
+    low, high = least_share(lost, won, confidence), 1 - least_share(won, lost, confidence)
+    return flipped * (2 * low - 1) / items, flipped * (2 * high - 1) / items
 
 
 def _solved(rising: Callable[[float], float], low: float, high: float) -> float:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu import case_verdicts, collector, policy_files
-from pytest_llmgpu.matching import software_differences
+from pytest_llmgpu.calibration import Calibration
+from pytest_llmgpu.matching import other_devices, software_differences
 from pytest_llmgpu.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import COMPARED, LOST, Armed, Baseline, Candidate, Row, Verdicts
 
 __all__ = ["exit_status", "fails", "judge"]
@@ -94,7 +94,8 @@ def _judge(
         warnings += _strangers(policy, cases)
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
-        warnings = [*(f"differs from the baseline: {text}" for text in soft), *warnings]
+        other = other_devices(base.cases, head.cases)
+        warnings = [*other, *(f"differs from the baseline: {text}" for text in soft), *warnings]
     unarmed = said.unarmed + said.left_out
     unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
     armed = Armed(

@@ -25,7 +25,6 @@ from pytest_llmgpu.page.assets import MISSING, asset, templates
 from pytest_llmgpu.page.verdict_groups import grouped
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.study_table import study_table
 from pytest_llmgpu.verdicts import Verdicts
 
@@ -116,7 +115,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         tables=list(_tables(report)),
         charts=drawn.charts,
         omitted=drawn.omitted,
-        cases=[(result.id, f"{result.id}: {_ending(result)}") for result in report.cases if result.id in time_lines],
+        cases=[(name, f"{name}: {ending}") for name, ending in _endings(report) if name in time_lines],
         verdicts=verdicts,
         groups=None if verdicts is None else grouped(verdicts, policy),
         machine=facts.machine(report, baseline),
@@ -147,10 +146,13 @@ def _time_lines(report: Report) -> dict[str, list[Chart]]:
     return {name: found for name, found in drawn.items() if found}
 
 
-def _ending(result: CaseResult) -> str:
-    if result.outcome != "completed":
-        return result.outcome.replace("_", " ")
-    return "completed" if result.inference_s is None else f"{result.inference_s:.3g} s"
+def _endings(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the id of each case and its time, as its table has it, or how it ended without one."""
+    rows = [row for cases in blocks.blocks(report.cases) for row in study_table(cases).rows]
+    times = {cell.id: cell.time for _, cells in rows for cell in cells}
+    for result in report.cases:
+        timed = result.outcome == "completed" and result.inference_s is not None
+        yield result.id, times[result.id] if timed else result.outcome.replace("_", " ")
 
 
 def _library() -> str:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu import calibration, environment, gate, policy_files, references, storage, verdict_tables
+from pytest_llmgpu import calibration_files, environment, gate, policy_files, references, storage, verdict_tables
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.environment import Machine
 from pytest_llmgpu.options import Options
@@ -19,7 +20,6 @@ from pytest_llmgpu.policy import Policy, switched
 from pytest_llmgpu.references import Source
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
 
 __all__ = ["Judge", "Ruling"]
@@ -100,8 +100,8 @@ class Judge:
         """
         begun = _begun(machine)
         asked = (self._storage_path, begun, self._calibration_path)
-        self._noise = calibration.in_force(*asked, repository=self._rootdir)
-        self._noise_in_words = calibration.in_words(*asked, repository=self._rootdir)
+        self._noise = calibration_files.in_force(*asked, repository=self._rootdir)
+        self._noise_in_words = calibration_files.in_words(*asked, repository=self._rootdir)
         try:
             self._source = references.resolve(
                 self._named(), self._storage_path, machine=storage.hardware(begun), repository=self._rootdir
@@ -132,7 +132,7 @@ class Judge:
             calibration=self._noise,
             baseline=self._baseline(),
         )
-        self._left_out = calibration.left_out(self._noise, report)
+        self._left_out = calibration_files.left_out(self._noise, report)
         return self._verdicts
 
     def ruling(self, nodeid: str | None) -> Ruling:

@@ -1,11 +1,11 @@
-"""What launches of one case must agree in: replicates differ in time, and in nothing else."""
+"""What launches of one case must agree in: replicates differ in time, not by much, and in nothing else."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.metrics import predictions_of
+from pytest_llmgpu.metrics import inference_s, predictions_of
 from pytest_llmgpu.path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.result import Accuracy, CaseResult, Finding
 
@@ -13,12 +13,15 @@ __all__ = ["disagreements"]
 
 _METRICS = ("acc_norm", "acc")
 
+_APART = 1.5
+"""The slowest launch's time by the fastest's, from which on somebody should look: noise alone is seldom as large."""
+
 
 def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
-    """Return in what the launches of one case differ though it should be equal.
+    """Return in what the launches of one case differ though it should be equal, and times that are far apart.
 
     Args:
-        launches: the results of one case, each of one launch.
+        launches: the results of one case, each of one launch, in the order in which they ran.
     """
     completed = [result for result in launches if result.outcome == "completed"]
     return [
@@ -27,6 +30,7 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
         *_of_traffic(completed),
         *_of_paths(completed),
         *_of_execution(completed),
+        *_of_times(launches),
     ]
 
 
@@ -96,4 +100,28 @@ def _of_execution(launches: Sequence[CaseResult]) -> Iterator[Finding]:
             severity="warning",
             text=f"Launches of the same case ran by {' and by '.join(ways)}: their times are of different things.",
             next_step="Say --llmgpu-cuda-graphs=on or off, so that no launch chooses for itself.",
+        )
+
+
+def _of_times(launches: Sequence[CaseResult]) -> Iterator[Finding]:
+    """Yield that one launch took far longer than another, where all of them did the same."""
+    completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
+    timed = [
+        (inference_s(launch), number)
+        for number, result in completed
+        for launch in result.launches
+        if launch.batches.latency_s
+    ]
+    did = {(launch.plan_sha256, result.case.execution) for _, result in completed for launch in result.launches}
+    if not timed or len(did) > 1:
+        return  # times of different things: that is said already
+    (fast_s, fastest), (slow_s, slowest) = min(timed), max(timed)
+    if slow_s >= _APART * fast_s > 0:
+        yield Finding(
+            code="launch-times-differ",
+            severity="warning",
+            text=f"Launches differ in time by a factor of {slow_s / fast_s:.1f}: launch {slowest} of {len(launches)} "
+            f"took {slow_s:.3g} s, the slowest, and launch {fastest} {fast_s:.3g} s, the fastest.",
+            next_step="Look for another tenant of the machine (`profile.invalid`, nvidia-smi, top). Where there is "
+            "none, more launches (--llmgpu-launches) show what is typical.",
         )

@@ -12,7 +12,7 @@ from pytest_llmgpu.case import Case
 from pytest_llmgpu.report import Environment
 from pytest_llmgpu.result import CaseResult
 
-__all__ = ["Pair", "hardware_differences", "pairs", "software_differences"]
+__all__ = ["Pair", "hardware_differences", "other_devices", "pairs", "software_differences"]
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 
@@ -51,6 +51,15 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
         for pair in found
     ]
     return [*found, *(Pair(result, None, []) for result in left)]
+
+
+def other_devices(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[str]:
+    """Return in a line that two reports measured other kinds of devices; nothing where they have one in common."""
+    then, now = ({result.case.device for result in cases} for cases in (base, head))
+    if not then or not now or then & now:
+        return []
+    was, is_now = (" and ".join(sorted(devices)) for devices in (then, now))
+    return [f"the baseline was measured on {was} and the candidate on {is_now}: they do not compare"]
 
 
 def hardware_differences(base: Environment, head: Environment, device: str) -> list[str]:

@@ -211,14 +211,13 @@ def _busy(launches: Sequence[Launch]) -> float | None:
     """Return the median launch's mean utilisation over its GPUs, as a fraction; None where it is not known."""
     found = []
     for launch in launches:
-        devices = launch.profile.devices if launch.profile is not None else []
+        devices = [] if launch.profile is None or launch.profile.samples < _READINGS else launch.profile.devices
         means = [device.metrics["utilization_pct"].mean for device in devices if "utilization_pct" in device.metrics]
         known = [mean for mean in means if mean is not None]
-        if launch.profile is not None and launch.profile.samples < _READINGS:
+        if not devices or len(known) < len(devices):
             return None
-        if devices and len(known) == len(devices):
-            found.append(statistics.fmean(known) / 100)
-    return statistics.median(found) if len(found) == len(launches) else None
+        found.append(statistics.fmean(known) / 100)
+    return statistics.median(found)
 
 
 def _clock_mhz(launch: Launch) -> float | None:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_llmgpu import evidence, gate, references, report, storage
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.storage import Stored
 from pytest_llmgpu.verdicts import Baseline, Verdicts, worst_first
 

@@ -252,7 +252,7 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
 def run_by_hand(ordered: by_hand.Ordered) -> ScoreReply:
     """Measure one case of a report in this process, which is one rank of it."""
     first = os.environ.get("RANK", "0") == "0"
-    state = RankState(on_batch=lambda batch: print(*batch, file=sys.stderr) if first else None)
+    state = RankState(on_batch=by_hand.Teller(sys.stderr) if first else lambda _: None)
     load(state, ordered.case, ordered.source, ordered.strategy)
     give(state, ordered.dataset.sha256, ordered.dataset.items)
     return score(state, ordered.dataset.sha256, ordered.case.batch_size)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu import paired_times, policy_files
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.gate import fails, judge
 from pytest_llmgpu.paired_times import Timed
 from pytest_llmgpu.planting import Plant, plants
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import LOST, MetricName, Row, Verdict, Verdicts
 
 __all__ = ["Missed", "SelfTest", "Trial", "selftest"]

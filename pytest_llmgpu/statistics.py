@@ -1,4 +1,4 @@
-"""How sure a change is: intervals of ratios over launches, the launches that it takes, and families of tests.
+"""How sure a change is: intervals of ratios over launches, and the launches that it takes.
 
 Times are compared as logarithms of ratios. A launch of the processes is the replicate: clocks, allocator and tuning are
 shared inside one.
@@ -10,25 +10,23 @@ import functools
 import math
 import operator
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu.distributions import largest_sd, least_share, t_quantile, t_tail
+from pytest_llmgpu.distributions import largest_sd, t_quantile, t_tail
+from pytest_llmgpu.families import first_confidence
 from pytest_llmgpu.hodges_lehmann import hodges_lehmann
 
 __all__ = [
     "POWER",
     "UNCALIBRATED_SD",
-    "Calibration",
     "Change",
     "assumed_sd",
     "change",
-    "holm",
     "launch_levels",
     "launches_needed",
     "levels",
-    "net_loss",
     "smallest_change",
 ]
 
@@ -54,34 +52,6 @@ _LUCK = 0.01
 _MOST_LAUNCHES = 1000
 
 _NORMAL = statistics.NormalDist()
-
-
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Noise between launches on one runner, from launches of the same thing."""
-
-    sd: dict[str, float] = {}
-    """Key of a case to the standard deviation of its log times between launches."""
-    typical: float | None = None
-    """For cases that were not calibrated; None: they count as uncalibrated."""
-    session_sd: dict[str, float] = {}
-    """Key of a case to the standard deviation of its log times between sessions, whatever their launches: more of them
-    do not average it out. Empty where one session alone was measured."""
-    typical_session: float = 0.0
-    """For cases of which that is not known."""
-    sha256: str | None = None
-    """Of the file that it was read from."""
-
-    def of(self, key: str) -> float | None:
-        """Return the standard deviation of a case's log times; None where it is not known."""
-        return self.sd.get(key, self.typical)
-
-    def between_sessions(self, key: str) -> float:
-        """Return the standard deviation of a case's log times between sessions; 0 where it is not known."""
-        return self.session_sd.get(key, self.typical_session)
-
-    def of_one_session(self) -> Calibration:
-        """Return the noise of sides that are launched in turn: what differs between sessions is alike for both."""
-        return msgspec.structs.replace(self, session_sd={}, typical_session=0.0)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +170,8 @@ def smallest_change(change: Change, margin: float, confidence: float, family: fl
         family: as for `launches_needed`.
     """
     error = max(change.noise_error, change.observed_error or 0.0)
-    shown = math.log1p(margin) + change.half_width(_sure(confidence, family)) + _NORMAL.inv_cdf(POWER) * error
+    half_width = change.half_width(first_confidence(confidence, family))
+    shown = math.log1p(margin) + half_width + _NORMAL.inv_cdf(POWER) * error
     return math.expm1(min(700.0, shown))
 
 
@@ -220,7 +191,7 @@ def launches_needed(
         session_sd: noise between the sessions of both sides, which sets a limit to what any number of launches shows.
     """
     distance = math.log1p(slowdown) - math.log1p(margin)
-    sure = _sure(confidence, family)
+    sure = first_confidence(confidence, family)
 
     def missed(launches: int) -> bool:
         return _miss(launches, distance, sd, session_sd, sure) > 1 - POWER
@@ -234,44 +205,6 @@ def launches_needed(
         middle = (few + enough) // 2
         few, enough = (middle, enough) if missed(middle) else (few, middle)
     return enough
-
-
-def net_loss(lost: int, won: int, items: int, confidence: float) -> tuple[float, float]:
-    """Return the interval of the fraction of items that are lost, less that of items won.
-
-    Exact (Clopper and Pearson) in the share of lost ones among those that flipped; each end holds with `confidence`.
-    """
-    flipped = lost + won
-    if not flipped:
-        return 0.0, 0.0
-    low, high = least_share(lost, won, confidence), 1 - least_share(won, lost, confidence)
-    return flipped * (2 * low - 1) / items, flipped * (2 * high - 1) / items
-
-
-def holm(
-    probabilities: Sequence[float],
-    families: Sequence[Hashable] | None = None,
-    weights: Sequence[float] | None = None,
-) -> list[float]:
-    """Return the probabilities of tests adjusted by Holm's method, in the same order.
-
-    Args:
-        probabilities: of each test.
-        families: which family each test is one of, and adjusted among; None: all are one.
-        weights: of each test, above 0: how much of the family's chance of a false alarm it is given; None: equal ones.
-    """
-    members: dict[Hashable, list[int]] = {}
-    for number in range(len(probabilities)):
-        members.setdefault(families[number] if families is not None else None, []).append(number)
-    weight = weights or [1.0] * len(probabilities)
-    adjusted = [1.0] * len(probabilities)
-    for family in members.values():
-        largest, left = 0.0, math.fsum(weight[number] for number in family)
-        for number in sorted(family, key=lambda one: probabilities[one] / weight[one]):
-            largest = max(largest, min(1.0, left * probabilities[number] / weight[number]))
-            adjusted[number] = largest
-            left -= weight[number]
-    return adjusted
 
 
 def _spread(base: Sequence[float], head: Sequence[float]) -> float:
@@ -291,11 +224,6 @@ def _squares(values: Sequence[float]) -> float:
 
 def _logs(latencies: Sequence[float]) -> list[float]:
     return list(map(math.log, latencies))
-
-
-def _sure(confidence: float, family: float) -> float:
-    """Return the confidence that Holm's method asks of the first of a family."""
-    return 1 - (1 - confidence) / family
 
 
 def _miss(launches: int, distance: float, sd: float, session_sd: float, confidence: float) -> float:

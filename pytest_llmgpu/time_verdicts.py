@@ -7,11 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pytest_llmgpu.families import holm
 from pytest_llmgpu.paired_times import OWN_NOISE, PROMISED, SUM, TYPICAL, Timed, launches_for
-from pytest_llmgpu.statistics import Change, holm, smallest_change
+from pytest_llmgpu.statistics import Change, smallest_change
 from pytest_llmgpu.verdicts import Row, Verdict
 
-__all__ = ["rows"]
+__all__ = ["apart", "rows"]
+
+_POINT = 0.01
+"""Between two ratios: more is named."""
+
+_SHOWN = 0.0005
+"""Least change, as a fraction, that a table shows with a sign and not as 0.0 %."""
 
 
 class _Chances(NamedTuple):
@@ -81,6 +88,12 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
     return found
 
 
+def apart(one: float, other: float) -> bool:
+    """Return whether two ratios are visibly not one change: by more than a point, or in direction."""
+    low, high = sorted((one, other))
+    return high - low > _POINT or (low < 1 - _SHOWN and high > 1 + _SHOWN)
+
+
 def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
     said = _verdict(case, chances, confidence)
     reason = said.reason
@@ -103,7 +116,20 @@ def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
         n=min(case.launches),
         smallest_change=smallest_change(case.change, case.margin, confidence, chances.family),
         launches_needed=said.launches_needed,
+        alone=_alone(case, said.verdict, confidence),
     )
+
+
+def _alone(case: Timed, said: Verdict, confidence: float) -> Verdict | None:
+    """Return what the interval of the typical batch says where Holm's method does not let it; None elsewhere."""
+    half, bar = case.change.half_width(confidence), math.log1p(case.margin)
+    if said == "REGRESSED":
+        return None
+    if case.change.log_ratio - half > bar:
+        return "REGRESSED"
+    # The sum's veto is another reason, which the row has.
+    faster = case.change.log_ratio + half < -bar and case.total.log_ratio <= bar
+    return "IMPROVED" if faster and said != "IMPROVED" else None
 
 
 def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Said:
@@ -116,28 +142,32 @@ def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Said:
     assumed, margin = _assumed(case), f"the margin of {100 * case.margin:.3g} %"
     in_part = total.log_ratio - change.log_ratio > bar
     if chances.slower <= alpha:
-        return _Said("REGRESSED", f"time changed by {typical}, more than {margin}: {seconds}{assumed}.", change, p)
+        reason = f"time changed by {typical}, more than {margin}: {seconds}{assumed}.{_sums(case, change)}"
+        return _Said("REGRESSED", reason, change, p)
     if chances.total <= alpha:
-        reason = f"time in all changed by {_interval(total, confidence)}, more than {margin}: {seconds}.\n"
+        reason = f"time in all changed by {_interval(total, confidence)}, more than {margin}: {seconds}."
+        reason += f"{_sums(case, total)}\n"
         reason += f"Of the typical batch by {typical}"
         reason += ": a part of the batches became much slower." if in_part else "."
         return _Said("REGRESSED", reason, total, chances.total)
     if (chances.faster <= alpha or below) and total.log_ratio > bar:
-        reason = f"the typical batch changed by {typical}, and time in all by {_pct(total)}: {seconds}.\n"
+        reason = f"the typical batch changed by {typical}, and time in all by {_pct(total)}: {seconds}."
+        reason += f"{_sums(case, change, total)}\n"
         reason += "A part of the batches was much slower" if in_part else f"Time in all is above {margin}"
         reason += "." if case.sums_decide else f"; {OWN_NOISE} launches a side tell whether that stays."
         return _Said("INCONCLUSIVE", reason, change, p)
     if chances.faster <= alpha:
-        return _Said("IMPROVED", f"time changed by {typical}, beyond {margin}: {seconds}{assumed}.", change, p)
+        reason = f"time changed by {typical}, beyond {margin}: {seconds}{assumed}.{_sums(case, change)}"
+        return _Said("IMPROVED", reason, change, p)
     goal = case.margin + PROMISED
     if below and half <= math.log1p(goal):
-        return _Said("OK", f"time changed by {typical}, within {margin}.", change, p)
+        return _Said("OK", f"time changed by {typical}, within {margin}.{_sums(case, change)}", change, p)
     needed = launches_for(case, goal, confidence, chances.cases)
     count = f"{case.launches[0]} launch{'es' * (case.launches[0] > 1)} against {case.launches[1]}"
     among = ""
-    if change.log_ratio - half > bar:
+    if abs(change.log_ratio) - half > bar:
         among = f" among {chances.cases:,} rows" if chances.cases > 1 else " where the sum is tested, too"
-    reason = f"time changed by {typical}: {count} cannot tell that from {margin}{among}.\n"
+    reason = f"time changed by {typical}: {count} cannot tell that from {margin}{among}.{_sums(case, change)}\n"
     in_turn = launches_for(case._replace(session_sd=0.0), goal, confidence, chances.cases)
     if needed is None and in_turn is not None:
         reason += f"Sessions differ by {100 * case.session_sd:.2g} %, so that no number of launches would show "
@@ -147,6 +177,17 @@ def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Said:
         assumed = assumed if case.noise == case.known else ""
         reason += f"{more} launches a side would show {100 * goal:+.3g} %{assumed}."
     return _Said("INCONCLUSIVE", reason, change, p, needed)
+
+
+def _sums(case: Timed, *told: Change) -> str:
+    """Return how the figures of both sides changed where that is none of the changes told, and why it is not."""
+    shown = math.log(case.head_s / case.base_s)
+    if not all(apart(_ratio(shown), _ratio(change.log_ratio)) for change in told):
+        return ""
+    by = f"{100 * (_ratio(shown) - 1):+.1f} %"
+    if abs(shown - case.total.log_ratio) > abs(case.total.log_ratio - case.change.log_ratio):
+        return f" Time in all of the median launch changed by {by}: launches of one side differ."
+    return f" Time in all changed by {by}: not all batches changed alike."
 
 
 def _waiting(case: Timed) -> str:

@@ -15,12 +15,12 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu import calibration, gate, listing, metrics, promotion, storage
+from pytest_llmgpu import calibration_files, gate, listing, metrics, promotion, storage
 from pytest_llmgpu import report as reports
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.storage import Stored
 from pytest_llmgpu.verdicts import MetricName, Row
 
@@ -105,7 +105,7 @@ class _Metric(msgspec.Struct, frozen=True):
     title: str
     value: Callable[[CaseResult], float | None]
     verdicts: tuple[MetricName, ...]
-    """What the gate says of it; empty for what it does not judge."""
+    """What the gate says of it; empty for what it does not judge, and for throughput, which says what time says."""
 
 
 def _accuracy(result: CaseResult) -> float | None:
@@ -132,7 +132,7 @@ def _utilization(result: CaseResult) -> float | None:
 
 METRICS: dict[str, _Metric] = {
     "time": _Metric("time (s)", lambda result: result.inference_s, ("outcome", "time")),
-    "throughput": _Metric("throughput (sequences/s)", lambda result: result.sequences_per_s, ("time",)),
+    "throughput": _Metric("throughput (sequences/s)", lambda result: result.sequences_per_s, ()),
     "accuracy": _Metric("accuracy (%)", _accuracy, ("accuracy", "predictions")),
     "sent": _Metric("sent (MB/sequence)", _sent, ("traffic",)),
     "memory": _Metric("peak of the fullest GPU (GiB)", _memory, ("memory",)),
@@ -188,7 +188,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
         for place in shown
     ]
-    noise = calibration.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
+    noise = calibration_files.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
     said = [_changes(map(load, reversed(range(place))), load(place), noise) for place in shown]
     cases = [{_identity(result): result for result in load(place).cases} for place in shown]
     newest_of = {identity: result for of_report in cases for identity, result in of_report.items()}

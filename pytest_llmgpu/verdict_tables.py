@@ -12,7 +12,8 @@ from pytest_llmgpu import gate
 from pytest_llmgpu.case_tables import WIDTH, Painter, painter
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.statistics import POWER
-from pytest_llmgpu.verdicts import METRICS, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.time_verdicts import apart
+from pytest_llmgpu.verdicts import METRICS, MetricName, Row, Verdict, Verdicts, worst_first
 
 __all__ = ["MOST_CASES", "conclusion", "table"]
 
@@ -28,6 +29,8 @@ _STYLES: dict[Verdict, str] = {
 }
 _TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
 _INDENT = 4
+_NAMED = 3
+"""Most cases that a note names."""
 
 _LOST, _UNTOLD = 1, 3
 _CONCLUSIONS = {
@@ -36,10 +39,6 @@ _CONCLUSIONS = {
     4: "NOT COMPARABLE",
     5: "NOT ARMED: a gate that compares nothing is not green",
 }
-
-
-_APART = 0.01
-"""Between the ratio of two sums and that of the typical batch, as a fraction: more is named."""
 
 
 def table(verdicts: Verdicts, color: bool = False, most: int | None = MOST_CASES) -> str:
@@ -142,11 +141,10 @@ def _figures(row: Row) -> tuple[str, str, str, str]:
     interval = ""
     if row.low is not None and row.high is not None and row.low < row.high:
         interval = f"{_pct(row.low)} to {_pct(row.high)} %"
-    change = "same" if row.base == row.head else f"{_pct(row.ratio)} %"
-    # The sums before it may say otherwise: a few odd batches move them.
-    if row.metric == "time" and row.base and row.head is not None and abs(row.head / row.base - row.ratio) > _APART:
-        change += " a batch"
-    return was, now, change, interval
+    if row.metric == "time" and row.base and row.head is not None and apart(row.head / row.base, row.ratio):
+        # The sums before it say otherwise, which the reason explains: a few odd batches move them.
+        return was, now, f"{_pct(row.ratio)} % a batch", interval
+    return was, now, "same" if row.base == row.head else f"{_pct(row.ratio)} %", interval
 
 
 def _figure(row: Row, value: float | None) -> str:
@@ -201,8 +199,22 @@ def _account(verdicts: Verdicts) -> Iterator[str]:
         of = of if _digits(least) == _digits(largest) else f"{_digits(least)} to {of}"
         median = "" if len(changes) < 3 else f", half of the cases {_digits(typical)} %"  # noqa: PLR2004 - else an end
         yield f"smallest slowdown that these launches show with {100 * POWER:.0f} % probability: {of}{median}"
-    for warning in verdicts.warnings:
+    for warning in (*_of_families(verdicts.rows), *verdicts.warnings):
         yield textwrap.fill(f"note: {_plain(warning)}", WIDTH, subsequent_indent="    ")
+
+
+def _of_families(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which rows have another verdict than their interval says, and why."""
+    said: dict[tuple[MetricName, Verdict], list[str]] = {}
+    for row in rows:
+        if row.alone is not None:
+            said.setdefault((row.metric, row.alone), []).append(row.id)
+    parts = []
+    for (metric, verdict), ids in said.items():
+        more = f" and {_cases(len(ids) - _NAMED)} more" if len(ids) > _NAMED else ""
+        parts.append(f"{metric} of {', '.join(ids[:_NAMED])}{more} would be {verdict}")
+    if parts:
+        yield f"by the interval alone {'; '.join(parts)}. Rows are judged together (Holm): each has to be surer."
 
 
 def _digits(number: float) -> str:

@@ -68,8 +68,10 @@ def test_cases_are_one_family() -> None:
     same = answered(_result(), _result(), AccuracyRule())
     assert isinstance(found, Answered)
     assert isinstance(same, Answered)
-    assert rows([found], 0.95, "")[0].verdict == "REGRESSED"
-    assert rows([found, *[same] * 19], 0.95, "")[0].verdict == "INCONCLUSIVE"
+    (alone,), (among, *rest) = (rows(cases, 0.95, "") for cases in ([found], [found, *[same] * 19]))
+    assert (alone.verdict, alone.alone) == ("REGRESSED", None)
+    assert (among.verdict, among.alone) == ("INCONCLUSIVE", "REGRESSED")
+    assert {row.alone for row in rest} == {None}
 
 
 def test_other_wrong_answers_are_no_loss_but_other_predictions() -> None:

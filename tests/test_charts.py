@@ -76,6 +76,21 @@ def test_a_report_has_every_chart_that_it_has_data_for() -> None:
     assert found.omitted == ["NVLink traffic by batch size: nothing went over it."]
 
 
+def test_a_caption_rounds_once() -> None:
+    """As the terminal's table does: of 7.4652 neither 7.465 nor the 7.46 that it would be then."""
+    chart = _by_id(make_report([make_result(7.4652, batch_size=1)]))["time"]
+    assert chart.summary == "Best of each strategy: mp 7.47 s at batch size 1."
+    assert [row["v"] for row in values_of(chart.spec)] == [7.465]
+
+
+def test_a_caption_of_two_figures_rounds_once() -> None:
+    """Of the utilisation and of the traffic beside it."""
+    profile = make_profile(1, busy=55.5502, tx=7.4652e9)
+    chart = _by_id(make_report([make_result(60.0, profile=profile)]))["traffic-utilization-1"]
+    assert "55.6 % and 7.47 GB/s at batch size" in chart.summary
+    assert [(row["u"], row["v"]) for row in values_of(chart.spec)] == [(55.55, 7.465)]
+
+
 def test_a_report_without_a_completed_case_says_why_it_has_no_chart() -> None:
     """Nothing is drawn, and nothing fails."""
     found = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))

@@ -117,13 +117,13 @@ def _quiet(project: _Project, **sessions: Any) -> str:
     """Return the option with a calibration of little noise between launches."""
     from report_factory import make_report, make_result
 
-    from pytest_llmgpu import calibration, storage
+    from pytest_llmgpu import calibration_files, storage
     from pytest_llmgpu.calibration import Measured, Noise
 
     results = [make_result(batch_size=size) for size in (1, 2)]
     noise = {result.key: Noise(id=result.id, sd=0.001, launches=1000, **sessions) for result in results}
     path = project.root.parent / "calibration.json"
-    calibration.dump(Measured(machine=storage.hardware(make_report(results)), time=noise), path)
+    calibration_files.dump(Measured(machine=storage.hardware(make_report(results)), time=noise), path)
     return f"--calibration={path}"
 
 
@@ -321,14 +321,14 @@ def test_what_cannot_be_measured_is_exit_2(project: _Project, capsys: pytest.Cap
 
 def test_calibrate_runs_the_launches_itself(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
     """As many as asked for, each with a report that stays; their noise is written for the gate."""
-    from pytest_llmgpu import calibration
+    from pytest_llmgpu import calibration_files
 
     project.commit("base", seconds={"1": [10.0, 10.1, 10.05], "2": [20.0, 20.2, 20.1]})
     assert main(["calibrate", "--launches", "3", "--", sys.executable, "measure.py"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[:3]] == ["launch-1", "launch-2", "launch-3"]
     (written,) = (line for line in printed.splitlines() if line.startswith("written: "))
-    noise = calibration.load(Path(written.removeprefix("written: ")))[0].time.values()
+    noise = calibration_files.load(Path(written.removeprefix("written: ")))[0].time.values()
     assert [(one.id, one.launches) for one in noise] == [("mp-bs1", 3), ("mp-bs2", 3)]
     assert all(0.004 < one.sd < 0.006 for one in noise)
     assert len(list(Path(".llmgpu/calibrate").glob("*/launches/*.json.gz"))) == 3

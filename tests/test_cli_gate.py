@@ -17,7 +17,7 @@ from stored_reports import H200, gpus
 from verdict_factory import BATCHES, make_invalid
 
 from pytest_llmgpu import gate, policy_files
-from pytest_llmgpu.calibration import default_path, load
+from pytest_llmgpu.calibration_files import default_path, load
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.policy import Policy

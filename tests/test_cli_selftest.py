@@ -7,7 +7,7 @@ import pytest
 from report_factory import make_answers, make_failed, make_memory, make_report
 from verdict_factory import make_traffic, with_launches
 
-from pytest_llmgpu import calibration, report, storage
+from pytest_llmgpu import calibration_files, report, storage
 from pytest_llmgpu.calibration import Measured, Noise
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands import selftest
@@ -39,7 +39,9 @@ def _calibrate(measured: Report, sd: float) -> None:
     """Keep a calibration of so many launches that its noise counts as it is."""
     noise = {result.key: Noise(id=result.id, sd=sd, launches=1000) for result in measured.cases}
     machine = storage.hardware(measured)
-    calibration.dump(Measured(machine=machine, time=noise), calibration.default_path(Path(".llmgpu"), machine))
+    calibration_files.dump(
+        Measured(machine=machine, time=noise), calibration_files.default_path(Path(".llmgpu"), machine)
+    )
 
 
 def test_a_gate_that_catches_everything_is_proven(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from pytest_llmgpu.distributions import beta, largest_sd, least_share, t_quantile, t_tail
+from pytest_llmgpu.distributions import beta, largest_sd, least_share, net_loss, t_quantile, t_tail
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,14 @@ def test_the_largest_deviation_that_luck_hides(degrees: int, luck: float, chi_sq
     assert 0.999 * exact < largest_sd(0.02, degrees, luck) < 1.03 * exact
     assert math.isinf(largest_sd(0.02, 1, 0.001))
     assert math.isinf(largest_sd(0.0, degrees, luck))
+
+
+def test_the_interval_of_a_loss() -> None:
+    """Nothing flipped is certain; one of 64 lost may be the net loss of one or of none; more items narrow it."""
+    assert net_loss(0, 0, 64, 0.95) == (0.0, 0.0)
+    low, high = net_loss(1, 0, 64, 0.95)
+    assert low == pytest.approx(-0.9 / 64)
+    assert high == 1 / 64
+    low, high = net_loss(50, 50, 10_042, 0.95)
+    assert -0.002 < low < 0 < high < 0.002
+    assert (low, high) == pytest.approx((-high, -low))

@@ -13,12 +13,12 @@ import pytest
 from report_factory import make_answers, make_failed, make_memory, make_report
 from verdict_factory import make_invalid, make_traffic, with_launches
 
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.gate import exit_status, fails, judge
 from pytest_llmgpu.policy import Known, Policy, TimeRule
 from pytest_llmgpu.policy_files import dump, sha256
 from pytest_llmgpu.report import Commit, Report, Session
 from pytest_llmgpu.result import AccuracyCheck, CaseResult, Failure
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import SEVERITY, Baseline, MetricName, Verdicts, worst_first
 
 TODAY = datetime.date(2026, 6, 1)
@@ -140,6 +140,17 @@ def test_a_case_that_is_gone_is_missing() -> None:
     assert {row.id for row in left_out.rows} == {"mp-bs1"}
     assert left_out.armed.unarmed == {"deselected in this run": 1}
     assert exit_status(left_out, Policy(require_armed=True)) == 0
+
+
+def test_another_kind_of_device_is_said_in_one_line() -> None:
+    """Where no case of one has its like in the other: rows that are new or missing do not say why."""
+    base, head = [_full(device="cpu")], [_full(device="cuda", strategy="tp")]
+    found = _judge(base, head)
+    assert {row.verdict for row in found.rows} == {"NEW", "MISSING"}
+    assert found.warnings[0] == ("the baseline was measured on cpu and the candidate on cuda: they do not compare")
+    for same in (head, [*base, *head]):
+        assert not any("was measured on" in warning for warning in _judge(same, head).warnings)
+    assert not any("was measured on" in warning for warning in _judge([], head).warnings)
 
 
 def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
@@ -366,7 +377,8 @@ def test_judging_needs_no_heavy_library() -> None:
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
         "import pytest_llmgpu.gate, pytest_llmgpu.policy_files, pytest_llmgpu.time_verdicts as t\n"
-        "from pytest_llmgpu.statistics import launches_needed, net_loss\n"
+        "from pytest_llmgpu.distributions import net_loss\n"
+        "from pytest_llmgpu.statistics import launches_needed\n"
         "print(launches_needed(0.04, 0.02, 0.01, 0.95), *net_loss(60, 50, 1000, 0.95))\n"
     )
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

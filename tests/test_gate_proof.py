@@ -15,8 +15,8 @@ import pytest
 from judged_reports import on_h200, timed
 
 from pytest_llmgpu import gate, launch_merging, report
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.report import Report
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import Verdict, Verdicts
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

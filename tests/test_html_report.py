@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import chart_data
 import msgspec
 import pytest
 from report_factory import make_failed, make_profile, make_report, make_result, paper_results
@@ -432,3 +433,16 @@ def test_html_says_in_one_line_what_cannot_be_done(
 def test_the_page_is_named_for_its_report(name: str, file: str) -> None:
     """Without the folders of the store or of git."""
     assert html_command._file_name(name) == file
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_page_has_one_rounding_for_a_time() -> None:
+    """In the table, the caption and the list of cases: that of the terminal's table, with its unit."""
+    results = [chart_data.sampled(20, batch_size=size) for size in (1, 2)]
+    for seconds, shown in ((7.4652, "7.47 s"), (7465.2, "124 min")):
+        for result in results:
+            result.inference_s = seconds
+        text = Page(html_report.render(make_report(results))).text
+        assert f"mp-bs1: {shown}" in text
+        assert text.count(shown) >= 4
+        assert "7.46 s" not in text

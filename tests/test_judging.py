@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from report_factory import make_report, make_result
 
-from pytest_llmgpu import calibration, environment, report, storage
+from pytest_llmgpu import calibration_files, environment, report, storage
+from pytest_llmgpu.calibration import Measured, Noise
 from pytest_llmgpu.environment import Machine, TorchFacts
 from pytest_llmgpu.judging import Judge
 from pytest_llmgpu.options import Options
@@ -174,9 +175,9 @@ def test_a_broken_baseline_is_no_absent_one(tmp_path: Path, machine: Machine, re
 def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
     """What `llmgpu calibrate` has kept is read before the run, and refused then where it is broken."""
     storage.save(_on("Xeon", _result()), tmp_path / "store", "main")
-    path = calibration.default_path(tmp_path / "store", "CPU-Xeon")
-    noise = calibration.Noise(id="mp-bs1", sd=0.001, launches=40)
-    calibration.dump(calibration.Measured(machine="CPU-Xeon", time={_result().key: noise}), path)
+    path = calibration_files.default_path(tmp_path / "store", "CPU-Xeon")
+    noise = Noise(id="mp-bs1", sd=0.001, launches=40)
+    calibration_files.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), path)
     judge = _judge(tmp_path, "main")
     judge.find_baseline(machine)
     (time,) = [row for row in judge.judge(_on("Xeon", _result())).rows if row.metric == "time"]
@@ -193,8 +194,8 @@ def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
 def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Machine) -> None:
     """A change cannot edit them; which ones they were is said under the table."""
     storage.save(_on("Xeon", _result()), tmp_path / "store", "main")
-    noise = calibration.Noise(id="mp-bs1", sd=0.001, launches=40)
-    calibration.dump(calibration.Measured(machine="CPU-Xeon", time={_result().key: noise}), tmp_path / "noise.json")
+    noise = Noise(id="mp-bs1", sd=0.001, launches=40)
+    calibration_files.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), tmp_path / "noise.json")
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nrequire_armed = true\n")
     identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
     for arguments in (("init", "-q"), ("add", "noise.json", "pyproject.toml"), ("commit", "-q", "-m", "rules")):

@@ -265,6 +265,29 @@ def test_launches_that_take_other_links_are_a_finding() -> None:
     assert launch_findings.disagreements([results[1], results[2], results[3]]) == []
 
 
+def test_launches_whose_times_are_far_apart_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the fastest, the slowest and what to do; the report has it, of the case."""
+    case = _launched(tmp_path, monkeypatch, *(make_result(seconds) for seconds in (1.2, 1.0, 1.5)))
+    (finding,) = [found for found in case.findings if found.code == "launch-times-differ"]
+    assert finding.severity == "warning"
+    assert finding.text == (
+        "Launches differ in time by a factor of 1.5: launch 3 of 3 took 1.5 s, the slowest, and launch 2 1 s, the "
+        "fastest."
+    )
+    assert "another tenant" in finding.next_step
+    assert "more launches" in finding.next_step
+
+
+def test_times_that_noise_or_other_work_explains_are_no_finding() -> None:
+    """Nor is a launch that failed: its number counts all the same."""
+    near = [make_result(1.0), make_result(1.49)]
+    assert launch_findings.disagreements(near) == []
+    other = [make_result(1.0), make_result(9.0, execution="cuda_graphs")]
+    assert [found.code for found in launch_findings.disagreements(other)] == ["launches-run-otherwise"]
+    (finding,) = launch_findings.disagreements([make_result(1.0), make_failed("crashed"), make_result(2.0)])
+    assert "launch 3 of 3" in finding.text
+
+
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """Marked xfail it is measured all the same, and its case has all launches."""
     pytester.makepyfile(

@@ -9,7 +9,8 @@ from report_factory import make_failed
 from stored_reports import H200, gpus
 from verdict_factory import make_invalid
 
-from pytest_llmgpu.calibration import Measured, Noise, default_path, dump
+from pytest_llmgpu.calibration import Measured, Noise
+from pytest_llmgpu.calibration_files import default_path, dump
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.promotion import NAME
 from pytest_llmgpu.references import resolve

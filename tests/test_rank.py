@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,6 +93,33 @@ def test_a_case_from_elsewhere_runs_where_its_files_are_named(
     answer = by_hand(name, "mp-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
     assert answer["accuracy"]["items"] == tiny_model.ITEMS
     assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
+
+
+def test_batches_by_hand_read_in_a_line_each(
+    measured: tuple[Path, Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """For people on stderr, with units, and a last line of all; stdout is the JSON alone."""
+    folder, case = measured
+    monkeypatch.chdir(tmp_path)
+    _write(case)
+    rank.main(["report.json", "mp-bs2", "--dataset", str(folder / "items.jsonl"), "--model", str(folder / "tiny")])
+    printed = capsys.readouterr()
+    batches = json.loads(printed.out)["batches"]
+    lines = [line for line in printed.err.splitlines() if re.match("warm-up: |batch ", line)]
+    count = len(batches["latency_s"])
+    assert all(re.fullmatch(r"warm-up: [\d.,]+ ms, 2 sequences, .*", line) for line in lines[:-count])
+    assert len(lines) > count
+    assert lines[-count] == (
+        f"batch 1 of {count}: {1000 * batches['latency_s'][0]:,.1f} ms, 2 sequences, {batches['tokens'][0]} tokens"
+        f"{_padding(batches, 0)}"
+    )
+    assert f"{count} batches in {sum(batches['latency_s']):.3f} s" in printed.err.splitlines()
+    assert "FinishedBatch" not in printed.err
+
+
+def _padding(batches: dict[str, Any], number: int) -> str:
+    more = batches["padded_tokens"][number] - batches["tokens"][number]
+    return f", {more} of padding" if more else ""
 
 
 def test_a_case_is_scored_as_it_says(

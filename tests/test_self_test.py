@@ -9,12 +9,12 @@ import pytest
 from report_factory import make_answers, make_failed, make_memory, make_report
 from verdict_factory import make_invalid, make_traffic, with_latencies, with_launches
 
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.planting import plants
 from pytest_llmgpu.policy import ExactRule, Known, Policy, TimeRule
 from pytest_llmgpu.report import encode
 from pytest_llmgpu.result import AccuracyCheck, CaseResult
 from pytest_llmgpu.self_test import SelfTest, Trial, selftest
-from pytest_llmgpu.statistics import Calibration
 
 TODAY = datetime.date(2026, 6, 1)
 QUIET = Calibration(typical=0.002)

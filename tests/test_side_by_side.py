@@ -7,12 +7,12 @@ import pytest
 from report_factory import make_report
 from verdict_factory import with_launches
 
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.policy import Policy, TimeRule
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.side_by_side import Both, Side, compare, left_out, split
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdicts import Verdicts
 
 QUIET = Calibration(typical=0.001)

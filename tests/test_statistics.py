@@ -8,14 +8,11 @@ import pytest
 
 from pytest_llmgpu.statistics import (
     UNCALIBRATED_SD,
-    Calibration,
     Change,
     assumed_sd,
     change,
-    holm,
     launch_levels,
     launches_needed,
-    net_loss,
     smallest_change,
 )
 
@@ -134,25 +131,6 @@ def test_noise_of_nothing_is_certain() -> None:
     assert launches_needed(0.04, 0.02, 0.0, 0.95) == 1
 
 
-def test_holm_by_hand() -> None:
-    """The smallest by the number of tests, the next by one less, never below one before it, at most 1, in order."""
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
-def test_holm_by_weight() -> None:
-    """What has a tenth of the chance of a false alarm pays ten times, and leaves the rest to the other."""
-    assert holm([0.01, 0.004], weights=[0.9, 0.1]) == pytest.approx([0.01 / 0.9, 0.01 / 0.9])
-    assert holm([0.04, 0.004], weights=[0.9, 0.1]) == pytest.approx([0.04, 0.04])
-    assert holm([0.02, 0.02, 0.001], weights=[0.9, 0.1, 1.0]) == pytest.approx([0.02 / 0.9, 0.02 / 0.9, 0.002])
-
-
-def test_holm_by_family() -> None:
-    """Each test among those of its own family."""
-    assert holm([0.01, 0.04, 0.03, 0.005], [True, False, True, False]) == pytest.approx([0.02, 0.04, 0.03, 0.01])
-
-
 @pytest.mark.parametrize(
     ("sd", "family", "days"), [(0.01, 1, 0.0), (0.01, 21, 0.0), (0.005, 7, 0.0), (0.03, 1, 0.0), (0.01, 1, 0.002)]
 )
@@ -190,28 +168,3 @@ def test_the_smallest_change_is_shown_with_its_probability(family: int) -> None:
     seen = [change([0.0], [chance.gauss(math.log1p(least), error)], 0.01) for _ in range(2000)]
     shown = sum(one.p_above(math.log(1.02)) <= 0.05 / family for one in seen)
     assert shown / 2000 == pytest.approx(0.95, abs=0.015)
-
-
-def test_the_interval_of_a_loss() -> None:
-    """Nothing flipped is certain; one of 64 lost may be the net loss of one or of none; more items narrow it."""
-    assert net_loss(0, 0, 64, 0.95) == (0.0, 0.0)
-    low, high = net_loss(1, 0, 64, 0.95)
-    assert low == pytest.approx(-0.9 / 64)
-    assert high == 1 / 64
-    low, high = net_loss(50, 50, 10_042, 0.95)
-    assert -0.002 < low < 0 < high < 0.002
-    assert (low, high) == pytest.approx((-high, -low))
-
-
-def test_a_case_without_noise_of_its_own_gets_the_typical_one() -> None:
-    """None where nothing was calibrated at all."""
-    assert Calibration(sd={"a": 0.01}, typical=0.02).of("a") == 0.01
-    assert Calibration(sd={"a": 0.01}, typical=0.02).of("b") == 0.02
-    assert Calibration().of("a") is None
-
-
-def test_noise_between_sessions_is_nothing_to_sides_of_one() -> None:
-    """Of a case that has none of its own the largest; launched in turn, both sides have the same session."""
-    known = Calibration(sd={"a": 0.01}, typical=0.02, session_sd={"a": 0.015}, typical_session=0.03, sha256="x")
-    assert (known.between_sessions("a"), known.between_sessions("b")) == (0.015, 0.03)
-    assert known.of_one_session() == Calibration(sd={"a": 0.01}, typical=0.02, sha256="x")

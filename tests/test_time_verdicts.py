@@ -209,6 +209,50 @@ def test_launches_that_all_stall_are_regressed() -> None:
     assert _judged(quiet, once).verdict == "INCONCLUSIVE"
 
 
+@pytest.mark.parametrize(
+    ("level", "sd", "verdict"),
+    [(1.0, 0.3, "INCONCLUSIVE"), (1.0, 0.001, "OK"), (1.05, 0.001, "REGRESSED"), (0.9, 0.001, "IMPROVED")],
+)
+def test_sums_that_say_otherwise_are_told_whatever_the_noise_is(level: float, sd: float, verdict: str) -> None:
+    """What a table shows of both sides is explained beside the change of the typical batch, in the first line."""
+    base = with_latencies([_stalling(1.0, 4, 10.0)])
+    row = _judged(base, with_latencies([_stalling(level, 4, 5.0)]), sd=sd, note="Also changed: x.")
+    assert row.verdict == verdict
+    assert row.base is not None
+    assert row.head is not None
+    by = f"{100 * (row.head / row.base - 1):+.1f} %"
+    assert row.reason.splitlines()[0].endswith(f" Time in all changed by {by}: not all batches changed alike.")
+    assert "in all changed" not in _judged(base, with_latencies([_stalling(level, 4, 10.0)]), sd=sd).reason
+
+
+def test_another_direction_of_the_sums_is_told_however_small() -> None:
+    """Less than a point apart, and yet a faster batch beside a longer time."""
+    base, head = with_latencies([[1.0] * BATCHES]), with_latencies([_stalling(0.997, 4, 1.026)])
+    row = _judged(base, head, sd=0.3)
+    assert row.reason.startswith("time changed by -0.3 % ")
+    assert "Time in all changed by +0.3 %: not all batches changed alike." in row.reason
+
+
+def test_launches_that_differ_are_not_taken_for_batches() -> None:
+    """The figures are those of the median launch, and the change is the mean of all."""
+    row = _judged(with_launches([1.0, 1.0, 1.3]), with_launches([1.0, 1.0, 1.0]), sd=0.01)
+    assert "Time in all of the median launch changed by +0.0 %: launches of one side differ." in row.reason
+
+
+def test_an_interval_that_says_otherwise_than_the_verdict_is_marked() -> None:
+    """Where the family alone is why; not where the interval reaches over the margin or the sum has a veto."""
+    base = with_launches([1.0])
+    levels = (1.065, 0.935, *[1.0] * 98)
+    cases = [case for one in levels if isinstance(case := timed(base, with_launches([one]), TimeRule(), 0.01), Timed)]
+    many, alone = rows(cases, 0.95, ""), [rows([case], 0.95, "")[0] for case in cases]
+    assert [row.verdict for row in alone[:2]] == ["REGRESSED", "IMPROVED"]
+    assert [row.alone for row in many] == ["REGRESSED", "IMPROVED", *[None] * 98]
+    assert {row.alone for row in alone} == {None}
+    assert all("from the margin of 2 % among 100 rows" in row.reason for row in many[:2])
+    slow = with_latencies([_stalling(0.8, 4, 10.0)])
+    assert _judged(with_latencies([[1.0] * BATCHES]), slow).alone is None
+
+
 def test_what_is_not_gated_does_not_dilute_the_family() -> None:
     """A slowdown that is enough alone is so beside sixty cases that are reported only; those are one of their own."""
     base, head = with_launches([1.0]), with_launches([1.065])

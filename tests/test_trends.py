@@ -12,7 +12,8 @@ from stored_reports import H200, gpus, measured
 from verdict_factory import BATCHES, with_launches
 
 from pytest_llmgpu import promotion
-from pytest_llmgpu.calibration import Measured, Noise, default_path, dump
+from pytest_llmgpu.calibration import Measured, Noise
+from pytest_llmgpu.calibration_files import default_path, dump
 from pytest_llmgpu.charts.history import of_trends
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.metrics import derive
@@ -211,7 +212,7 @@ def test_utilisation_is_followed_and_not_judged() -> None:
 
 
 def test_the_machines_calibration_is_in_force() -> None:
-    """What one launch of an unknown machine cannot tell, one of a quiet machine does; throughput says the same."""
+    """What one launch of an unknown machine cannot tell, one of a quiet machine does."""
     for number, level in ((1, 1.0), (2, 1.1)):
         result = with_launches([level], sequences=BATCHES)
         derive(result)
@@ -226,7 +227,21 @@ def test_the_machines_calibration_is_in_force() -> None:
     key = load(newest.path).cases[0].key
     measured = Measured(machine=newest.machine, time={key: Noise(id="mp-bs1", sd=0.005, launches=10)})
     dump(measured, default_path(_STORE, newest.machine))
-    assert marks("time") == marks("throughput") == [None, "worse"]
+    assert marks("time") == [None, "worse"]
+
+
+def test_a_change_of_time_is_marked_once() -> None:
+    """Throughput is its other side: it has the figures, and no mark and no reason of its own."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level))
+    found = trends(chosen(_STORE))
+    assert [trend.metric for trend in found] == ["time", "throughput"]
+    text = tables(found, _plain)
+    assert text.count("! 0002") == text.count("! 315") == 1
+    assert text.count("! ") == 3, "of the figure, the legend and the reason"
+    time, throughput = of_trends(found).charts
+    assert "1 worse" in time.summary
+    assert throughput.summary.endswith("changes: marked in the chart of time.")
 
 
 def test_the_first_column_is_judged_too() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 from report_factory import make_answers, make_failed, make_memory, make_report
-from verdict_factory import make_invalid, make_traffic, with_launches
+from verdict_factory import make_invalid, make_traffic, with_latencies, with_launches
 
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.case_tables import WIDTH
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.policy import Known, Policy
 from pytest_llmgpu.result import CaseResult, Failure
-from pytest_llmgpu.statistics import Calibration
 from pytest_llmgpu.verdict_tables import conclusion, table
 from pytest_llmgpu.verdicts import METRICS, Verdicts
 
@@ -95,6 +95,37 @@ def test_how_much_was_compared_and_could_be_shown_is_told() -> None:
     assert "    1 x memory: memory was not measured" in account
     assert account[-2].startswith("smallest slowdown that these launches show with 95 % probability: 2.3 %")
     assert account[-1] == "note: differs from the baseline: driver 1 -> 2"
+
+
+def test_sums_beside_another_change_are_explained() -> None:
+    """Equal sums of batches that became slower and others that became faster are not the same."""
+    head = with_latencies([[0.9] * 19 + [2.9]])
+    found = judge(make_report([with_latencies([[1.0] * 20])]), make_report([head]), Policy(), today=TODAY)
+    text = table(found)
+    assert "-10.0 % a batch" in _lines(text, "time")[0]
+    assert "Time in all changed by +0.0 %: not all batches changed alike." in " ".join(text.split())
+
+
+def test_a_verdict_that_its_interval_does_not_explain_is_noted() -> None:
+    """Exactly where rows that are judged together make it another; silent elsewhere."""
+    sizes = [2**power for power in range(5)]
+    noise = Calibration(typical=0.01)
+
+    def judged(slower: float) -> str:
+        base, head = (
+            make_report([with_launches([level if size == 1 else 1.0], batch_size=size) for size in sizes])
+            for level in (1.0, slower)
+        )
+        return table(judge(base, head, Policy(), today=TODAY, calibration=noise), most=None)
+
+    text = judged(1.065)
+    assert "+2.2 to +" in _lines(text, "mp-bs1 ")[0]
+    assert "INCONCLUSIVE" in _lines(text, "mp-bs1 ")[0]
+    note = "note: by the interval alone time of mp-bs1 would be REGRESSED. Rows are judged together (Holm):"
+    assert note in " ".join(text.split())
+    assert text.count("by the interval alone") == 1
+    assert "by the interval alone" not in judged(1.0)
+    assert "by the interval alone" not in judged(1.2)
 
 
 def test_many_cases_are_cut_with_a_word_on_the_rest() -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from resample import asked_for
 
-from pytest_llmgpu import calibration, launch_merging, report
+from pytest_llmgpu import calibration, calibration_files, launch_merging, report
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 
@@ -57,8 +57,8 @@ def main() -> int:
     bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest, asked.gpus)
     noise = asked.keep / "calibration.json"
     calibrated = bench.calibrating(asked.calibrating)
-    calibration.dump(calibration.measure(calibrated), noise)
-    in_force = calibration.in_force(asked.keep, calibrated, noise)
+    calibration_files.dump(calibration.measure(calibrated), noise)
+    in_force = calibration_files.in_force(asked.keep, calibrated, noise)
     assert in_force is not None, "a calibration was named"
     named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
     launches = asked.launches or min(asked.most, named or asked.most)

@@ -23,13 +23,14 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import calibration, gate, launch_merging, planting, report
+from pytest_llmgpu import calibration, calibration_files, gate, launch_merging, planting, report
+from pytest_llmgpu.calibration import Calibration
 from pytest_llmgpu.metrics import derive
 from pytest_llmgpu.paired_times import PROMISED, launches_asked
 from pytest_llmgpu.policy import Policy, Rules
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import UNCALIBRATED_SD, Calibration
+from pytest_llmgpu.statistics import UNCALIBRATED_SD
 
 TODAY = datetime.date(2026, 1, 1)
 """No known regression is in the policy, so that any day will do."""
@@ -148,8 +149,8 @@ def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
     """Return the noise as the gate takes it from `llmgpu calibrate`'s file of some launches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.json")
-        calibration.dump(calibration.measure(part(recorded, numbers)), path)
-        noise = calibration.in_force(Path(folder), recorded, path)
+        calibration_files.dump(calibration.measure(part(recorded, numbers)), path)
+        noise = calibration_files.in_force(Path(folder), recorded, path)
     assert noise is not None, "a calibration was named"
     return noise
 

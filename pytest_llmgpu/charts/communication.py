@@ -97,9 +97,7 @@ def _against_utilization(panel: Panel) -> Iterator[Chart | str]:
     for entry in panel.completed:
         traffic, busy = counted(entry.result, "tx"), device_means(entry.result, "utilization_pct")
         if traffic and busy and fmean(traffic) > 0:
-            rows.append(
-                {"s": entry.title, "b": entry.batch_size, "u": rounded(fmean(busy)), "v": rounded(fmean(traffic) / _GB)}
-            )
+            rows.append({"s": entry.title, "b": entry.batch_size, "u": fmean(busy), "v": fmean(traffic) / _GB})
     if not rows:
         yield f"{title}: traffic or utilisation was not sampled."
     what = "sent, NVLink and PCIe" if _knows_nvlink(panel) else "sent, PCIe"
@@ -122,6 +120,7 @@ def _against_utilization(panel: Panel) -> Iterator[Chart | str]:
 
 
 def _path(panel: Panel, rows: list[Spec], what: str) -> Spec:
+    rows = [{**row, "u": rounded(row["u"]), "v": rounded(row["v"])} for row in rows]
     batch = {"field": "b", "type": "quantitative"}
     shared: Spec = {
         "x": axes.levels([row["u"] for row in rows], "GPU utilisation (%)", log=False, field="u"),

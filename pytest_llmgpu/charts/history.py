@@ -23,6 +23,9 @@ _FEW = 8  # lines that can all be named
 _LINEAR = ("accuracy", "memory", "utilization")
 """Metrics that are not drawn on a logarithmic axis: they move by little."""
 
+_UNMARKED = {"throughput": "marked in the chart of time"}
+"""What stands for the changes of a metric that has them in another chart."""
+
 
 def of_trends(trends: Sequence[Trend]) -> Charts:
     """Return a chart a metric, but for those that are 0 throughout, which a logarithmic axis does not have."""
@@ -64,7 +67,8 @@ def _chart(trend: Trend) -> Chart:
                 ended.append({**row, "o": text, "a": axes.side(labels.index(label), range(len(labels)))})
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
     told = ", ".join(f"{count} {change} ({_MARKS[change]})" for change, count in counted.items())
-    told = told or ("none that the gate is sure of" if METRICS[trend.metric].verdicts else "the gate judges none")
+    judged = METRICS[trend.metric].verdicts
+    told = told or ("none that the gate is sure of" if judged else _UNMARKED.get(trend.metric, "the gate judges none"))
     return Chart(
         id=f"trend-{trend.metric}",
         title=_title(trend),

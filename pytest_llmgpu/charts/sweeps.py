@@ -24,7 +24,7 @@ class Point(NamedTuple):
     kind: str
     """Which of several curves of its strategy it is on: `TX`."""
     value: float
-    """In the unit of the axis."""
+    """In the unit of the axis, not rounded: what is rounded twice may differ in its last digit."""
 
 
 def points(panel: Panel, figures: Mapping[str, Figure]) -> list[Point]:
@@ -35,7 +35,7 @@ def points(panel: Panel, figures: Mapping[str, Figure]) -> list[Point]:
         figures: by name of the curve, in the axis's unit; None where a case has none.
     """
     return [
-        Point(entry, kind, rounded(value))
+        Point(entry, kind, value)
         for kind, figure in figures.items()
         for entry in panel.completed
         if (value := figure(entry)) is not None
@@ -70,7 +70,7 @@ def curves_of(
         {
             "s": point.entry.title,
             "b": point.entry.batch_size,
-            "v": point.value,
+            "v": rounded(point.value),
             **({"k": point.kind} if len(kinds) > 1 else {}),
         }
         for point in drawn
@@ -79,7 +79,9 @@ def curves_of(
     everything = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
     shared = {
         "x": axes.batch_sizes([*everything, *sizes]),
-        "y": axes.levels([*(point.value for point in drawn), *within], f"{title} ({unit})", log=log, lines=len(failed)),
+        "y": axes.levels(
+            [*(rounded(point.value) for point in drawn), *within], f"{title} ({unit})", log=log, lines=len(failed)
+        ),
     }
     colour = axes.curves(panel)
     dash: Spec = {}

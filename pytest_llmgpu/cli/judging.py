@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 
 if TYPE_CHECKING:
+    from pytest_llmgpu.calibration import Calibration
     from pytest_llmgpu.policy import Policy
     from pytest_llmgpu.references import Source
     from pytest_llmgpu.report import Report
-    from pytest_llmgpu.statistics import Calibration
     from pytest_llmgpu.verdicts import Baseline, Verdicts
 
 __all__ = ["Judged", "add_rules", "add_sides", "judged", "policy_of", "rules_of", "verdicts_of"]
@@ -115,19 +115,19 @@ def verdicts_of(
 
 def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
     """Return the day and the calibration to judge a report with, as the command line says or as they are at hand."""
-    from pytest_llmgpu import calibration
+    from pytest_llmgpu import calibration_files
 
     today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
-    noise = calibration.in_force(storage_of(arguments), head, arguments.calibration)
+    noise = calibration_files.in_force(storage_of(arguments), head, arguments.calibration)
     return today, noise.of_one_session() if noise is not None and arguments.in_turn else noise
 
 
 def noise_in_words(arguments: argparse.Namespace, head: Report) -> str:
-    """Return that calibration for people; see `calibration.in_words`."""
-    from pytest_llmgpu import calibration
+    """Return that calibration for people; see `calibration_files.in_words`."""
+    from pytest_llmgpu import calibration_files
 
-    words = calibration.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
-    return "\n".join(filter(None, (words, calibration.left_out(rules_of(arguments, head)[1], head))))
+    words = calibration_files.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
+    return "\n".join(filter(None, (words, calibration_files.left_out(rules_of(arguments, head)[1], head))))
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:

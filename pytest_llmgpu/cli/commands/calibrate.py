@@ -51,7 +51,7 @@ class _Calibrate:
     def run(self, arguments: argparse.Namespace) -> int:
         from tabulate import tabulate
 
-        from pytest_llmgpu import calibration, launch_merging
+        from pytest_llmgpu import calibration, calibration_files, launch_merging
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
@@ -59,9 +59,9 @@ class _Calibrate:
         days = _by_day([one for _, one in found]) if arguments.launches is None else []
         sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
         measured = calibration.measure(*sessions)
-        path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
+        path = arguments.output or calibration_files.default_path(storage_of(arguments), measured.machine)
         try:
-            calibration.dump(measured, path)
+            calibration_files.dump(measured, path)
         except OSError as error:
             raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
         kept = measured.time.values()
@@ -74,7 +74,7 @@ class _Calibrate:
         lines = [tabulate(rows, columns[: len(rows[0])], disable_numparse=True), ""]
         lines.append(f"written: {path}")
         if len(sessions) == 1:
-            lines.append(calibration.ONE_SESSION)
+            lines.append(calibration_files.ONE_SESSION)
         enough, least = calibration.ENOUGH, calibration.LEAST
         if few := sum(noise.launches < enough for noise in kept):
             lines.append(f"{few:,} of them have fewer than {enough} launches: more tell the noise better")
