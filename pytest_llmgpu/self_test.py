@@ -152,7 +152,7 @@ class _Court:
             metric=row.metric,
             verdict=row.verdict,
             reason=reason or row.reason.splitlines()[0],
-            launches_needed=needed,
+            launches_needed=None if needed is None else max(paired_times.OWN_NOISE, needed),
         )
 
     def _launches(self, slowdown: float, result: CaseResult, copy: CaseResult, cases: int) -> int | None:
@@ -160,7 +160,8 @@ class _Court:
         noise = self.noise.of(result.key), self.noise.between_sessions(result.key)
         timed = paired_times.timed(result, copy, rule, *noise)
         assert isinstance(timed, Timed), "it has been judged"
-        return paired_times.launches_for(timed, slowdown, self.policy.confidence, cases)
+        # One launch does show what is larger than noise: that an outlier may hide it is no matter of the gate's.
+        return paired_times.launches_for(timed, slowdown, self.policy.confidence, cases, least=1)
 
 
 def _completed(report: Report) -> list[CaseResult]:

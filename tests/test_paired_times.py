@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
-from pytest_llmgpu.paired_times import TYPICAL, Timed, launches_asked, launches_for, timed
+from pytest_llmgpu.paired_times import OWN_NOISE, TYPICAL, Timed, launches_asked, launches_for, timed
 from pytest_llmgpu.policy import TimeRule
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.statistics import launches_needed
@@ -130,9 +130,11 @@ def test_the_noise_of_one_launch_is_the_known_one_or_the_one_seen() -> None:
 
 
 def test_launches_asked_for_reckon_with_both_figures() -> None:
-    """From the number of launches on that knows the noise of sums, each is a test of the family by its weight."""
-    assert launches_asked(0.04, 0.02, 0.002, 0.95, 1) == launches_needed(0.04, 0.02, 0.002, 0.95, 1) == 1
+    """The typical batch is a test of the family by its weight, and one launch alone may be an outlier."""
     assert launches_asked(0.04, 0.02, 0.01, 0.95, 7) == launches_needed(0.04, 0.02, 0.01, 0.95, 7 / TYPICAL)
+    assert launches_needed(0.04, 0.02, 0.002, 0.95, 1 / TYPICAL) == 1
+    assert launches_asked(0.04, 0.02, 0.002, 0.95, 1) == OWN_NOISE
+    assert launches_asked(0.04, 0.02, 0.5, 0.95, 1) is None
 
 
 def test_noise_between_sessions_counts_once_for_each_side() -> None:

@@ -313,6 +313,6 @@ def test_sessions_that_differ_set_a_limit() -> None:
     row = _judged(base, head, sd=0.003, session_sd=0.015)
     assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
     assert row.reason.splitlines()[1] == (
-        "Sessions differ by 1.5 %, so that no number of launches would show +4 %: in one session, with llmgpu ab, 2 a "
+        "Sessions differ by 1.5 %, so that no number of launches would show +4 %: in one session, with llmgpu ab, 3 a "
         "side would."
     )
