@@ -53,6 +53,18 @@ def test_quiet_launches_show_what_the_tool_promises(resample: ModuleType) -> Non
     assert found["ok"]
 
 
+def test_launches_that_really_were_slower_are_drawn_from(resample: ModuleType) -> None:
+    """A fault of 10 % that was recorded, and not planted, is shown by what the tool asks for; one of 0 % is not."""
+    quiet, slow = recorded(0.002), recorded(0.002)
+    for launch in slow.cases[0].launches:
+        launch.batches.latency_s = [1.1 * each for each in launch.batches.latency_s]
+    found = resample.study(quiet, [1], trials=20, calibrating=10, seed=0, slower=slow, fault=0.1)
+    assert (found["slowdown"], found["launches_asked_for"]) == (0.1, 3)
+    assert found["trials"][-1]["slower"]["rows_regressed"] == 1
+    same = resample.study(quiet, [1], trials=20, calibrating=10, seed=0, slower=quiet, fault=0.1)
+    assert same["trials"][-1]["slower"]["rows_regressed"] == 0
+
+
 def test_some_cases_are_looked_at_alone(resample: ModuleType) -> None:
     """What one machine can resolve and what it cannot are two answers; one that is not there is no answer."""
     both = on_h200([timed(1.0), timed(1.0, batch_size=2)])

@@ -3,7 +3,8 @@
 The report has many launches of each case (`pytest benchmarks --llmgpu-launches=40`). A trial draws launches at random,
 none twice: some that calibrate, some for the baseline, some for the candidate. Both sides ran the same program, so that
 REGRESSED is a false alarm. Then the candidate's latencies are made longer by the margin and 2 points: the launches that
-the tool asks for have to show it, and no number of launches may pass it as OK.
+the tool asks for have to show it, and no number of launches may pass it as OK. With --slower REPORT the candidate is
+drawn from launches that really were slower, by --fault.
 
     python benchmarks/gate/resample.py benchmarks/reports/launches-cpu.json.gz
 """
@@ -51,25 +52,50 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=300)
     calibrating = "launches that calibrate (10); 0: noise is assumed"
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help=calibrating)
+    parser.add_argument("--slower", type=Path, metavar="REPORT", help="launches with a fault (planted into latencies)")
+    parser.add_argument("--fault", type=float, help="how much slower those are (margin and 2 points)")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    slower = None if asked.slower is None else chosen(report.load(asked.slower), asked.cases)
     recorded = chosen(launch_merging.merge([report.load(path) for path in asked.reports]), asked.cases)
-    found = study(recorded, asked.launches, trials=asked.trials, calibrating=asked.calibrating, seed=asked.seed)
-    json.dump({"reports": [path.name for path in asked.reports], "seed": asked.seed, **found}, sys.stdout, indent=2)
+    found = study(
+        recorded,
+        asked.launches,
+        trials=asked.trials,
+        calibrating=asked.calibrating,
+        seed=asked.seed,
+        slower=slower,
+        fault=asked.fault,
+    )
+    names = {"reports": [path.name for path in asked.reports], "slower": asked.slower and asked.slower.name}
+    json.dump({**names, "seed": asked.seed, **found}, sys.stdout, indent=2)
     print()
     return 0 if found["ok"] else 1
 
 
-def study(recorded: Report, launches: Sequence[int], *, trials: int, calibrating: int, seed: int) -> dict[str, Any]:
+def study(
+    recorded: Report,
+    launches: Sequence[int],
+    *,
+    trials: int,
+    calibrating: int,
+    seed: int,
+    slower: Report | None = None,
+    fault: float | None = None,
+) -> dict[str, Any]:
     """Return what trials with each number of launches came to, and with what the tool asks for if there are as many."""
     policy = Policy()
+    fault = policy.time.margin + PROMISED if fault is None else fault
     there = min(len(result.launches) for result in completed(recorded))
     most = (there - calibrating) // 2
+    if slower is not None:
+        most = min(most, *(len(result.launches) for result in completed(slower)))
     noise = calibrated(recorded, range(there)) if calibrating else Calibration()
-    named = asked_for(recorded, policy, noise)
+    named = asked_for(recorded, policy, noise, fault)
     sizes = sorted({*launches, *([named] if named is not None else [])})
     chance = random.Random(seed)  # noqa: S311 - draws, no secret
-    tried = [Trials(recorded, policy, size, calibrating).run(trials, chance) for size in sizes if size <= most]
+    trial_of = [Trials(recorded, policy, size, calibrating, fault, slower) for size in sizes if size <= most]
+    tried = [one.run(trials, chance) for one in trial_of]
     checks = {
         "no_false_alarms": all(one["same"]["trials_regressed"] <= FALSE_ALARMS for one in tried),
         "slower_is_never_ok": not any(one["slower"]["rows"].get("OK") for one in tried),
@@ -81,7 +107,7 @@ def study(recorded: Report, launches: Sequence[int], *, trials: int, calibrating
         "cases": len(completed(recorded)),
         "launches_recorded": there,
         "margin": policy.time.margin,
-        "slowdown": policy.time.margin + PROMISED,
+        "slowdown": fault,
         "sd_between_launches": {result.id: round(counted(noise, result), 5) for result in completed(recorded)},
         "launches_asked_for": named,
         "most_launches_a_side": most,
@@ -102,9 +128,18 @@ def chosen(recorded: Report, ids: Sequence[str] | None) -> Report:
 class Trials:
     """Pairs of reports with so many launches a side."""
 
-    def __init__(self, recorded: Report, policy: Policy, launches: int, calibrating: int) -> None:
-        """Choose what is drawn from, and how much."""
+    def __init__(
+        self,
+        recorded: Report,
+        policy: Policy,
+        launches: int,
+        calibrating: int,
+        fault: float,
+        slower: Report | None,
+    ) -> None:
+        """Choose what is drawn from, and how much; None: the slowdown is planted."""
         self._recorded, self._policy, self._launches, self._calibrating = recorded, policy, launches, calibrating
+        self._fault, self._slower = fault, slower
         self._there = min(len(result.launches) for result in completed(recorded))
 
     def run(self, trials: int, chance: random.Random) -> dict[str, Any]:
@@ -117,8 +152,11 @@ class Trials:
         first, second = self._calibrating, self._calibrating + self._launches
         noise = calibrated(self._recorded, drawn[:first]) if first else None
         base, head = part(self._recorded, drawn[first:second]), part(self._recorded, drawn[second:])
-        if slower:
-            head = slowed(head, self._policy.time.margin + PROMISED)
+        if slower and self._slower is None:
+            head = slowed(head, self._fault)
+        elif slower:
+            there = min(len(result.launches) for result in completed(self._slower))
+            head = part(self._slower, chance.sample(range(there), self._launches))
         said = gate.judge(base, head, self._policy, today=TODAY, calibration=noise)
         return [row.verdict for row in said.rows if row.metric == "time"]
 
