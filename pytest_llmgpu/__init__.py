@@ -33,6 +33,7 @@ The map of the package, from what people touch down to what is measured; imports
                                     how each kind of metric is judged: pairs of batches, flipped items, exact counts,
                                     the largest batch that fits
     paired_times                    the time of one case against its baseline's, batch by batch, not yet judged
+    comparable_launches             which launches of both it is taken from
     launch_merging                  several reports of the same cases as one with several launches a case
     calibration_files, policy_files how the file of either is found, read, checked and written
     calibration                     how much a runner's times differ from launch to launch

@@ -152,7 +152,7 @@ class _Court:
             metric=row.metric,
             verdict=row.verdict,
             reason=reason or row.reason.splitlines()[0],
-            launches_needed=None if needed is None else max(paired_times.OWN_NOISE, needed),
+            launches_needed=None if needed is None else max(paired_times.FEWEST, needed),
         )
 
     def _launches(self, slowdown: float, result: CaseResult, copy: CaseResult, cases: int) -> int | None:

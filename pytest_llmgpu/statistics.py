@@ -142,7 +142,9 @@ def assumed_sd(base: Sequence[float], head: Sequence[float]) -> float:
     return min(UNCALIBRATED_SD, largest_sd(_spread(base, head), degrees, _LUCK))
 
 
-def change(base: Sequence[float], head: Sequence[float], sd: float, session_sd: float = 0.0) -> Change:
+def change(
+    base: Sequence[float], head: Sequence[float], sd: float, session_sd: float = 0.0, alone: float = 0.0
+) -> Change:
     """Return the change between launch levels; the numbers of launches may differ.
 
     Args:
@@ -150,11 +152,13 @@ def change(base: Sequence[float], head: Sequence[float], sd: float, session_sd: 
         head: [launches] likewise.
         sd: noise between launches that is known or assumed.
         session_sd: noise between sessions, of which each side is one: the number of launches does not make it less.
+        alone: what else a single launch of a side may be off by, as a fraction.
     """
     scale = math.sqrt(1 / len(base) + 1 / len(head))
     degrees = len(base) + len(head) - 2
     ratio = statistics.fmean(head) - statistics.fmean(base)
-    known = math.hypot(_error(sd, len(base)), _error(sd, len(head)), session_sd * math.sqrt(2))
+    errors = [math.hypot(_error(sd, len(side)), alone * (len(side) == 1)) for side in (base, head)]
+    known = math.hypot(*errors, session_sd * math.sqrt(2))
     if not degrees:
         return Change(log_ratio=ratio, noise_error=known)
     return Change(log_ratio=ratio, noise_error=known, observed_error=_spread(base, head) * scale, degrees=degrees)

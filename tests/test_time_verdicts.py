@@ -135,7 +135,7 @@ def test_many_rows_are_one_family() -> None:
 
 def test_no_time_is_too_odd_to_be_written_down() -> None:
     """Ratios beyond what a float holds stay finite."""
-    row = _judged(with_latencies([[1e-300] * BATCHES]), with_latencies([[1e300] * BATCHES]))
+    row = _judged(with_latencies([[1e-300] * BATCHES] * 2), with_latencies([[1e300] * BATCHES] * 2))
     assert row.verdict == "REGRESSED"
     assert row.ratio is not None
     assert math.isfinite(row.ratio)
@@ -313,6 +313,6 @@ def test_sessions_that_differ_set_a_limit() -> None:
     row = _judged(base, head, sd=0.003, session_sd=0.015)
     assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
     assert row.reason.splitlines()[1] == (
-        "Sessions differ by 1.5 %, so that no number of launches would show +4 %: in one session, with llmgpu ab, 3 a "
+        "Sessions differ by 1.5 %, so that no number of launches would show +4 %: in one session, with llmgpu ab, 5 a "
         "side would."
     )
