@@ -126,13 +126,25 @@ def test_the_device_that_is_full_first_decides() -> None:
     assert _predicted(results, roomy).device_index == 0
 
 
-def test_workspace_counts_and_cache_does_not() -> None:
-    """What lies outside torch's allocator takes room; what torch has only cached is given back when room is needed."""
-    plain = _predicted(_series()).max_batch_size
-    cached = [_case(size, [_memory(_line(size), cached=size * GIB)]) for size in (1, 2, 4)]
-    assert _predicted(cached).max_batch_size == plain
+def test_workspace_counts() -> None:
+    """What lies outside torch's allocator takes room, too."""
     kept = [_case(size, [_memory(_line(size), workspace=size * _PER_SEQUENCE)]) for size in (1, 2, 4)]
-    assert _predicted(kept).max_batch_size == plain // 2
+    assert _predicted(kept).max_batch_size == _predicted(_series()).max_batch_size // 2
+
+
+def test_gaps_grow_with_the_batch() -> None:
+    """What torch had beyond live tensors at the largest size it will have again; at small sizes it is rounding."""
+
+    def with_gaps(*sizes: int) -> Prediction:
+        cached = {size: 7 * MIB if size < 16 else size * _PER_SEQUENCE // 4 for size in sizes}
+        return _predicted([_case(size, [_memory(_line(size), cached=cached[size])]) for size in sizes])
+
+    found = with_gaps(1, 2, 4, 8, 16)
+    assert found.max_batch_size == 303, "378.9 without them"
+    assert found.gaps == pytest.approx(0.25)
+    assert found.bytes_per_sequence == pytest.approx(1.25 * _PER_SEQUENCE, rel=1e-6)
+    few = with_gaps(1, 2, 4)
+    assert (few.max_batch_size, few.gaps) == (378, 0)
 
 
 def test_small_sizes_that_hide_their_growth_are_left_out() -> None:

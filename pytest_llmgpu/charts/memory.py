@@ -13,6 +13,7 @@ from pytest_llmgpu.charts.sweeps import Figure, curves_of, points
 __all__ = ["charts"]
 
 _GIB = 2**30
+_REACH = 8  # how many times as large a batch size is where the text of a prediction no longer meets the one before
 _FAR = 2.5  # a limit beyond so many times what is in use would press the curves to the ground
 
 
@@ -75,14 +76,19 @@ def _predictions(panel: Panel, capacities: list[Capacity], limit: float) -> list
     """Return a line up to the limit at the largest batch size that should fit, by strategy."""
     titles = {entry.result.case.series: entry.title for entry in panel.entries}
     layers: list[Spec] = []
-    for capacity in capacities:
-        prediction = capacity.prediction
-        if prediction is None or prediction.max_batch_size < 1:
-            continue
-        title, size = titles[capacity.series], prediction.max_batch_size
+    predicted = [
+        (capacity.prediction.max_batch_size, titles[capacity.series])
+        for capacity in capacities
+        if capacity.prediction is not None and capacity.prediction.max_batch_size > 0
+    ]
+    left, level = 0, 0
+    for size, title in sorted(predicted):
+        # On the ground, where no curve is, unless the text meets that of another strategy.
+        level = level + 1 if size < _REACH * left else 0
+        left = size
         rows = [{"s": title, "b": size, "v": rounded(limit), "t": f"{title}: {size:,} should fit"}]
         shared = {"color": axes.curves(panel), "tooltip": {"field": "t", "type": "nominal", "title": "prediction"}}
-        note = {"type": "text", "style": "note", "align": "right", "dx": -5, "dy": -9 - 15 * (len(layers) // 2)}
+        note = {"type": "text", "style": "note", "align": "right", "dx": -5, "dy": -9 - 15 * level}
         layers += [
             {
                 "data": {"values": rows},
