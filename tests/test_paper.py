@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,11 @@ from pytest_llmgpu.result import AccuracyCheck, Outcome
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAPER = BENCHMARKS / "paper"
-REPORTS = ("llama-30b-4xH200-no-p2p", "llama-30b-4xH200")
+REPORTS = (
+    PAPER / "results" / "paper-4xH200.json.gz",
+    BENCHMARKS / "reports" / "llama-30b-4xH200-no-p2p.json.gz",
+    BENCHMARKS / "reports" / "llama-30b-4xH200.json.gz",
+)
 VARIABLE = "NCCL_P2P_DISABLE"
 
 
@@ -230,6 +235,15 @@ def test_a_threshold_is_held_against_the_studys_at_its_cap_only(
     assert _rows(claims, told)["mp: largest batch size in 32 GiB a GPU"] == (text, holds)
 
 
+@pytest.mark.parametrize(("largest", "holds"), [(64, None), (128, False)])
+def test_more_than_fitted_in_the_study_is_another_threshold(
+    claims: ModuleType, largest: int, holds: bool | None
+) -> None:
+    """Even where nothing was out of memory; as much as in the study is no threshold yet."""
+    told = make_report([make_result(60.0, sequences=128, batch_size=largest, strategy="tp", gpu_memory_bytes=32 * GIB)])
+    assert _rows(claims, told)["tp: largest batch size in 32 GiB a GPU"][1] is holds
+
+
 @pytest.mark.parametrize(
     ("busy", "holds"), [((90.0, 60.0, 40.0, 30.0), True), ((40.0, 60.0, 80.0, 90.0), False), ((90.0,) * 4, False)]
 )
@@ -319,8 +333,12 @@ def test_another_report_is_refused(claims: ModuleType, tmp_path: Path, capsys: p
 def test_the_readme_has_the_figures_of_the_reports(claims: ModuleType) -> None:
     """Its table is what the script says of the runs that there are; a new run needs a new table."""
     readme = (PAPER / "README.md").read_text().splitlines()
-    told = {name: report.load(BENCHMARKS / "reports" / f"{name}.json.gz") for name in REPORTS}
+    told = {path.name: report.load(path) for path in REPORTS}
     table = claims.markdown(told).splitlines()
-    rows = table[table.index(f"| claim | study | {' | '.join(REPORTS)} |") + 2 :]
+    rows = table[table.index(f"| claim | study | {' | '.join(told)} |") + 2 :]
     assert len(rows) > 20
-    assert [row for row in rows if not any(line.startswith(row.removesuffix("|")) for line in readme)] == []
+    assert [row for row in rows if row not in readme] == []
+    seconds = claims.markdown({REPORTS[0].name: told[REPORTS[0].name]}).splitlines()
+    times = [line.split("|")[5:-1] for line in seconds if re.match(r"\| \d", line)]
+    shown = [line.split("|")[5:-1] for line in readme if re.match(r"\| \d+ \|", line)]
+    assert [[cell.strip(" s") for cell in row] for row in shown] == [[cell.strip() for cell in row] for row in times]

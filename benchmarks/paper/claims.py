@@ -199,7 +199,8 @@ def _thresholds(told: Report) -> Iterable[Claim]:
             cap = caps[name]
             if cap != _CAP_BYTES:
                 text += f" (with {'no cap' if cap is None else f'{cap / 2**30:.4g} GiB'})"
-            comparable = cap is not None and abs(cap / _CAP_BYTES - 1) <= _MARGIN and one.smallest_oom is not None
+            known = one.smallest_oom is not None or (one.largest_fit or 0) > study
+            comparable = cap is not None and abs(cap / _CAP_BYTES - 1) <= _MARGIN and known
             claim = claim._replace(ours=text, holds=one.largest_fit == study if comparable else None)
         yield claim
 

@@ -33,16 +33,22 @@ width_104() {
 30b_capped() {
   dummy llama-30b-4xH200-17.3GiB llama-30b --strategy=mp --llmgpu-gpu-memory=17.3GiB
   # With every logit and a KV cache, a batch of tp takes more than what loading leaves free for it.
-  dummy llama-30b-4xH200-tp-19GiB llama-30b --strategy=tp --llmgpu-scoring=harness --llmgpu-gpu-memory=19GiB
+  dummy llama-30b-4xH200-tp-19GiB llama-30b --strategy=tp --llmgpu-scoring=harness --llmgpu-gpu-memory=19GiB \
+    --llmgpu-limit=32
   # Loading takes more than batch size 64: DeepSpeed makes each layer anew beside its old one.
-  dummy llama-30b-4xH200-iok-22.4GiB llama-30b --strategy=iok --llmgpu-scoring=harness --llmgpu-gpu-memory=22.4GiB \
-    --llmgpu-batch-sizes=1,2,4,8,16,32,64,128
+  dummy llama-30b-4xH200-iok-24GiB llama-30b --strategy=iok --llmgpu-scoring=harness --llmgpu-gpu-memory=24GiB \
+    --llmgpu-limit=32 --llmgpu-batch-sizes=1,2,4,8,16,32,64,128
+}
+paper() {
+  python3 -m pytest benchmarks/paper -q -p no:cacheprovider --strategy=mp,tp,iok --llmgpu-dataset="$dataset" \
+    --llmgpu-limit=64 --llmgpu-batch-sizes=1,2,4,8,16,32,64,128,256 --llmgpu-json="$out/paper-4xH200.json.gz" ||
+    echo "status $?"
 }
 7b() { dummy llama-7b-4xH200 llama-7b --strategy=mp,tp,iok; }
 speed() {
   width_104 w104-llama-30b-4xH200 llama-30b --strategy=mp,tp,iok --llmgpu-batch-sizes=1,64
   width_104 w104-llama-30b-4xH200-autotp llama-30b --strategy=tp --llmgpu-tp-backend=deepspeed --llmgpu-batch-sizes=1,64
-  width_104 w104-llama-7b-4xH200 llama-7b --strategy=tp,iok --llmgpu-batch-sizes=1,64
+  width_104 w104-llama-7b-4xH200 llama-7b --strategy=tp,iok --llmgpu-batch-sizes=1
   width_104 w104-llama-7b-4xH200-autotp llama-7b --strategy=tp --llmgpu-tp-backend=deepspeed --llmgpu-batch-sizes=1
 }
 mp_forward() { python3 benchmarks/overhead/mp_forward.py --dataset "$out/w104.jsonl" --limit 64 >"$out/mp_forward.json"; }
