@@ -21,7 +21,7 @@ OWN_NOISE = 3
 
 FEWEST = 5
 """Launches a side that are asked for at least, however quiet they are: they have outliers that no normal distribution
-has. Of 30 on an H200 that differed by 0.9 % one was 9 % slow: three a side showed 10 % in 85 % of pairs, five in 99 %
+has. Of 30 on four H200 that differed by 0.9 % one was 9 % slow: three a side showed 10 % in 85 % of pairs, five in 99 %
 (benchmarks/gate)."""
 
 PROMISED = 0.02
@@ -32,7 +32,7 @@ SUM = 0.1
 it had, the more launches the typical batch would take."""
 
 _STALL_S = 0.03
-"""What a single launch may have lost to the machine, unseen. Of 30 launches of 0.36 s on an H200, which differed by
+"""What a single launch may have lost to the machine, unseen. Of 30 launches of 0.36 s on four H200, which differed by
 0.9 %, one lost 0.035 s in its last batches: a false alarm, however quiet the others were."""
 
 _READINGS = 20
@@ -110,23 +110,22 @@ def timed(
         What `time_verdicts` judges; a row where comparing is impossible; or, in a few words, why there is nothing to
         compare.
     """
-    found = comparable(base, head)
-    if isinstance(found, Refusal):
-        if found.verdict is None:
-            return found.reason
-        return Row.of(head, "time", found.verdict, found.reason, gated=rule.gate)
-    sides = found
+    sides = comparable(base, head)
+    if isinstance(sides, Refusal):
+        if sides.verdict is None:
+            return sides.reason
+        return Row.of(head, "time", sides.verdict, sides.reason, gated=rule.gate)
     levels = launch_levels(*([launch.batches.latency_s for launch in side] for side in sides))
     base_s, head_s = (statistics.median(map(inference_s, side)) for side in sides)
     base_busy, head_busy = map(_busy, sides)
     sums = [[math.log(inference_s(launch)) for launch in side] for side in sides]
-    stall = _STALL_S / min(base_s, head_s)
+    stalls = math.log1p(_STALL_S / base_s), math.log1p(_STALL_S / head_s)
     assumed, assumed_of_sums = assumed_sd(*levels), assumed_sd(sums[0], sums[1])
     return Timed(
         head,
         rule,
-        change(*levels, assumed if sd is None else sd, session_sd, stall),
-        change(sums[0], sums[1], assumed_of_sums if sd is None else sd, session_sd, stall),
+        change(*levels, assumed if sd is None else sd, session_sd, stalls),
+        change(sums[0], sums[1], assumed_of_sums if sd is None else sd, session_sd, stalls),
         max(rule.margin, rule.absolute_s / base_s),
         base_s,
         head_s,
@@ -165,8 +164,8 @@ def launches_asked(
 ) -> int | None:
     """Return how many launches a side show a slowdown of one of several cases; None above 1,000.
 
-    The arguments are those of `statistics.launches_needed`, and `least`: never fewer are asked for. Each case's sum is
-    tested too.
+    The arguments are those of `statistics.launches_needed`, and `least`: never fewer are asked for. The case's sum is
+    reckoned with as a test beside that of the typical batch, which it is from `OWN_NOISE` launches on.
     """
     needed = launches_needed(slowdown, margin, sd, confidence, cases / TYPICAL, session_sd)
     return None if needed is None else max(least, needed)

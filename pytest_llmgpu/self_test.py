@@ -152,7 +152,7 @@ class _Court:
             metric=row.metric,
             verdict=row.verdict,
             reason=reason or row.reason.splitlines()[0],
-            launches_needed=None if needed is None else max(paired_times.FEWEST, needed),
+            launches_needed=_asked(needed, row.n),
         )
 
     def _launches(self, slowdown: float, result: CaseResult, copy: CaseResult, cases: int) -> int | None:
@@ -162,6 +162,14 @@ class _Court:
         assert isinstance(timed, Timed), "it has been judged"
         # One launch does show what is larger than noise: that an outlier may hide it is no matter of the gate's.
         return paired_times.launches_for(timed, slowdown, self.policy.confidence, cases, least=1)
+
+
+def _asked(needed: int | None, there: int | None) -> int | None:
+    """Return how many launches are asked for; None where there are as many: then something else is missing."""
+    if needed is None or there is None:
+        return None
+    asked = max(paired_times.FEWEST, needed)
+    return asked if there < asked else None
 
 
 def _completed(report: Report) -> list[CaseResult]:

@@ -41,7 +41,7 @@ POWER = 0.95
 _ALONE = 1.5
 """How much more the noise of a side with one launch counts. Launches have outliers that no normal distribution has, and
 one launch shows no spread that would tell: of 1,000 pairs of equal launches on H200s 3.8 % had a false alarm without it
-and 1.0 % with it (benchmarks/gate)."""
+and 1.0 % with it (benchmarks/gate); 0.6 % since a single launch may have met a stall, too."""
 
 _ENOUGH_DEGREES = 8
 """Degrees of freedom, five launches a side, from which launches tell their own noise where nobody calibrated."""
@@ -60,8 +60,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     log_ratio: float
     """Of candidate to baseline."""
     noise_error: float
-    """Standard error by the calibrated noise: sd x sqrt(1/n + 1/m), half as much again for a side with one launch, and
-    that of two sessions."""
+    """Standard error by the calibrated noise: sd x sqrt(1/n + 1/m), half as much again for a side with one launch, that
+    of two sessions, and what a machine that stalls may have done to a single launch."""
     observed_error: float | None = None
     """Standard error by the spread of these launches; None with one launch a side."""
     degrees: int = 0
@@ -143,7 +143,11 @@ def assumed_sd(base: Sequence[float], head: Sequence[float]) -> float:
 
 
 def change(
-    base: Sequence[float], head: Sequence[float], sd: float, session_sd: float = 0.0, alone: float = 0.0
+    base: Sequence[float],
+    head: Sequence[float],
+    sd: float,
+    session_sd: float = 0.0,
+    stalls: tuple[float, float] = (0.0, 0.0),
 ) -> Change:
     """Return the change between launch levels; the numbers of launches may differ.
 
@@ -152,13 +156,14 @@ def change(
         head: [launches] likewise.
         sd: noise between launches that is known or assumed.
         session_sd: noise between sessions, of which each side is one: the number of launches does not make it less.
-        alone: what else a single launch of a side may be off by, as a fraction.
+        stalls: standard error, as a logarithm, that a single launch of either side has beside its noise.
     """
     scale = math.sqrt(1 / len(base) + 1 / len(head))
     degrees = len(base) + len(head) - 2
     ratio = statistics.fmean(head) - statistics.fmean(base)
-    errors = [math.hypot(_error(sd, len(side)), alone * (len(side) == 1)) for side in (base, head)]
-    known = math.hypot(*errors, session_sd * math.sqrt(2))
+    errors = [_error(sd, len(base)), _error(sd, len(head)), session_sd * math.sqrt(2)]
+    errors += [stall for side, stall in zip((base, head), stalls, strict=True) if len(side) == 1]
+    known = math.hypot(*errors)
     if not degrees:
         return Change(log_ratio=ratio, noise_error=known)
     return Change(log_ratio=ratio, noise_error=known, observed_error=_spread(base, head) * scale, degrees=degrees)

@@ -94,7 +94,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     smallest_change: float | None = None
     """Smallest true slowdown that these launches show with 95 % probability, as a fraction."""
     launches_needed: int | None = None
-    """Launches a side that show a slowdown of the margin and 2 points with 95 % probability; None above 1,000."""
+    """Launches a side that show a slowdown of the margin and 2 points with 95 % probability, five at least; None above
+    1,000."""
     alone: Verdict | None = None
     """What the interval alone says where the row is judged with others (Holm), and the verdict is another for that."""
     lost: list[int] | None = None

@@ -147,6 +147,13 @@ def test_gaps_grow_with_the_batch() -> None:
     assert (few.max_batch_size, few.gaps) == (378, 0)
 
 
+def test_what_loading_left_behind_is_no_gap_of_a_batch() -> None:
+    """It is there at every size, and torch gives it back."""
+    sizes = (1, 2, 4, 8, 16)
+    found = _predicted([_case(size, [_memory(_line(size), cached=900 * MIB)]) for size in sizes])
+    assert (found.max_batch_size, found.gaps) == (378, 0)
+
+
 def test_small_sizes_that_hide_their_growth_are_left_out() -> None:
     """Below the size of a fixed buffer nothing grows: the line goes through the sizes above it."""
     results = _series((1, 2, 4, 8, 16, 32, 64), lambda size: max(_line(size), _line(12)))

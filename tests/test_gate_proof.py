@@ -171,9 +171,18 @@ def test_a_run_that_was_cut_goes_on(
 
 
 def test_rounds_are_dealt_out_to_the_gpus(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    """In the order of their numbers, each on one GPU, which has one at a time."""
+    """In the order of their numbers, each on one GPU; a launch that fails ends them all."""
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [], ["0", "1", "2"])
     assert bench.dealt(7, lambda number, gpu: (number, gpu)) == [(number, str(number % 3)) for number in range(7)]
+    begun = []
+
+    def fail(number: int, _gpu: str) -> None:
+        begun.append(number)
+        raise SystemExit(f"round {number}")
+
+    with pytest.raises(SystemExit, match="round "):
+        bench.dealt(300, fail)
+    assert len(begun) <= 3, "no other begins once one has failed"
 
 
 def test_a_round_is_held_against_the_next_of_its_gpu(script: Callable[[str], ModuleType]) -> None:

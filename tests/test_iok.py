@@ -185,6 +185,9 @@ def test_rows_without_padding_need_no_mask(
     assert all(mask is not None for mask in seen[len(layers) :]), "a mask that was given is"
     _logits(injected.loaded.model, ids_BS, position_ids=torch.arange(40)[None])
     assert all(mask is not None for mask in seen[2 * len(layers) :]), "as is one for several texts in a row"
+    with torch.inference_mode():
+        injected.loaded.model.get_decoder()(ids_BS, mask_BS)  # type: ignore[operator]  # a llama
+    assert all(mask is not None for mask in seen[3 * len(layers) :]), "and one that is given by its place"
 
 
 def test_a_larger_batch_after_a_smaller_one_is_right(inject: Inject, plain: torch.nn.Module) -> None:

@@ -267,11 +267,11 @@ def test_launches_that_take_other_links_are_a_finding() -> None:
 
 def test_launches_whose_times_are_far_apart_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fastest, the slowest and what to do; the report has it, of the case."""
-    case = _launched(tmp_path, monkeypatch, *(make_result(seconds) for seconds in (1.2, 1.0, 1.5)))
+    case = _launched(tmp_path, monkeypatch, *(make_result(seconds) for seconds in (1.2, 1.0, 3.1)))
     (finding,) = [found for found in case.findings if found.code == "launch-times-differ"]
     assert finding.severity == "warning"
     assert finding.text == (
-        "Launches differ in time by a factor of 1.5: launch 3 of 3 took 1.5 s, the slowest, and launch 2 1 s, the "
+        "Launches differ in time by a factor of 3.1: launch 3 of 3 took 3.1 s, the slowest, and launch 2 1 s, the "
         "fastest."
     )
     assert "another tenant" in finding.next_step
@@ -280,11 +280,11 @@ def test_launches_whose_times_are_far_apart_are_a_finding(tmp_path: Path, monkey
 
 def test_times_that_noise_or_other_work_explains_are_no_finding() -> None:
     """Nor is a launch that failed: its number counts all the same."""
-    near = [make_result(1.0), make_result(1.49)]
+    near = [make_result(1.0), make_result(2.8)]
     assert launch_findings.disagreements(near) == []
     other = [make_result(1.0), make_result(9.0, execution="cuda_graphs")]
     assert [found.code for found in launch_findings.disagreements(other)] == ["launches-run-otherwise"]
-    (finding,) = launch_findings.disagreements([make_result(1.0), make_failed("crashed"), make_result(2.0)])
+    (finding,) = launch_findings.disagreements([make_result(1.0), make_failed("crashed"), make_result(4.0)])
     assert "launch 3 of 3" in finding.text
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from verdict_factory import BATCHES, with_latencies, with_launches
 
@@ -30,10 +32,13 @@ def test_one_short_launch_may_have_met_a_stall() -> None:
         _compared(with_latencies([[seconds] * BATCHES]), with_latencies([[1.1 * seconds] * BATCHES]))
         for seconds in (0.3 / BATCHES, 60 / BATCHES)
     )
-    assert short.change.noise_error == short.total.noise_error == pytest.approx(0.1 * 2**0.5, rel=0.01)
+    assert short.change.noise_error == short.total.noise_error == pytest.approx(0.0912 * 2**0.5, rel=0.05)
     assert long.change.noise_error < 0.003
     two = [[0.3 / BATCHES] * BATCHES] * 2
     assert _compared(with_latencies(two), with_latencies(two)).change.noise_error < 0.002, "two show their spread"
+    one = with_latencies(two[:1])
+    for sides in ((one, with_latencies(two)), (with_latencies(two), one)):
+        assert _compared(*sides).change.noise_error == pytest.approx(math.log1p(0.1), rel=0.01), "that side's alone"
 
 
 def test_launches_asked_for_reckon_with_both_figures() -> None:

@@ -135,10 +135,20 @@ def test_many_rows_are_one_family() -> None:
 
 def test_no_time_is_too_odd_to_be_written_down() -> None:
     """Ratios beyond what a float holds stay finite."""
-    row = _judged(with_latencies([[1e-300] * BATCHES] * 2), with_latencies([[1e300] * BATCHES] * 2))
-    assert row.verdict == "REGRESSED"
-    assert row.ratio is not None
-    assert math.isfinite(row.ratio)
+    for launches in (1, 2):
+        base, head = (with_latencies([[each] * BATCHES] * launches) for each in (1e-300, 1e300))
+        row = _judged(base, head)
+        assert row.verdict == "REGRESSED"
+        assert row.ratio is not None
+        assert math.isfinite(row.ratio)
+
+
+def test_a_stall_that_is_longer_than_the_case_is_bounded() -> None:
+    """3 ms that may have lost 30 ms once: an interval that a person can read, and no 10 %."""
+    row = _judged(with_latencies([[0.003 / BATCHES] * BATCHES]), with_latencies([[0.0033 / BATCHES] * BATCHES]))
+    assert row.verdict == "INCONCLUSIVE"
+    assert row.high is not None
+    assert 2 < row.high < 10_000
 
 
 @pytest.mark.parametrize(

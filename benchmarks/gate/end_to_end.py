@@ -2,8 +2,9 @@
 
 Rounds of two reports each, launched in turn (A B A B ...): one of a strategy without its fault, one with it.
 `llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. Some launches of A
-calibrate first. What is in --keep already is not measured again, so that a run that was cut goes on. On several GPUs
-at once (--gpus=0,1,2,3) every launch has one of them, and a round stays on its own.
+calibrate first. One round alone has no next one, and says nothing of false alarms. What is in --keep already is not
+measured again, so that a run that was cut goes on. On several GPUs at once (--gpus=0,1,2,3) every launch has one of
+them, and a round stays on its own.
 
     python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
     python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
@@ -16,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,9 +47,7 @@ def main() -> int:
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
     parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
     parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
-    parser.add_argument(
-        "--gpus", type=lambda text: text.split(","), default=[None], help="launch on these at once: 0,1"
-    )
+    parser.add_argument("--gpus", type=_several, default=[None], help="launch on these at once: 0,1")
     parser.add_argument("--keep", type=Path, help="folder for every report (end-to-end/PROBE)")
     parser.add_argument("pytest", nargs="+", help="arguments for pytest, after --")
     asked = parser.parse_args()
@@ -108,9 +108,19 @@ class Bench:
 
     def dealt(self, count: int, make: Callable[[int, str | None], _Made]) -> list[_Made]:
         """Return what is made of each number; number n on GPU n modulo the GPUs, one at a time on each."""
+        failed = threading.Event()
 
         def on_one(place: int) -> list[_Made]:
-            return [make(number, self._gpus[place]) for number in range(place, count, len(self._gpus))]
+            made = []
+            for number in range(place, count, len(self._gpus)):
+                if failed.is_set():
+                    break  # what another has raised is raised below
+                try:
+                    made.append(make(number, self._gpus[place]))
+                except BaseException:
+                    failed.set()
+                    raise
+            return made
 
         with ThreadPoolExecutor(len(self._gpus)) as pool:
             made = list(pool.map(on_one, range(len(self._gpus))))
@@ -135,7 +145,7 @@ class Bench:
                 found[side].append(self.launch(f"{number}-{side}-{launch}", gpu, faulty=faulty))
         for side, path in paths.items():
             report.dump(launch_merging.merge(found[side]), path)
-        print(f"round {number} is measured", file=sys.stderr)
+        print(f"round {number + 1} is measured", file=sys.stderr)
         return paths
 
     def launch(self, name: str, gpu: str | None = None, *, faulty: bool = False) -> Report:
@@ -161,6 +171,13 @@ class Bench:
         done = subprocess.run([*command, "--json", "-"], stdout=subprocess.PIPE, text=True, check=False)
         rows = json.loads(done.stdout)["rows"]
         return done.returncode, Counter(row["verdict"] for row in rows if row["metric"] == METRICS[self._probe])
+
+
+def _several(text: str) -> list[str]:
+    names = text.split(",")
+    if not all(names) or len({*names}) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: GPUs are numbers with commas between, each once: 0,1")
+    return names
 
 
 def following(number: int, rounds: int, gpus: int) -> int | None:

@@ -88,10 +88,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dataset", default="bundled", help="bundled, hellaswag or a JSON Lines file")
     parser.add_argument("--limit", type=int, default=100, help="items")
     parser.add_argument("--batch-size", type=int, default=4 if cuda else 8)
-    parser.add_argument("--eager", action="store_true", default=not cuda, help="no CUDA graphs")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, as on a CPU")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1.5, help="how long one of a pair takes, about (1.5)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.eager |= arguments.device != "cuda"
+    return arguments
 
 
 @contextmanager
