@@ -285,6 +285,21 @@ def test_what_took_another_link_than_pcie_is_said_beside_its_counters() -> None:
     assert "not in it" not in found["traffic-nvlink"].summary
 
 
+def test_what_took_a_link_that_was_not_counted_is_said() -> None:
+    """The study's profiler reads PCIe only: where less than half of what was sent was on it, it is a host's chatter."""
+    traffic = make_traffic(wire_bytes_per_sequence=5e6)
+    results = [
+        make_result(1.0, profile=make_profile(tx=rate), traffic=traffic, strategy=name)
+        for name, rate in (("mp", 0.03e9), ("tp", 0.06e9))
+    ]
+    found = _by_id(make_report(results))
+    told = "; less than half of what mp sent was seen, as it took a link that was not counted."
+    for name in ("traffic-pcie", "traffic-utilization-1"):
+        assert found[name].summary.endswith(told)
+        assert "what tp sent" not in found[name].summary
+    assert "was not counted" not in found["traffic-utilization-2"].summary
+
+
 def test_memory_has_capacity_and_the_predicted_threshold_where_they_are_near() -> None:
     """The axes reach both."""
     chart = _by_id(_paper())["memory"]
@@ -293,20 +308,23 @@ def test_memory_has_capacity_and_the_predicted_threshold_where_they_are_near() -
     assert {"s": "iok", "b": 112, "v": 32.0, "t": "iok: 112 should fit"} in rows
     assert chart.spec["encoding"]["x"]["scale"]["domain"][1] > 112
     assert chart.spec["encoding"]["y"]["scale"]["domain"][1] > 32
-    assert "each GPU has 32 GiB; the largest batch size that should fit: mp 112, tp 112, iok 112." in chart.summary
+    assert (
+        "32 GiB of each GPU may be used; the largest batch size that should fit: mp 112, tp 112, iok 112."
+        in chart.summary
+    )
 
 
 def test_a_capacity_far_above_is_said_and_not_drawn() -> None:
     """Else every curve would lie on the ground."""
     chart = _by_id(_paper(memory_gib=1000))["memory"]
     assert chart.spec["encoding"]["y"]["scale"]["domain"][1] < 40
-    assert "each GPU has 1,000 GiB, far above this chart" in chart.summary
+    assert "1,000 GiB of each GPU may be used, far above this chart" in chart.summary
 
 
 def test_a_cap_is_the_capacity() -> None:
     """Of a GPU of which a case may use a part."""
     results = [make_result(memory=make_memory(), gpu_memory_bytes=20 * GIB)]
-    assert "each GPU has 20 GiB" in _by_id(make_report(results))["memory"].summary
+    assert "20 GiB of each GPU may be used" in _by_id(make_report(results))["memory"].summary
 
 
 def test_accuracy_has_its_interval_and_the_items_that_flipped() -> None:

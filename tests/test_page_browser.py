@@ -13,7 +13,7 @@ import pytest
 from test_html_report import EVIL, row, study, verdicts
 
 from pytest_llmgpu import html_report
-from pytest_llmgpu.result import Finding
+from pytest_llmgpu.result import Failure, Finding
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's tests need selenium")
 pytest.importorskip("jinja2", reason="the page needs the extra report")
@@ -70,6 +70,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         Finding(code="third", severity="info", text="It is small.", next_step="Look."),
         Finding(code="fourth", severity="info", text="It is old.", next_step="Look."),
     ]
+    report.cases[0].failure = Failure(phase="forward", message="x", log_tail=f"OutOfMemoryError: {'a_long_line ' * 50}")
     rows = [row(report, number, verdict) for number, verdict in enumerate(("REGRESSED", "MISSING", "IMPROVED", "OK"))]
     report.verdicts = verdicts(*rows)
     path = tmp_path_factory.mktemp("page") / "page.html"

@@ -41,6 +41,15 @@ def _busy(*values: float | None) -> Profile:
     return profile
 
 
+def test_few_moments_do_not_tell_devices_apart() -> None:
+    """Ten readings of 0 or 100 % are no imbalance; the driver's own ring, which misses nothing, is."""
+    few = msgspec.structs.replace(_busy(34.0, 16.0, 15.0, 17.0), samples=10)
+    assert imbalance(Launch(profile=few)) == []
+    for device in few.devices:
+        device.metrics["utilization_pct"] = msgspec.structs.replace(device.metrics["utilization_pct"], coverage=1.0)
+    assert [found.code for found in imbalance(Launch(profile=few))] == ["imbalanced-work"]
+
+
 def _full(*gib: float) -> list[DeviceMemory]:
     """Return the memory of devices that are so full, by NVML; torch reserved half of it."""
     return [

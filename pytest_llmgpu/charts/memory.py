@@ -114,7 +114,7 @@ def _summary(panel: Panel, limit: float | None, *, near: bool) -> str:
             told.append(f"{title} {written(low, digits=3)} GiB at batch size {small}{grows}")
     text = f"Peak of the fullest GPU: {', '.join(told)}"
     if limit is not None:
-        text += f"; each GPU has {written(limit)} GiB{'' if near else ', far above this chart'}"
+        text += f"; {written(limit)} GiB of each GPU may be used{'' if near else ', far above this chart'}"
     sizes = [
         f"{capacity.strategy} {capacity.prediction.max_batch_size:,}"
         for capacity in panel.capacity
