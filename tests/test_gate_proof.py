@@ -157,8 +157,9 @@ def test_a_run_that_was_cut_goes_on(
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [])
     launched = []
 
-    def launch(name: str, _gpu: str | None = None, *, faulty: bool = False) -> Report:
+    def launch(name: str, _gpu: str | None = None, launches: int = 1, *, faulty: bool = False) -> Report:
         launched.append((name, faulty))
+        assert launches == 1
         return on_h200([timed(1.0 + len(launched) / 100)])
 
     monkeypatch.setattr(bench, "launch", launch)
@@ -168,6 +169,26 @@ def test_a_run_that_was_cut_goes_on(
     assert len(launched) == 4
     bench.round(1, 2)
     assert launched[4:] == [("1-a-0", False), ("1-b-0", True), ("1-a-1", False), ("1-b-1", True)]
+
+
+def test_launches_of_a_side_may_be_of_one_run(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run of pytest a side, with as many launches as the round is to have."""
+    bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [], together=True)
+    ran = []
+
+    def run(command: list[str], **_: object) -> None:
+        ran.append([word for word in command if word.startswith("--llmgpu-launches")])
+        raise SystemExit
+
+    monkeypatch.setattr("subprocess.run", run)
+    with pytest.raises(SystemExit):
+        bench.round(0, 5)
+    assert ran == [["--llmgpu-launches=5"]]
+    with pytest.raises(SystemExit):
+        bench.calibrating(1)
+    assert ran[1:] == [[]]
 
 
 def test_rounds_are_dealt_out_to_the_gpus(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
@@ -202,7 +223,7 @@ def test_another_experiment_is_not_taken_for_this_one(script: Callable[[str], Mo
         "launches": 1,
         "calibrating": 2,
         "most": 20,
-        "gpus": [None],
+        "together": False,
         "pytest": ["-q"],
     }
     end_to_end = script("end_to_end")

@@ -4,7 +4,8 @@ Rounds of two reports each, launched in turn (A B A B ...): one of a strategy wi
 `llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. Some launches of A
 calibrate first. One round alone has no next one, and says nothing of false alarms. What is in --keep already is not
 measured again, so that a run that was cut goes on. On several GPUs at once (--gpus=0,1,2,3) every launch has one of
-them, and a round stays on its own.
+them, and a round stays on its own. With --together a side's launches are of one run of pytest, as a user's two reports
+are: less to start, and what drifts meanwhile is part of the difference.
 
     python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
     python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
     parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
     parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
+    parser.add_argument("--together", action="store_true", help="all launches of a side in one run of pytest")
     parser.add_argument("--gpus", type=_several, default=[None], help="launch on these at once: 0,1")
     parser.add_argument("--keep", type=Path, help="folder for every report (end-to-end/PROBE)")
     parser.add_argument("pytest", nargs="+", help="arguments for pytest, after --")
@@ -54,7 +56,7 @@ def main() -> int:
     asked.keep = asked.keep or Path("end-to-end", asked.probe)
     asked.keep.mkdir(parents=True, exist_ok=True)
     _refuse_another(asked)
-    bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest, asked.gpus)
+    bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest, asked.gpus, together=asked.together)
     noise = asked.keep / "calibration.json"
     calibrated = bench.calibrating(asked.calibrating)
     calibration_files.dump(calibration.measure(calibrated), noise)
@@ -74,6 +76,7 @@ def main() -> int:
         "arguments": asked.pytest,
         "rounds": asked.rounds,
         "gpus_at_once": len(asked.gpus),
+        "together": asked.together,
         "sd_between_launches": {key: round(sd, 5) for key, sd in in_force.sd.items()},
         "launches_asked_for": named,
         "launches": launches,
@@ -87,9 +90,8 @@ def main() -> int:
 
 def _refuse_another(asked: argparse.Namespace) -> None:
     """Write down what is asked for beside what is kept; refuse a folder in which something else was."""
-    said = {
-        name: getattr(asked, name) for name in ("probe", "fault", "launches", "calibrating", "most", "gpus", "pytest")
-    }
+    names = ("probe", "fault", "launches", "calibrating", "most", "together", "pytest")
+    said = {name: getattr(asked, name) for name in names}
     path = asked.keep / "asked.json"
     if path.exists() and (there := json.loads(path.read_text())) != said:
         raise SystemExit(f"--keep {asked.keep}: holds another experiment: {there}")
@@ -100,11 +102,18 @@ class Bench:
     """Runs of pytest with one of the probes, and the gate's word on their reports."""
 
     def __init__(
-        self, probe: str, fault: float, folder: Path, arguments: Sequence[str], gpus: Sequence[str | None] = (None,)
+        self,
+        probe: str,
+        fault: float,
+        folder: Path,
+        arguments: Sequence[str],
+        gpus: Sequence[str | None] = (None,),
+        *,
+        together: bool = False,
     ) -> None:
         """Say what is run, where reports are kept, and which GPUs launch at once; None leaves that to the run."""
         self._probe, self._fault, self._folder, self._arguments = probe, fault, folder, arguments
-        self._gpus = gpus
+        self._gpus, self._together = gpus, together
 
     def dealt(self, count: int, make: Callable[[int, str | None], _Made]) -> list[_Made]:
         """Return what is made of each number; number n on GPU n modulo the GPUs, one at a time on each."""
@@ -135,21 +144,22 @@ class Bench:
         return report.load(path)
 
     def round(self, number: int, launches: int, gpu: str | None = None) -> dict[str, Path]:
-        """Launch every side in turn, so many times; return the reports that the launches were merged into."""
+        """Launch every side so many times, in turn unless together; return the reports of the sides."""
         paths = {side: self._folder / f"{number}-{side}.json.gz" for side in SIDES}
         if all(path.exists() for path in paths.values()):
             return paths
         found: dict[str, list[Report]] = {side: [] for side in SIDES}
-        for launch in range(launches):
+        times, at_once = (1, launches) if self._together else (launches, 1)
+        for launch in range(times):
             for side, faulty in SIDES.items():
-                found[side].append(self.launch(f"{number}-{side}-{launch}", gpu, faulty=faulty))
+                found[side].append(self.launch(f"{number}-{side}-{launch}", gpu, at_once, faulty=faulty))
         for side, path in paths.items():
             report.dump(launch_merging.merge(found[side]), path)
         print(f"round {number + 1} is measured", file=sys.stderr)
         return paths
 
-    def launch(self, name: str, gpu: str | None = None, *, faulty: bool = False) -> Report:
-        """Run pytest once, on a GPU, with the fault or without; return its report."""
+    def launch(self, name: str, gpu: str | None = None, launches: int = 1, *, faulty: bool = False) -> Report:
+        """Run pytest once, on a GPU, with the fault or without; return its report, of so many launches."""
         path = self._folder / f"{name}.json"
         here = Path(__file__).parent
         environ = {**os.environ, "LLMGPU_FAULT": str(self._fault if faulty else 0.0)}
@@ -157,6 +167,7 @@ class Bench:
         if gpu is not None:
             environ["CUDA_VISIBLE_DEVICES"] = gpu
         suite = [str(here.parent), f"--strategy=probes:{self._probe.upper()}", f"--llmgpu-json={path}"]
+        suite += [f"--llmgpu-launches={launches}"] * (launches > 1)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite, *self._arguments]
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:

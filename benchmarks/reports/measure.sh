@@ -73,7 +73,7 @@ launches() {
     --llmgpu-launches="${LAUNCHES:-40}"
 }
 slow() {  # goes on from what OUT/slow has; on several GPUs at once with GPUS=0,1,2,3
-  python3 benchmarks/gate/end_to_end.py slow --gpus="${GPUS:-0}" --keep="$out/slow" -- "${of_7b[@]}" \
+  python3 benchmarks/gate/end_to_end.py slow --gpus="${GPUS:-0}" --together --keep="$out/slow" -- "${of_7b[@]}" \
     --llmgpu-dataset="$dataset" --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=32 >"$out/end-to-end-slow-gpu.json"
 }
 stock_binding() {
