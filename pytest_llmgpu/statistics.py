@@ -41,7 +41,7 @@ POWER = 0.95
 _ALONE = 1.5
 """How much more the noise of a side with one launch counts. Launches have outliers that no normal distribution has, and
 one launch shows no spread that would tell: of 1,000 pairs of equal launches on H200s 3.8 % had a false alarm without it
-and 1.0 % with it (benchmarks/gate); 0.6 % since a single launch may have met a stall, too."""
+and 1.0 % with it (benchmarks/gate); 0.7 % since a single launch may have met a stall, too."""
 
 _ENOUGH_DEGREES = 8
 """Degrees of freedom, five launches a side, from which launches tell their own noise where nobody calibrated."""
