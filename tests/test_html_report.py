@@ -344,6 +344,22 @@ def test_html_writes_the_page(
 
 
 @pytest.mark.usefixtures("quick")
+def test_names_between_backticks_are_code() -> None:
+    """Sentences are written for a terminal; what is in them is text all the same, and a single backtick stays."""
+    report = study()
+    texts = ("See `profile.invalid`: 1 -> 2.", "Of `<b>` and `x`.", "A ` alone, <i>.")
+    report.cases[0].findings = [
+        Finding(code=f"code-{number}", severity="failure", text=text, next_step="Read `why`.")
+        for number, text in enumerate(texts)
+    ]
+    page = html_report.render(report)
+    assert "See <code>profile.invalid</code>: 1 \u2192 2." in page
+    assert "Of <code>&lt;b&gt;</code> and <code>x</code>." in page
+    assert "A ` alone, &lt;i&gt;." in page
+    assert "Read <code>why</code>." in page
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_end_of_a_log_is_on_the_page() -> None:
     """Where the next step is to read it; folded away, and only of cases with a problem."""
     report = study()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Environment as Templates
+    from markupsafe import Markup
 
 __all__ = ["MISSING", "asset", "templates"]
 
@@ -34,5 +35,17 @@ def templates() -> Templates:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["arrows"] = lambda text: text.replace(" -> ", " \u2192 ")
+    found.filters["told"] = _told
     return found
+
+
+def _told(text: str) -> Markup:
+    """Return a sentence that was written for a terminal: arrows, and names between backticks as code."""
+    from markupsafe import Markup, escape
+
+    text = text.replace(" -> ", " \u2192 ")
+    parts, code = text.split("`"), Markup("<code>{}</code>")
+    if len(parts) % 2 == 0:  # one of them is a character of a name
+        return escape(text)
+    # What is no Markup is escaped as it is joined.
+    return Markup("").join(code.format(part) if number % 2 else part for number, part in enumerate(parts))
