@@ -53,27 +53,37 @@ def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
 
     All where power or heat held down as large a share of one side as of the other: that is how this machine runs. Else
     what was held down by no more than `_HARDLY` counts as free: a batch that hardly keeps its GPU busy meets its limit
-    in some launches and in others not, at much the same clock.
+    in some launches and in others not, at much the same clock. Launches whose counters were not read count with the
+    others of their side.
     """
-    clocks = [_clock_mhz(launch) for launch in (*base, *head)]
+    told = [_telling(side) for side in (base, head)]
+    clocks = [_clock_mhz(launch) for side in told for launch in side]
     known = [mhz for mhz in clocks if mhz is not None]
     free: Sides = ([], [])
     for slower_than_mhz in (None, max(known) * (1 - _HARDLY) if len(known) == len(clocks) else None):
-        of_base, of_head = (
-            [launch for launch in side if not _held_down(launch, slower_than_mhz)] for side in (base, head)
-        )
-        if len(of_base) * len(head) == len(of_head) * len(base):
+        of_base, of_head = ([launch for launch in side if not _held_down(launch, slower_than_mhz)] for side in told)
+        if len(of_base) * len(told[1]) == len(of_head) * len(told[0]):
             return base, head
         free = of_base, of_head
     if all(free):
         return free
     (one, other), rest, side = (
-        (("baseline", "candidate"), free[1], head) if not free[0] else (("candidate", "baseline"), free[0], base)
+        (("baseline", "candidate"), free[1], told[1]) if not free[0] else (("candidate", "baseline"), free[0], told[0])
     )
     if len(rest) == len(side):
         return f"only the {one} was held down by power or heat (`profile.invalid`)."
     counted = f"{len(side) - len(rest)} of {len(side)}"
     return f"power or heat held down every launch of the {one}, and {counted} of the {other}'s (`profile.invalid`)."
+
+
+def _telling(side: list[Launch]) -> list[Launch]:
+    """Return the launches that say for how long power or heat held them down; all where none does."""
+
+    def unread(launch: Launch) -> bool:
+        devices = [] if launch.profile is None else launch.profile.devices
+        return any(device.throttled_s is None and "throttled_s" in device.why for device in devices)
+
+    return [launch for launch in side if not unread(launch)] or side
 
 
 def _held_down(launch: Launch, slower_than_mhz: float | None) -> bool:

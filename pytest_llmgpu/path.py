@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple, get_args
 
 from pytest_llmgpu.report import Environment
@@ -35,11 +36,12 @@ _COVERED = 0.9
 _LL128 = (1.05, 1.08)
 """What NCCL's LL128 protocol sends per byte: 8 bytes of every 128 are flags."""
 
-_MIXED = (1.08, 1.15)
-"""The same where the smallest of a case's batches go by LL: 1.09 was seen with 65B, of which one batch in eight did."""
-
 _LL = (1.5, 2.1)
 """The same of its LL protocol, in which every second 4 bytes are a flag; less where some messages are sent without."""
+
+_MIXED_BYTES = 32 << 20
+"""NCCL chooses a protocol by the size of a message: 4 H200 over NVLink sent less than 2 MB by LL, less than 10 MB by
+LL128, and a mix of sizes between 1.04 and 1.71 bytes per byte. Cases whose messages are larger than this have none."""
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -77,6 +79,7 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
         profile: What the devices' counters saw in it, in the order of the ranks.
         environment: Of the session: its GPUs, how they are joined, and NCCL's variables.
     """
+    message_bytes = _message_bytes(traffic)
     total = _sum("all GPUs", traffic.sent_bytes, profile, profile.devices)
     senders = _senders(traffic, profile, total)
     links = {_link(sender, without_nvlink=_without_nvlink(profile, environment)) for sender in senders}
@@ -91,7 +94,7 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
     elif not profile.devices:
         text = f"Not known: there is no GPU profile ({_reason(profile, '')})"
     elif link == "nvlink":
-        text = f"Over {NAMES[link]}{joined}: {_compared(total, senders, profile)}"
+        text = f"Over {NAMES[link]}{joined}: {_compared(total, senders, profile, message_bytes)}"
     elif link == "mixed":
         text = f"Over {NAMES[link]}{joined}: NVLink shows {_size(total.nvlink or 0)}, PCIe {_on_pcie(total, profile)}"
     elif link is not None:
@@ -186,7 +189,13 @@ def _link(sender: _Sender, *, without_nvlink: bool) -> Link | None:
     return "nvlink" if sender.share >= _MOST else None
 
 
-def _compared(total: _Sender, senders: list[_Sender], profile: Profile) -> str:
+def _message_bytes(traffic: Traffic) -> float:
+    """Return the mean payload of what ranks send at once; infinite where they do not send by NCCL."""
+    sent = [one for rank in traffic.ranks for one in rank if one.sent_bytes and one.collective != "peer_copy"]
+    return sum(one.payload_bytes for one in sent) / sum(one.calls for one in sent) if sent else math.inf
+
+
+def _compared(total: _Sender, senders: list[_Sender], profile: Profile, message_bytes: float) -> str:
     """Return what NVLink's counters say of the account: of all together, and of the rank that is farthest off."""
     ratio = total.share
     worst = max(senders, key=lambda sender: abs(sender.share - 1))
@@ -198,10 +207,10 @@ def _compared(total: _Sender, senders: list[_Sender], profile: Profile) -> str:
             f", {worst.name} {_size(worst.nvlink or 0)} where its rank sent {_size(worst.expected)} "
             f"({_pct(worst.share - 1, 1)})"
         )
-    return f"{gap}. {'. '.join(_explanations(total if abs(ratio - 1) > AGREE else worst, profile))}"
+    return f"{gap}. {'. '.join(_explanations(total if abs(ratio - 1) > AGREE else worst, profile, message_bytes))}"
 
 
-def _explanations(seen: _Sender, profile: Profile) -> list[str]:
+def _explanations(seen: _Sender, profile: Profile, message_bytes: float) -> list[str]:
     """Return what may explain the gap, as far as the data tell: sentences without their stops."""
     ratio, sent, received, pcie = seen.share, seen.nvlink or 0.0, seen.nvlink_received, seen.pcie
     found = []
@@ -215,10 +224,10 @@ def _explanations(seen: _Sender, profile: Profile) -> list[str]:
         found.append("NCCL's LL128 protocol sends 8 bytes of flags with every 120: 6.7 % more")
     elif _LL[0] <= ratio <= _LL[1]:
         found.append("NCCL's LL protocol, for small messages, sends as many bytes of flags as of data")
-    elif _MIXED[0] < ratio <= _MIXED[1]:
+    elif 1 < ratio < _LL[0] and message_bytes <= _MIXED_BYTES:
         found.append(
-            "NCCL may have sent the smallest messages by its LL protocol, with as many bytes of flags as of data, and "
-            "others by LL128, with 6.7 % of flags"
+            f"NCCL may have sent the smaller of these messages ({_size(message_bytes)} on average) by its LL protocol, "
+            "with as many bytes of flags as of data, or by LL128, with 6.7 % of flags"
         )
     elif ratio < 1 and pcie is not None and pcie >= _MOST * (seen.expected - sent):
         found.append(f"PCIe carried {_size(pcie)} meanwhile: a part may have gone that way")

@@ -103,6 +103,27 @@ def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
     assert isinstance(alike, Timed), "both met their limit, whatever their clocks"
 
 
+def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_others_of_its_side() -> None:
+    """A mark that came late leaves the throttled time unread: that is neither free nor held down."""
+
+    def unread(*launches: tuple[float, bool | None]) -> CaseResult:
+        found = _held(*[(level, bool(held)) for level, held in launches])
+        for launch, (_, held) in zip(found.launches, launches, strict=True):
+            if held is None:
+                make_invalid(launch)
+                assert launch.profile is not None
+                launch.profile.devices[0].why["throttled_s"] = "the counter was not read at the window's start"
+        return found
+
+    whole = _held((1.0, True), (1.0, True), (1.0, True))
+    one = unread((1.0, True), (1.0, True), (1.0, None))
+    assert _compared(whole, one).launches == _compared(one, whole).launches == (3, 3)
+    some = unread((1.0, False), (1.08, True), (1.2, None))
+    assert _compared(with_launches([1.0] * 2), some).launches == (2, 1), "it is not known to be free"
+    none = unread((1.0, None))
+    assert _compared(with_launches([1.0] * 2), none).launches == (2, 1), "nothing else is known there"
+
+
 def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
     """Unless the other is the same; the reason names both."""
     whole = _held((1.08, True), (1.08, True))

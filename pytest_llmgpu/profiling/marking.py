@@ -56,7 +56,7 @@ class Marking:
     def order(self) -> None:
         """Take in an order to read all counters."""
         self._ordered += 1
-        self._waiting.append({"mark": self._ordered, "t_s": [], "counters": [], "why": []})
+        self._waiting.append({"mark": self._ordered, "t_s": [], "end_s": 0.0, "counters": [], "why": []})
 
     def ticked(self) -> None:
         """Learn that a tick is over."""
@@ -75,9 +75,10 @@ class Marking:
         mark = self._waiting[0]
         counters, why = self._devices[len(mark["t_s"])].cumulative()
         mark["t_s"].append(start_s)
+        mark["end_s"] = self._clock()
         mark["counters"].append(counters)
         mark["why"].append(why)
-        self._expected_s = max(self._clock() - start_s, _FORGET * self._expected_s)
+        self._expected_s = max(mark["end_s"] - start_s, _FORGET * self._expected_s)
         if len(mark["t_s"]) == len(self._devices):
             self._write(self._waiting.popleft())
         return True

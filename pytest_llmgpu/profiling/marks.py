@@ -31,8 +31,8 @@ class Mark(NamedTuple):
     why: Mapping[str, str]
     """Name to the reason it has no count."""
     span_s: tuple[float, float]
-    """When the first and the last device were asked: energy counters take 15 ms each, so that eight GPUs take 0.1 s
-    and the ticks in between."""
+    """When the first device was asked and the last had answered: energy counters take 15 ms each, so that eight GPUs
+    take 0.1 s and the ticks in between."""
 
     def distance_s(self, at_s: float) -> float:
         """Return how far the mark as a whole is from a time."""

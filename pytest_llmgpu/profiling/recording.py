@@ -218,7 +218,7 @@ class Recording:
                     reasons[metric] = why[metric]
                 metrics[metric] = figures
             marks = [
-                Mark(mark.t_s[place], mark.counters[place], mark.why[place], (min(mark.t_s), max(mark.t_s)))
+                Mark(mark.t_s[place], mark.counters[place], mark.why[place], (min(mark.t_s), mark.end_s))
                 for mark in self._marks
             ]
             counts = counted(marks, metrics, reasons, start_s, end_s)

@@ -207,10 +207,11 @@ class Profiler:
     def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
         """Profile a block: `with profiler.window() as window: ...`, then `window.profile`.
 
-        Its `invalid` has what the profile itself shows: whose programs ran there is not known here.
+        The block begins when the counters have been read, which takes some milliseconds a device. Its `invalid` has
+        what the profile itself shows: whose programs ran there is not known here.
         """
         self.start()
-        self.mark()
+        self.mark(wait=True)
         window = Window(time.monotonic())
         with self._changed:
             self._open.append(window.start_s)
