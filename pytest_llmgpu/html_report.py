@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import blocks, charts, gate
+from pytest_llmgpu import blocks, charts, gate, verdict_tables
 from pytest_llmgpu.charts.chart import Chart
 from pytest_llmgpu.conclusion import conclude, policy_of
 from pytest_llmgpu.page import colors, facts
@@ -118,6 +118,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         cases=[(name, f"{name}: {ending}") for name, ending in _endings(report) if name in time_lines],
         verdicts=verdicts,
         groups=None if verdicts is None else grouped(verdicts, policy),
+        notes=[] if verdicts is None else verdict_tables.notes(verdicts),
         machine=facts.machine(report, baseline),
         libraries=facts.libraries(report, baseline),
         options=facts.options(report, baseline),

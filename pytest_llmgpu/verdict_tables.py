@@ -15,7 +15,7 @@ from pytest_llmgpu.statistics import POWER
 from pytest_llmgpu.time_verdicts import apart
 from pytest_llmgpu.verdicts import METRICS, MetricName, Row, Verdict, Verdicts, worst_first
 
-__all__ = ["MOST_CASES", "conclusion", "table"]
+__all__ = ["MOST_CASES", "conclusion", "notes", "table"]
 
 MOST_CASES = 50
 """Cases that a table shows unless it is asked for all, and at least as many reasons."""
@@ -199,8 +199,13 @@ def _account(verdicts: Verdicts) -> Iterator[str]:
         of = of if _digits(least) == _digits(largest) else f"{_digits(least)} to {of}"
         median = "" if len(changes) < 3 else f", half of the cases {_digits(typical)} %"  # noqa: PLR2004 - else an end
         yield f"smallest slowdown that these launches show with {100 * POWER:.0f} % probability: {of}{median}"
-    for warning in (*_of_families(verdicts.rows), *verdicts.warnings):
+    for warning in notes(verdicts):
         yield textwrap.fill(f"note: {_plain(warning)}", WIDTH, subsequent_indent="    ")
+
+
+def notes(verdicts: Verdicts) -> list[str]:
+    """Return what else to know of the verdicts, a sentence or more each."""
+    return [*_of_families(verdicts.rows), *verdicts.warnings]
 
 
 def _of_families(rows: Sequence[Row]) -> Iterator[str]:

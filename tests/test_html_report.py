@@ -283,6 +283,11 @@ def test_the_verdicts_of_the_run_are_shown_by_its_own_policy() -> None:
     text = Page(html_report.render(report)).text
     assert "Not told: 1" in text
     assert "Fails" not in text
+    assert "Holm" not in text
+    told = row(report, verdict="INCONCLUSIVE", alone="REGRESSED")
+    report.verdicts = verdicts(told)
+    note = f"by the interval alone time of {told.id} would be REGRESSED. Rows are judged together (Holm)"
+    assert note in Page(html_report.render(report)).text, "the page says what the terminal says"
 
 
 @pytest.mark.usefixtures("quick")

@@ -155,10 +155,13 @@ def _path(panel: Panel, rows: list[Spec], what: str) -> Spec:
     layers: list[Spec] = [
         {"mark": {"type": "line"}, "encoding": {"order": batch}},
         {"mark": {"type": "point"}, "encoding": {"shape": {**axes.shapes(panel), "legend": None}, "tooltip": tooltip}},
-        {
-            "mark": {"type": "text", "style": "note", "align": "left", "dx": 7, "dy": -7},
-            "encoding": {"text": {**batch, "format": ",d"}},
-        },
+        *(
+            {
+                "mark": {"type": "text", "style": style, "align": "left", "dx": 7, "dy": -7},
+                "encoding": {"text": {**batch, "format": ",d"}},
+            }
+            for style in ("halo", "note")  # on the lines, the letters are read by the ground around them
+        ),
     ]
     return {**axes.sized(layers, rows, height=_HEIGHT), "encoding": shared}
 

@@ -51,7 +51,7 @@ def theme(*, dark: bool) -> Spec:
 
     The specifications name the ranges `category` (strategies and GPUs) and `ordinal` (what is said of a change: quiet,
     worse, better, quiet; Vega-Lite has no range of another name) and the styles `limit`, `limit-note` (capacity,
-    a published figure, no change), `note` (letters inside a chart) and `quiet`.
+    a published figure, no change), `note` (letters inside a chart), `halo` (the ground around them) and `quiet`.
     """
     text, quiet, grid = _TEXT[dark], _QUIET[dark], _GRID[dark]
     return {
@@ -101,6 +101,7 @@ def theme(*, dark: bool) -> Spec:
             "limit": {"color": _LIMIT[dark], "stroke": _LIMIT[dark], "strokeDash": [6, 4], "strokeWidth": 1.5},
             "limit-note": {"color": _LIMIT[dark], "fill": _LIMIT[dark], "fontSize": 12},
             "note": {"fontSize": 12},
+            "halo": {"fontSize": 12, "stroke": _GROUND[dark], "strokeWidth": 4, "strokeJoin": "round"},
             "quiet": {"color": quiet},
         },
     }
