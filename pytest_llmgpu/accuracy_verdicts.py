@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu.comparison import by_chance, written
+from pytest_llmgpu.comparison import by_chance, largest_difference, written
 from pytest_llmgpu.distributions import net_loss
 from pytest_llmgpu.families import holm
 from pytest_llmgpu.metrics import decode, explained, predictions_of, typical_difference, value_of
@@ -42,6 +42,8 @@ class Answered(NamedTuple):
     difference: float | None
     """Typical difference of the log-likelihoods, as a fraction of the baseline's, of the launch in which it is largest;
     None where a side's are not known."""
+    largest: float | None
+    """Largest such difference of one of them; None likewise."""
     changed: int
     """Most items that any launch answers otherwise."""
     odd: str | None
@@ -57,8 +59,13 @@ class Answered(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        """The largest difference that is let pass."""
+        """The typical difference that is let pass."""
         return explained(self.result.case.dtype) if self.rule.difference is None else self.rule.difference
+
+    @property
+    def allowed_largest(self) -> float:
+        """What one number may differ by: each side may be off by as much as rounding explains."""
+        return 2 * self.allowed
 
 
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
@@ -88,7 +95,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     flips = _flips(before, after)
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
-    differences = [found for one in nows if (found := _difference(then, one)) is not None]
+    differences = [found for one in nows if (found := _differences(then, one)) is not None]
     return Answered(
         base,
         head,
@@ -100,7 +107,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         won,
         len(flips) - len(lost) - len(won),
         labels is not None,
-        max(differences, default=None),
+        max((typical for typical, _ in differences), default=None),
+        max((largest for _, largest in differences), default=None),
         max(counts),
         f"in launch {nows.index(now) + 1} of {len(nows)}" if odd else None,
         len(nows) if odd else 1,
@@ -136,7 +144,9 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     better = holm([by_chance(len(case.won), len(case.lost)) for case in tested], gates)
     chances = iter(zip(worse, better, strict=True))
     return [
-        _row_of_numbers(case, note) if case.by_chance else _row(case, *next(chances), confidence, note)
+        _row_of_numbers(case, note)
+        if case.by_chance
+        else _row(case, *next(chances), confidence, note, among=gates.count(case.rule.gate))
         for case in cases
     ]
 
@@ -158,7 +168,7 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
     )
 
 
-def _row(case: Answered, worse: float, better: float, confidence: float, note: str) -> Row:
+def _row(case: Answered, worse: float, better: float, confidence: float, note: str, *, among: int) -> Row:
     lost, won, rule = len(case.lost), len(case.won), case.rule
     low, high = net_loss(lost, won, case.items, confidence)
     change = f"accuracy ({rule.metric}) is {_pct(case.head)}{f' {case.odd}' if case.odd else ''}, was {_pct(case.base)}"
@@ -178,7 +188,7 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
     if note and verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason += f"\n{note}"
     alone: Verdict | None = None
-    if verdict in {"OK", "INCONCLUSIVE"} and case.labelled and not case.odd:
+    if verdict in {"OK", "INCONCLUSIVE"} and case.labelled and not case.odd and among > 1:
         alone = "REGRESSED" if low > 0 else "IMPROVED" if high < 0 else None
     return Row.of(
         case.result,
@@ -228,6 +238,10 @@ def _row_of_numbers(case: Answered, note: str) -> Row:
     elif _foreign(case):
         verdict, reason = _of_foreign(case)
         reason += f"\n{note}" if note else ""
+    elif case.largest is not None and case.largest > case.allowed_largest:
+        # No answer tells of a kernel that is wrong for some inputs only.
+        verdict, reason = _told_foreign(case, f"differ by up to {_share(case.largest)}", case.allowed_largest)
+        reason += f"\n{note}" if note else ""
     else:
         verdict = "OK"
         reason = f"log-likelihoods of random weights are the baseline's (typically within {case.difference:.1e})."
@@ -254,14 +268,18 @@ def _flips(before: Sequence[int], after: Sequence[int]) -> list[int]:
     return [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
 
 
-def _difference(before: Accuracy, after: Accuracy) -> float | None:
-    """Return the typical difference of log-likelihoods; infinite where only the later ones are not finite."""
+def _differences(before: Accuracy, after: Accuracy) -> tuple[float, float] | None:
+    """Return the typical and the largest difference of log-likelihoods; infinite where only the later are not finite.
+
+    None where the earlier ones are not known or not finite, or the others not as many.
+    """
     if before.loglikelihoods == after.loglikelihoods:  # of most launches: nothing to decode
-        return 0.0 if before.loglikelihoods else None
+        return (0.0, 0.0) if before.loglikelihoods else None
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     if not expected or len(expected) != len(values) or not all(map(math.isfinite, expected)):
         return None
-    return typical_difference(values, expected) if all(map(math.isfinite, values)) else math.inf
+    largest = largest_difference(after.loglikelihoods, before.loglikelihoods)
+    return (math.inf, math.inf) if largest is None else (typical_difference(values, expected), largest)
 
 
 def _foreign(case: Answered) -> bool:
@@ -271,11 +289,17 @@ def _foreign(case: Answered) -> bool:
 def _of_foreign(case: Answered) -> tuple[Verdict, str]:
     """Return the verdict on log-likelihoods that are not the baseline's, and the reason."""
     assert case.difference is not None
+    if not math.isfinite(case.difference):
+        return _told_foreign(case, None, case.allowed)
+    return _told_foreign(case, f"typically differ by {_share(case.difference)}", case.allowed)
+
+
+def _told_foreign(case: Answered, differ: str | None, allowed: float) -> tuple[Verdict, str]:
+    """Return verdict and reason; `differ` says by how much they do, None where they are not finite."""
     bar = f"{case.result.case.dtype} explains" if case.rule.difference is None else "the policy allows"
     reason = (
-        f"log-likelihoods typically differ by {100 * case.difference:.2g} % from the baseline's, and {bar} "
-        f"{100 * case.allowed:.2g} %"
-        if math.isfinite(case.difference)
+        f"log-likelihoods {differ} from the baseline's, and {bar} {_share(allowed)}"
+        if differ is not None
         else "log-likelihoods are not finite, and the baseline's are"
     )
     checks = [result.accuracy_check for result in (case.before, case.result)]
@@ -283,6 +307,10 @@ def _of_foreign(case: Answered) -> tuple[Verdict, str]:
     if wrong and not mended:
         return "IMPROVED", f"{reason}: the baseline's were wrong, by its own check."
     return "REGRESSED", f"{reason}."
+
+
+def _share(fraction: float) -> str:
+    return f"{100 * fraction:.2g} %"
 
 
 def _listed(word: str, numbers: Sequence[int], most: int = 12) -> str:

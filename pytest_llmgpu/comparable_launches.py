@@ -9,7 +9,7 @@ from pytest_llmgpu import evidence
 from pytest_llmgpu.result import CaseResult, Launch
 from pytest_llmgpu.verdicts import Verdict
 
-__all__ = ["Refusal", "Sides", "comparable"]
+__all__ = ["Refusal", "Sides", "comparable", "other_execution"]
 
 _HARDLY = 0.01
 """A clock that is lower by no more than this can change a time by no more, half of the usual margin."""
@@ -44,8 +44,24 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
     if isinstance(alike, str):
         return Refusal("INVALID", alike)
     if (reason := _unpaired([*alike[0], *alike[1]])) is not None:
-        return Refusal("NOT_COMPARABLE", reason)
+        cause = other_execution(base, head)
+        return Refusal("NOT_COMPARABLE", reason if cause is None else f"{reason}\n{cause}")
     return alike
+
+
+def other_execution(base: CaseResult, head: CaseResult) -> str | None:
+    """Return in a sentence that the forwards of two results were run in another way, and what to do; None if alike.
+
+    Where the run chooses (`--llmgpu-cuda-graphs=auto`), it may choose otherwise the next time.
+    """
+    was, now = base.case.execution, head.case.execution
+    if was == now:
+        return None
+    names = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly"}
+    return (
+        f"The forwards ran {names.get(now, now)}, the baseline's {names.get(was, was)}: measure both with "
+        "--llmgpu-cuda-graphs=on or off."
+    )
 
 
 def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
@@ -53,10 +69,11 @@ def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
 
     All where power or heat held down as large a share of one side as of the other: that is how this machine runs. Else
     what was held down by no more than `_HARDLY` counts as free: a batch that hardly keeps its GPU busy meets its limit
-    in some launches and in others not, at much the same clock. Launches whose counters were not read count with the
-    others of their side.
+    in some launches and in others not, at much the same clock. Launches of which nobody knows how long they were held
+    down count where the others are alike, and are left out where they are not; a side that has no other counts as free,
+    unless all of the other side was held down.
     """
-    told = [_telling(side) for side in (base, head)]
+    told = [_telling(side) or side for side in (base, head)]
     clocks = [_clock_mhz(launch) for side in told for launch in side]
     known = [mhz for mhz in clocks if mhz is not None]
     free: Sides = ([], [])
@@ -70,6 +87,8 @@ def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
     (one, other), rest, side = (
         (("baseline", "candidate"), free[1], told[1]) if not free[0] else (("candidate", "baseline"), free[0], told[0])
     )
+    if not _telling(side):
+        return f"power or heat held down the {one}, and of the {other} nobody knows (`profile.devices`)."
     if len(rest) == len(side):
         return f"only the {one} was held down by power or heat (`profile.invalid`)."
     counted = f"{len(side) - len(rest)} of {len(side)}"
@@ -77,13 +96,14 @@ def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
 
 
 def _telling(side: list[Launch]) -> list[Launch]:
-    """Return the launches that say for how long power or heat held them down; all where none does."""
+    """Return the launches of which it is known for how long power or heat held them down."""
 
-    def unread(launch: Launch) -> bool:
+    def tells(launch: Launch) -> bool:
         devices = [] if launch.profile is None else launch.profile.devices
-        return any(device.throttled_s is None and "throttled_s" in device.why for device in devices)
+        read = [device.throttled_s is not None or "throttled_s" not in device.why for device in devices]
+        return (bool(read) and all(read)) or _held_down(launch, None)
 
-    return [launch for launch in side if not unread(launch)] or side
+    return [launch for launch in side if tells(launch)]
 
 
 def _held_down(launch: Launch, slower_than_mhz: float | None) -> bool:

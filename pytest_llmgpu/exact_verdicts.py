@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from typing import Literal
 
+from pytest_llmgpu.comparable_launches import other_execution
 from pytest_llmgpu.metrics import peaks_bytes
 from pytest_llmgpu.path import FASTEST_FIRST, NAMES, moved
 from pytest_llmgpu.policy import MemoryRule
@@ -22,6 +23,7 @@ def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str
     """Judge the traffic: any change of calls, payload or wire bytes of any kind on any rank is a change.
 
     REGRESSED where any of them grew, IMPROVED where none did. A word on why there is nothing to compare otherwise.
+    NOT_COMPARABLE where the forwards ran in another way, and so in batches that were padded otherwise.
     """
     if (missing := _missing(head, "traffic", base.traffic, head.traffic, gated=gated)) is not None:
         return missing
@@ -34,6 +36,10 @@ def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str
     before, after = (_by_rank(side) if not same else Counter() for side in (base.traffic, head.traffic))
     if before == after:
         return Row.of(head, "traffic", "OK", "sends exactly what the baseline sends.", gated=gated, **wire)
+    cause = other_execution(base, head)
+    if cause is not None and _plans(base) != _plans(head):
+        reason = f"the batches differ (plan_sha256), and what is sent for them.\n{cause}"
+        return Row.of(head, "traffic", "NOT_COMPARABLE", reason, gated=gated, **wire)
     places = before.keys() | after.keys()
     grew = any(after[place] > before[place] for place in places)
     shrank = any(after[place] < before[place] for place in places)
@@ -77,7 +83,8 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     """Judge the peak of the fullest device: live tensors, and workspace outside torch's allocator.
 
     Equal runs have equal peaks, but for the allocator's rounding, which the margin covers. Several launches give the
-    range of the ratio: it has to lie wholly above the margin to be REGRESSED.
+    range of the ratio: it has to lie wholly above the margin to be REGRESSED. Recorded graphs hold memory of their own:
+    a change of forwards that ran in another way is NOT_COMPARABLE.
     """
     then, now = peaks_bytes(base), peaks_bytes(head)
     if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
@@ -93,10 +100,14 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         verdict = "OK"
     else:
         verdict = "INCONCLUSIVE"
+    cause = other_execution(base, head) if verdict != "OK" else None
+    if cause is not None:
+        verdict = "NOT_COMPARABLE"
     changed = (
         "" if after == before else f" ({(after - before) / 2**20:+,.0f} MiB, margin {margin * before / 2**20:,.0f} MiB)"
     )
-    spread = "\nThe launches differ by more than the margin." if verdict == "INCONCLUSIVE" else ""
+    more = "The launches differ by more than the margin." if verdict == "INCONCLUSIVE" else cause
+    spread = f"\n{more}" if more else ""
     return Row.of(
         head,
         "memory",
@@ -124,6 +135,10 @@ def _missing(
         why = (told or head.why.get(metric, "the report does not say why")).rstrip(".")
         return Row.of(head, metric, "MISSING", f"{metric} is known for the baseline only: {why}.", gated=gated)
     return f"{metric} is new" if after else f"{metric} was not measured"
+
+
+def _plans(result: CaseResult) -> set[str | None]:
+    return {launch.plan_sha256 for launch in result.launches}
 
 
 def _path(result: CaseResult) -> Path | None:

@@ -62,7 +62,7 @@ def plants(slowdown: float = SLOWDOWN) -> tuple[Plant, ...]:
         Plant("batch-size", "out of memory at the largest batch size", "outcome", _out_of_memory, largest_only=True),
         Plant(
             "answers",
-            f"{_FLIPPED} items answered wrong that were right (random weights: other log-likelihoods)",
+            f"{_FLIPPED} items answered wrong that were right (random weights: other log-likelihoods of as many)",
             "accuracy",
             _wrong_answers,
         ),
@@ -174,9 +174,14 @@ def _flipped(accuracy: Accuracy, metric: str) -> Accuracy:
 
 
 def _other_numbers(accuracy: Accuracy) -> Accuracy:
-    """Return log-likelihoods that are off by as much as a wrong kernel puts them: random weights answer by chance."""
-    numbers = [_OFF * value for value in decode(accuracy.loglikelihoods)]
-    return msgspec.structs.replace(accuracy, loglikelihoods=encode(numbers))
+    """Return log-likelihoods of which those of a few items are off by as much as a wrong kernel puts them.
+
+    Random weights answer by chance: flipped items would say nothing.
+    """
+    numbers = decode(accuracy.loglikelihoods)
+    few = _FLIPPED * len(numbers) // max(1, accuracy.items)
+    planted = [_OFF * value if place < few else value for place, value in enumerate(numbers)]
+    return msgspec.structs.replace(accuracy, loglikelihoods=encode(planted))
 
 
 def _derived(result: CaseResult, launches: list[Launch]) -> CaseResult:

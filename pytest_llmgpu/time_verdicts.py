@@ -116,7 +116,7 @@ def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
         n=min(case.launches),
         smallest_change=smallest_change(case.change, case.margin, confidence, chances.family),
         launches_needed=said.launches_needed,
-        alone=_alone(case, said.verdict, confidence),
+        alone=_alone(case, said.verdict, confidence) if chances.cases > 1 else None,
     )
 
 

@@ -261,6 +261,15 @@ def test_random_weights_are_judged_by_their_numbers_alone() -> None:
     assert row.reason == "log-likelihoods of random weights are the baseline's (typically within 0.0e+00)."
     other = make_result(accuracy=make_answers(right, [-3.1] * 400), load_format="dummy", dtype="float16")
     assert _judged(base, other).verdict == "REGRESSED"
+    for values, verdict, words in (
+        ([-3.6] + [-3.0] * 399, "REGRESSED", "differ by up to 20 % from the baseline's, and float16 explains 1 %"),
+        ([-3.04] * 34 + [-3.0] * 366, "REGRESSED", "differ by up to 1.3 %"),
+        ([-3.02] + [-3.0] * 399, "OK", "typically within"),
+    ):
+        few = make_result(accuracy=make_answers(right, values), load_format="dummy", dtype="float16")
+        row = _judged(base, few)
+        assert row.verdict == verdict
+        assert words in row.reason
     unknown = make_result(accuracy=make_answers(right, []), load_format="dummy", dtype="float16")
     assert _judged(unknown, other).verdict == "INCONCLUSIVE"
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.paired_times import Timed, timed
 from pytest_llmgpu.policy import TimeRule
-from pytest_llmgpu.result import CaseResult
+from pytest_llmgpu.result import CaseResult, Launch
 from pytest_llmgpu.verdicts import Row
 
 _HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
@@ -29,6 +30,10 @@ def test_batches_of_another_plan_are_not_compared() -> None:
         assert isinstance(row, Row)
         assert (row.verdict, row.metric, row.gated) == ("NOT_COMPARABLE", "time", False)
         assert words in row.reason
+    head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
+    row = timed(with_launches([1.0]), head, TimeRule(), None)
+    assert isinstance(row, Row)
+    assert "The forwards ran as CUDA graphs, the baseline's eagerly" in row.reason
     short = with_latencies([[1.0] * (BATCHES - 1)])
     row = timed(with_launches([1.0]), short, TimeRule(), None)
     assert isinstance(row, Row)
@@ -63,15 +68,14 @@ def _held(*launches: tuple[float, bool]) -> CaseResult:
     """Return a result with launches of these levels, of which some were held down."""
     found = with_launches([level for level, _ in launches])
     for launch, (_, held) in zip(found.launches, launches, strict=True):
-        if held:
-            make_invalid(launch, _HELD)
+        make_invalid(launch, *[_HELD] * held)
     return found
 
 
 def test_launches_that_were_free_are_compared_where_the_sides_were_held_down_unalike() -> None:
     """Four of five of the candidate by 8 %, and none of the baseline: that is the room's heat, no slowdown."""
     head = _held((1.0, False), *[(1.08, True)] * 4)
-    for base in (with_launches([1.0] * 5), _held((1.0, False), (1.0, False), (1.08, True))):
+    for base in (_held(*[(1.0, False)] * 5), _held((1.0, False), (1.0, False), (1.08, True))):
         found = _compared(base, head)
         assert found.launches[1] == 1
         assert found.change.log_ratio == pytest.approx(0)
@@ -106,29 +110,40 @@ def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
 def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_others_of_its_side() -> None:
     """A mark that came late leaves the throttled time unread: that is neither free nor held down."""
 
-    def unread(*launches: tuple[float, bool | None]) -> CaseResult:
-        found = _held(*[(level, bool(held)) for level, held in launches])
-        for launch, (_, held) in zip(found.launches, launches, strict=True):
-            if held is None:
-                make_invalid(launch)
-                assert launch.profile is not None
-                launch.profile.devices[0].why["throttled_s"] = "the counter was not read at the window's start"
-        return found
+    def late(launch: Launch) -> None:
+        assert launch.profile is not None
+        launch.profile.devices[0].why["throttled_s"] = "the counter was not read at the window's start"
 
-    whole = _held((1.0, True), (1.0, True), (1.0, True))
-    one = unread((1.0, True), (1.0, True), (1.0, None))
-    assert _compared(whole, one).launches == _compared(one, whole).launches == (3, 3)
-    some = unread((1.0, False), (1.08, True), (1.2, None))
-    assert _compared(with_launches([1.0] * 2), some).launches == (2, 1), "it is not known to be free"
-    none = unread((1.0, None))
-    assert _compared(with_launches([1.0] * 2), none).launches == (2, 1), "nothing else is known there"
+    def dead(launch: Launch) -> None:
+        assert launch.profile is not None
+        launch.profile.devices.clear()
+
+    def without(launch: Launch) -> None:
+        launch.profile = None
+
+    held, free = _held((1.0, True), (1.0, True), (1.0, True)), _held((1.0, False), (1.0, False))
+    for forget in (late, dead, without):
+        one = _held((1.0, True), (1.0, True), (1.0, False))
+        forget(one.launches[2])
+        assert _compared(held, one).launches == _compared(one, held).launches == (3, 3)
+        some = _held((1.0, False), (1.08, True), (1.2, False))
+        forget(some.launches[2])
+        assert _compared(free, some).launches == (2, 1), "it is not known to be free"
+        none = _held((1.0, False))
+        forget(none.launches[0])
+        assert _compared(free, none).launches == (2, 1), "nothing else is known there"
+        for sides, names in (((held, none), ("baseline", "candidate")), ((none, held), ("candidate", "baseline"))):
+            found = timed(*sides, TimeRule(), None)
+            assert isinstance(found, Row)
+            assert found.verdict == "INVALID"
+            assert found.reason.startswith("power or heat held down the {}, and of the {} nobody".format(*names))
 
 
 def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
     """Unless the other is the same; the reason names both."""
     whole = _held((1.08, True), (1.08, True))
     for other, words in (
-        (with_launches([1.0]), "only the {} was held down by power or heat (`profile.invalid`)."),
+        (_held((1.0, False)), "only the {} was held down by power or heat (`profile.invalid`)."),
         (
             _held((1.0, False), (1.08, True)),
             "power or heat held down every launch of the {}, and 1 of 2 of the {}'s (`profile.invalid`).",

@@ -64,6 +64,24 @@ def test_any_change_of_traffic_is_a_change(head: Traffic, verdict: str, reason: 
     assert row.ratio == sent / (2 * 64 * 1024)
 
 
+def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
+    """Where the run chooses graphs, it may choose otherwise the next time: rows are padded for them, memory is kept."""
+    base, head = _sending(make_traffic(64)), _sending(make_traffic(65))
+    for result, memory in ((base, 16.0), (head, 17.0)):
+        result.launches[0].memory = make_memory(peak=memory * GIB)
+    head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
+    words = "The forwards ran as CUDA graphs, the baseline's eagerly: measure both with --llmgpu-cuda-graphs=on or off."
+    assert _row(traffic_row(base, head, gated=True)).verdict == "REGRESSED", "the batches are the same"
+    head.launches[0].plan_sha256 = "0" * 64
+    rows = [_row(traffic_row(base, head, gated=True)), _row(memory_row(base, head, MemoryRule()))]
+    assert [row.verdict for row in rows] == ["NOT_COMPARABLE"] * 2
+    assert all(words in row.reason for row in rows)
+    head.traffic = base.traffic
+    assert _row(traffic_row(base, head, gated=True)).verdict == "OK"
+    head.case = base.case
+    assert _row(memory_row(base, head, MemoryRule())).verdict == "REGRESSED"
+
+
 def test_work_that_moves_between_ranks_is_a_change() -> None:
     """The sums are equal and a rank sends more; the order of a rank's entries says nothing."""
     one, two = make_traffic(64), make_traffic(32)

@@ -399,9 +399,10 @@ def test_full_load_at_the_power_limit_is_compared() -> None:
 
 def test_a_limit_that_one_side_met_is_no_verdict() -> None:
     """A cooler day is no faster program."""
-    head = _full(slower=1.5)
+    base, head = _full(), _full(slower=1.5)
+    make_invalid(base.launches[0])
     make_invalid(head.launches[0], _HELD_DOWN)
-    (row,) = [row for row in _judge([_full()], [head]).rows if row.metric == "time"]
+    (row,) = [row for row in _judge([base], [head]).rows if row.metric == "time"]
     assert row.verdict == "INVALID"
     assert "only the candidate was held down" in row.reason
 

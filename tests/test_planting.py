@@ -129,10 +129,10 @@ def test_a_result_without_launches_holds_nothing() -> None:
 
 
 def test_random_weights_get_other_numbers() -> None:
-    """Their answers are chance: what a wrong kernel changes is planted instead."""
-    result = make_result(accuracy=make_answers([True] * 10, [-2.0] * 40), load_format="dummy")
+    """Their answers are chance: what a wrong kernel changes is planted instead, into as many items."""
+    result = make_result(accuracy=make_answers([True] * 30, [-2.0] * 120), load_format="dummy")
     found = _sown("answers", result).launches[0].accuracy
     assert found is not None
-    assert decode(found.loglikelihoods).tolist() == pytest.approx([-2.2] * 40)
+    assert decode(found.loglikelihoods).tolist() == pytest.approx([-2.2] * 80 + [-2.0] * 40)
     assert result.launches[0].accuracy is not None
     assert found.predictions == result.launches[0].accuracy.predictions

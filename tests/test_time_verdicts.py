@@ -261,6 +261,9 @@ def test_an_interval_that_says_otherwise_than_the_verdict_is_marked() -> None:
     assert all("from the margin of 2 % among 100 rows" in row.reason for row in many[:2])
     slow = with_latencies([_stalling(0.8, 4, 10.0)])
     assert _judged(with_latencies([[1.0] * BATCHES]), slow).alone is None
+    single = _judged(with_launches([1.0] * 3), with_launches([1.0366] * 3), sd=0.01)
+    assert single.low is not None
+    assert (single.verdict, single.low > 1.02, single.alone) == ("INCONCLUSIVE", True, None), "one case"
 
 
 def test_what_is_not_gated_does_not_dilute_the_family() -> None:
