@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import NamedTuple, get_args
 
+from pytest_llmgpu import evidence
 from pytest_llmgpu.report import Environment
 from pytest_llmgpu.result import DeviceProfile, Link, Path, Profile, Traffic
 
@@ -202,31 +203,40 @@ def _compared(total: _Sender, senders: list[_Sender], profile: Profile, message_
     if abs(worst.share - 1) <= AGREE:
         return f"{_size(total.nvlink or 0)}, what the program sent ({_pct(ratio - 1, 2)})"
     gap = f"{_size(total.nvlink or 0)} where the program sent {_size(total.expected)} ({_pct(ratio - 1, 1)})"
-    if abs(worst.share - ratio) > AGREE:
+    alike = abs(worst.share - ratio) <= AGREE
+    if not alike:
         gap += (
             f", {worst.name} {_size(worst.nvlink or 0)} where its rank sent {_size(worst.expected)} "
             f"({_pct(worst.share - 1, 1)})"
         )
-    return f"{gap}. {'. '.join(_explanations(total if abs(ratio - 1) > AGREE else worst, profile, message_bytes))}"
+    seen = total if abs(ratio - 1) > AGREE else worst
+    small_bytes = message_bytes if alike and message_bytes <= _MIXED_BYTES else None
+    return f"{gap}. {'. '.join(_explanations(seen, profile, small_bytes))}"
 
 
-def _explanations(seen: _Sender, profile: Profile, message_bytes: float) -> list[str]:
-    """Return what may explain the gap, as far as the data tell: sentences without their stops."""
+def _explanations(seen: _Sender, profile: Profile, small_bytes: float | None) -> list[str]:
+    """Return what may explain the gap, as far as the data tell: sentences without their stops.
+
+    Args:
+        seen: Whose gap it is.
+        profile: Of the window.
+        small_bytes: Mean size of the messages where NCCL's protocols may explain a gap that all ranks share; else None.
+    """
     ratio, sent, received, pcie = seen.share, seen.nvlink or 0.0, seen.nvlink_received, seen.pcie
     found = []
     if received is not None and abs(sent - received) > AGREE * max(sent, received):
         found.append(
             f"These GPUs received {_size(received)}: the rest of it went to or came from a GPU of another tenant"
         )
-    if profile.invalid:
+    if evidence.disturbed(profile) is not None:
         found.append("Something else was at work in this window (`profile.invalid`)")
-    if _LL128[0] <= ratio <= _LL128[1]:
+    if small_bytes is not None and _LL128[0] <= ratio <= _LL128[1]:
         found.append("NCCL's LL128 protocol sends 8 bytes of flags with every 120: 6.7 % more")
-    elif _LL[0] <= ratio <= _LL[1]:
+    elif small_bytes is not None and _LL[0] <= ratio <= _LL[1]:
         found.append("NCCL's LL protocol, for small messages, sends as many bytes of flags as of data")
-    elif 1 < ratio < _LL[0] and message_bytes <= _MIXED_BYTES:
+    elif small_bytes is not None and 1 < ratio < _LL[0]:
         found.append(
-            f"NCCL may have sent the smaller of these messages ({_size(message_bytes)} on average) by its LL protocol, "
+            f"NCCL may have sent the smaller of these messages ({_size(small_bytes)} on average) by its LL protocol, "
             "with as many bytes of flags as of data, or by LL128, with 6.7 % of flags"
         )
     elif ratio < 1 and pcie is not None and pcie >= _MOST * (seen.expected - sent):

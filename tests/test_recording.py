@@ -288,7 +288,7 @@ def marked(*marks: tuple[float, dict[str, float]]) -> Recording:
     stream = spanning(list(range(20)))
     for number, (t_s, counters) in enumerate(marks, 1):
         refused = {name: f"{name} refused" for name in THROTTLED if name not in counters}
-        stream.mark(MarkRecord(number, [t_s], t_s, [counters], [refused]))
+        stream.mark(MarkRecord(number, [t_s], [t_s], [counters], [refused]))
     return stream
 
 
@@ -368,7 +368,7 @@ def test_a_mark_of_many_devices_is_at_the_end_for_all_of_them() -> None:
     stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], devices, spans=True))
     for number, t_s in enumerate(([101.75, 101.95], [105.05, 105.25]), 1):
         counts = {"energy_j": 10.0 * number, "nvlink_tx_bytes": 330.0 * number}
-        stream.mark(MarkRecord(number, t_s, t_s[1], [counts, counts], [{}, {}]))
+        stream.mark(MarkRecord(number, t_s, t_s, [counts, counts], [{}, {}]))
     stream.add(TickRecord(6, 106.0, [[1.0], [1.0]], {}, [[1.0], [1.0]]))
     for device in cut(stream, 102.0, 105.0).devices:
         assert device.energy_j == 10.0
@@ -379,10 +379,20 @@ def test_a_mark_of_many_devices_is_at_the_end_for_all_of_them() -> None:
 def test_a_mark_is_near_to_a_window_when_its_reading_ended_there() -> None:
     """The driver may be slow to answer: what it said was read before the window began, and nothing lies between."""
     stream = spanning(list(range(20)))
-    for number, (asked_s, end_s) in enumerate(((101.6, 101.95), (105.01, 105.3)), 1):
-        stream.mark(MarkRecord(number, [asked_s], end_s, [{"energy_j": 10.0 * number}], [{}]))
+    for number, (asked_s, answered_s) in enumerate(((101.6, 101.95), (105.01, 105.3)), 1):
+        stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"energy_j": 10.0 * number}], [{}]))
     assert cut(stream, 102.0, 105.0).devices[0].energy_j == 10.0
-    assert cut(stream, 102.1, 105.0).devices[0].energy_j is None
+    assert cut(stream, 102.1, 105.0).devices[0].energy_j is None, "too early"
+    assert cut(stream, 101.7, 105.0).devices[0].energy_j is None, "it may have been read as late as 101.95"
+    assert cut(stream, 101.9, 105.0).devices[0].energy_j == 10.0
+
+
+def test_a_rate_is_of_the_window_only_where_its_first_counter_was_read_before_it() -> None:
+    """Asked before its start and answered after it, some of the window's bytes may be missing."""
+    stream = spanning(list(range(20)))
+    for number, (asked_s, answered_s) in enumerate(((101.96, 102.04), (105.0, 105.01)), 1):
+        stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"nvlink_tx_bytes": 3040.0 * number}], [{}]))
+    assert cut(stream, 102.0, 105.0).devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(1000.0)
 
 
 def test_errors_are_counted_and_processes_are_the_most_of_both_ends() -> None:

@@ -123,7 +123,7 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     device = window.profile.devices[0]
     counted = last.counters[0]["nvlink_tx_bytes"] - first.counters[0]["nvlink_tx_bytes"]
     metric = device.metrics["nvlink_tx_bytes_per_s"]
-    assert first.end_s <= window.start_s, "a window begins when its counters have been read"
+    assert max(first.answered_s) <= window.start_s, "a window begins when its counters have been read"
     # Marks that lie around the window have its bytes, and idle time beside it.
     around = window.end_s <= last.t_s[0]
     seconds = window.end_s - window.start_s if around else last.t_s[0] - first.t_s[0]
@@ -150,7 +150,7 @@ def test_a_slice_waits_for_the_tick_that_its_mark_hurries(monkeypatch: pytest.Mo
     header = {"t0_s": 100.0, "period_s": 1.0, "metrics": ["utilization_pct"], "devices": [device], "spans": True}
     ended = {"k": 3, "t_s": 103.0, "values": [[None]], "seconds": [[None]], "orders": 0}
     hurried = {"k": 4, "t_s": 104.0, "values": [[70.0]], "seconds": [[4.0]], "orders": 1}
-    for record in (header, ended, {"mark": 1, "t_s": [103.1], "end_s": 103.1, "counters": [{}], "why": [{}]}):
+    for record in (header, ended, {"mark": 1, "t_s": [103.1], "answered_s": [103.1], "counters": [{}], "why": [{}]}):
         nvml._take(json.dumps(record).encode() + b"\n")
     nvml._marks, nvml._marked_s = 1, 103.05
 

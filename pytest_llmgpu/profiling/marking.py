@@ -56,7 +56,7 @@ class Marking:
     def order(self) -> None:
         """Take in an order to read all counters."""
         self._ordered += 1
-        self._waiting.append({"mark": self._ordered, "t_s": [], "end_s": 0.0, "counters": [], "why": []})
+        self._waiting.append({"mark": self._ordered, "t_s": [], "answered_s": [], "counters": [], "why": []})
 
     def ticked(self) -> None:
         """Learn that a tick is over."""
@@ -74,11 +74,12 @@ class Marking:
         self._fresh = False
         mark = self._waiting[0]
         counters, why = self._devices[len(mark["t_s"])].cumulative()
+        answered_s = self._clock()
         mark["t_s"].append(start_s)
-        mark["end_s"] = self._clock()
+        mark["answered_s"].append(answered_s)
         mark["counters"].append(counters)
         mark["why"].append(why)
-        self._expected_s = max(mark["end_s"] - start_s, _FORGET * self._expected_s)
+        self._expected_s = max(answered_s - start_s, _FORGET * self._expected_s)
         if len(mark["t_s"]) == len(self._devices):
             self._write(self._waiting.popleft())
         return True

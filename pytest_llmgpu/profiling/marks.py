@@ -26,7 +26,9 @@ class Mark(NamedTuple):
     """What one device said at a mark."""
 
     t_s: float
-    """CLOCK_MONOTONIC."""
+    """CLOCK_MONOTONIC when it was asked."""
+    answered_s: float
+    """When it had answered: while another program starts up, the driver may take a tenth of a second."""
     counts: Mapping[str, float]
     why: Mapping[str, str]
     """Name to the reason it has no count."""
@@ -35,8 +37,9 @@ class Mark(NamedTuple):
     take 0.1 s and the ticks in between."""
 
     def distance_s(self, at_s: float) -> float:
-        """Return how far the mark as a whole is from a time."""
-        return max(0.0, self.span_s[0] - at_s, at_s - self.span_s[1])
+        """Return how far the mark as a whole is from a time, or by how much this device's answer may be late for it."""
+        late_s = self.answered_s - at_s if self.t_s < at_s < self.answered_s else 0.0
+        return max(late_s, self.span_s[0] - at_s, at_s - self.span_s[1])
 
 
 def counted(
@@ -71,7 +74,7 @@ def counted(
             why[name] = str(answer)
             continue
         counts[name], seconds = answer
-        if ends[0][0] <= start_s and end_s <= ends[1][0]:
+        if ends[0][0].answered_s <= start_s and end_s <= ends[1][0].t_s:
             seconds = end_s - start_s  # the bytes are the window's: what lies between it and its marks is idle time
         rate = counts[name] / seconds
         # Readings of a second may reach over the window's ends, where nothing was sent.
@@ -90,8 +93,8 @@ def _throttled(counts: dict[str, float], why: dict[str, str]) -> None:
         why["throttled_s"] = f"only in part: {missing[0]}" if known else missing[0]
 
 
-_Ends = tuple[tuple[float, float], tuple[float, float]]
-"""Time and count at both ends."""
+_Ends = tuple[tuple[Mark, float], tuple[Mark, float]]
+"""Mark and count at both ends."""
 
 
 def _ends(name: str, marks: Sequence[Mark], start_s: float, end_s: float) -> _Ends | str:
@@ -104,7 +107,7 @@ def _ends(name: str, marks: Sequence[Mark], start_s: float, end_s: float) -> _En
             return f"the counter was not read at the window's {end}"
         if name not in mark.counts:
             return mark.why.get(name, "the counter is not supported")
-        ends.append((mark.t_s, mark.counts[name]))
+        ends.append((mark, mark.counts[name]))
     first, last = ends
     return first, last
 
@@ -113,9 +116,9 @@ def _difference(ends: _Ends | str) -> tuple[float, float] | str:
     """Return the count between both ends and in how many seconds; or why there is none."""
     if isinstance(ends, str):
         return ends
-    (first_s, first), (last_s, last) = ends
-    if last_s <= first_s:
+    (before, first), (after, last) = ends
+    if after.t_s <= before.t_s:
         return "the window is too short for a counter: one reading is nearest to both of its ends"
     if last < first:
         return "the counter went back between the window's ends"
-    return last - first, last_s - first_s
+    return last - first, after.t_s - before.t_s

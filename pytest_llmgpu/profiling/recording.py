@@ -218,7 +218,13 @@ class Recording:
                     reasons[metric] = why[metric]
                 metrics[metric] = figures
             marks = [
-                Mark(mark.t_s[place], mark.counters[place], mark.why[place], (min(mark.t_s), mark.end_s))
+                Mark(
+                    mark.t_s[place],
+                    mark.answered_s[place],
+                    mark.counters[place],
+                    mark.why[place],
+                    (min(mark.t_s), max(mark.answered_s)),
+                )
                 for mark in self._marks
             ]
             counts = counted(marks, metrics, reasons, start_s, end_s)

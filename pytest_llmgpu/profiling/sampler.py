@@ -15,7 +15,7 @@ for, null for a moment; how many marks were ordered before it; and the CPU secon
 
 A line `mark` on stdin is answered by what cumulative counters say, per device, read between ticks:
 
-    {"mark": 3, "t_s": [...], "end_s": ..., "counters": [{"energy_j": ...}], "why": [{name: reason}]}
+    {"mark": 3, "t_s": [...], "answered_s": [...], "counters": [{"energy_j": ...}], "why": [{name: reason}]}
 
 A process of its own, since a Python-bound thread beside it would hold the interpreter lock for up to 5 ms a call. It
 ends when its stdin closes, and with its parent. A reader that stops reading makes it miss deadlines, nothing worse.

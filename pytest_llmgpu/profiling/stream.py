@@ -60,8 +60,8 @@ class MarkRecord(msgspec.Struct, frozen=True):
     """Marks are numbered from 1."""
     t_s: list[float]
     """[device] CLOCK_MONOTONIC when it was asked."""
-    end_s: float
-    """When the last had answered: while another program starts up, the driver may take a tenth of a second."""
+    answered_s: list[float]
+    """[device] when it had answered."""
     counters: list[dict[str, float]]
     """[device] name to the count."""
     why: list[dict[str, str]]
