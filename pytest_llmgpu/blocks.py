@@ -40,8 +40,8 @@ def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
 
 
 def capacities(report: Report) -> list[Capacity]:
-    """Return the largest batch size of each series of a report, predicted as this version does where it can."""
-    return capacity.capacities(report.cases, report.environment.gpus) or report.capacity
+    """Return the largest batch size of each series of a report, predicted as this version does, whatever made it."""
+    return capacity.capacities(report.cases, report.environment.gpus)
 
 
 def caption(case: Case, environment: Environment) -> str:

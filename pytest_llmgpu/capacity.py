@@ -13,7 +13,7 @@ from pytest_llmgpu.result import CaseResult
 
 __all__ = ["Capacity", "capacities", "next_probe", "search"]
 
-_STEPS = 64  # a prediction is wrong by about 1 in so many: torch cannot use all that it reserves
+_STEPS = 64  # of a prediction, beyond which the first step is one of so many parts
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,6 @@ __all__ = ["MemorySplit", "Prediction", "predict", "split", "why_not"]
 
 _NOT_LINEAR = 0.02  # peaks that are further from a line than this part of their growth are not on it
 _TELLING_BYTES = 256 << 20  # what batches have to add for gaps to be more than the rounding of torch's segments
-_GROWN = 2  # times what torch had cached at the smallest size: less is no growth
 _ROUNDING = 1e-6  # of a sequence, by which floating point may miss a whole number
 
 
@@ -56,8 +55,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     residual_bytes: int
     """Largest distance of a measured peak from the line."""
     gaps: float = 0.0
-    """What torch's allocator takes beyond live tensors for each byte that sequences add: as at the largest batch size
-    of the line; 0 where that is not known, or does not grow with the batch."""
+    """What torch's allocator takes beyond live tensors for each byte that sequences add, from the smallest batch size
+    to the largest; 0 where that is not known, or does not grow with the batch."""
     why: dict[str, str] = {}
     """`rest_bytes` to the reason why what is outside torch's allocator counts as nothing."""
 
@@ -100,11 +99,11 @@ def predict(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | 
 
     Per device a line is fitted (least squares) to the peak of live tensors plus workspace, against rows x longest row
     of the case's largest batch: activations and workspaces are proportional to it. What torch has cached lies in gaps
-    of segments that are in use, for a part, and cannot be given back: where it grows with the batch, as much a sequence
-    as at the largest size is added. (LLaMA-30B, mp on 4 H200: 318 without gaps, 238 with them; 128 fitted and 256 did
-    not.) What is in use outside of torch (`rest_bytes`) is added as it is. Small sizes hide their growth in rounding
-    and in buffers of a fixed size: while the peaks are not on a line, the smallest size is dropped, down to two. The
-    device that is full first decides.
+    of segments that are in use, for a part, and cannot be given back: by as much as it has grown from the smallest size
+    to the largest, it goes on growing. (LLaMA-30B, mp on 4 H200: 318 without gaps, 240 with them; 128 fitted and 256
+    did not.) What is in use outside of torch (`rest_bytes`) is added as it is. Small sizes hide their growth in
+    rounding and in buffers of a fixed size: while the peaks are not on a line, the smallest size is dropped, down to
+    two. The device that is full first decides.
 
     Args:
         results: of one series, in any order. Cases whose workspace had room for fewer tokens than there are do not
@@ -171,12 +170,11 @@ def _prediction(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Predictio
 
 
 def _of_device(index: int, limit_bytes: int, line: _Line, points: _Points) -> Prediction:
-    tokens = max(line.tokens)
-    added = line.slope * tokens
-    cached = points.cached.get(index, {})
-    # What loading has left behind is there at every size.
-    grows = added >= _TELLING_BYTES and cached[tokens] >= _GROWN * cached[min(cached)]
-    gaps = cached[tokens] / added if grows else 0.0
+    cached = points.cached[index]
+    least, most = min(cached), max(line.tokens)
+    # Growth alone counts: what loading has left behind is there at every size, and torch gives it back.
+    added = line.slope * (most - least)
+    gaps = max(0, cached[most] - cached[least]) / added if added >= _TELLING_BYTES else 0.0
     fixed, per_sequence = line.fixed + points.rest.get(index, 0), line.slope * (1 + gaps) * points.row_tokens
     why = {} if index in points.rest else {"rest_bytes": points.why.get("rest_bytes", "it is not known")}
     return Prediction(

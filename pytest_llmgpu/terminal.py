@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.blocks import blocks, captions, dataset, listed, model
+from pytest_llmgpu.blocks import blocks, capacities, captions, dataset, listed, model
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.case_tables import WIDTH, Painter, device_tables, painter, time_table
 from pytest_llmgpu.comparison import YARDSTICK, written
@@ -73,7 +73,7 @@ def _capacities(cases: Sequence[CaseResult], report: Report) -> Iterator[str]:
     """Yield the largest batch size of each series of a block, where there is more to say than that all fitted."""
     asked = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
-    for capacity in report.capacity:
+    for capacity in capacities(report):
         known = capacity.smallest_oom is not None or capacity.prediction is not None
         if capacity.series in series and (asked or known):
             yield textwrap.fill(f"{capacity.strategy}: {capacity.text}", WIDTH, subsequent_indent="  ")

@@ -133,18 +133,29 @@ def test_workspace_counts() -> None:
 
 
 def test_gaps_grow_with_the_batch() -> None:
-    """What torch had beyond live tensors at the largest size it will have again; at small sizes it is rounding."""
+    """By as much as from the smallest size to the largest, whichever those are; at small sizes it is rounding."""
 
     def with_gaps(*sizes: int) -> Prediction:
-        cached = {size: 7 * MIB if size < 16 else size * _PER_SEQUENCE // 4 for size in sizes}
-        return _predicted([_case(size, [_memory(_line(size), cached=cached[size])]) for size in sizes])
+        return _predicted([_case(size, [_memory(_line(size), cached=size * _PER_SEQUENCE // 4)]) for size in sizes])
 
-    found = with_gaps(1, 2, 4, 8, 16)
-    assert found.max_batch_size == 303, "378.9 without them"
-    assert found.gaps == pytest.approx(0.25)
-    assert found.bytes_per_sequence == pytest.approx(1.25 * _PER_SEQUENCE, rel=1e-6)
-    few = with_gaps(1, 2, 4)
+    for sizes in ((1, 2, 4, 8, 16), (4, 16), (8, 16, 32)):
+        found = with_gaps(*sizes)
+        assert found.max_batch_size == 303, "378.9 without them"
+        assert found.gaps == pytest.approx(0.25)
+        assert found.bytes_per_sequence == pytest.approx(1.25 * _PER_SEQUENCE, rel=1e-6)
+    few = with_gaps(1, 2)
     assert (few.max_batch_size, few.gaps) == (378, 0)
+
+
+def test_the_line_of_gaps_is_no_cliff() -> None:
+    """A MiB more at the largest size is a MiB more, and less than at the smallest is no gap."""
+
+    def at_the_end(cached: int) -> int:
+        sizes = {1: 900 * MIB, 16: cached}
+        found = _predicted([_case(size, [_memory(_line(size), cached=gaps)]) for size, gaps in sizes.items()])
+        return found.max_batch_size
+
+    assert [at_the_end(mib * MIB) for mib in (500, 900, 901, 1799, 1800)] == [378, 378, 378, 172, 172]
 
 
 def test_what_loading_left_behind_is_no_gap_of_a_batch() -> None:

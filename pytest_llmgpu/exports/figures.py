@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.blocks import capacities
 from pytest_llmgpu.case import Case
 from pytest_llmgpu.exports.escaping import one_line
 from pytest_llmgpu.metrics import inference_s, peaks_bytes
@@ -72,7 +73,7 @@ def largest_batches(report: Report) -> list[tuple[str, int, str]]:
     cases = {result.case.series: result.case for result in report.cases}
     known = [
         (cases[one.series], one.largest_fit or 0, one.text)
-        for one in report.capacity
+        for one in capacities(report)
         if one.series in cases and (one.largest_fit is not None or one.smallest_oom is not None)
     ]
     numbered = _numbered(f"{case.strategy} ({describe(case)})" for case, _, _ in known)
