@@ -68,7 +68,7 @@ starts is a question of its own; so are `group` (several processes, one outcome)
 own `llm` or `batch_size` fixture is left alone. The first line that names the devices comes after the collection, where
 it is known that a test needs them; a run without such tests pays nothing. A case's `execution` is no part of its key:
 where graphs are chosen by the run, it is an answer. Traffic is counted after a case is measured, in a few small
-forwards from which that of any batch follows exactly. The gate and the page follow.
+forwards from which that of any batch follows exactly.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ __all__ = [
 
 UNCALIBRATED_SD = 0.2
 """Noise between launches, as a fraction, where nobody has measured it: what was seen of forwards that wait for the CPU.
-40 launches on two shared cores differed by 18 to 21 %; 39 on H200s by 15 to 22 % at batch size 2, 9 to 20 % at 8 and
+40 launches on two shared cores differed by 14 to 20 %; 39 on H200s by 15 to 22 % at batch size 2, 9 to 20 % at 8 and
 0.7 to 1.6 % at 32 (benchmarks/gate). With 5 % every third comparison of equal launches there had a false alarm."""
 
 POWER = 0.95
