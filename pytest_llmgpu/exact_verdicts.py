@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from typing import Literal
 
+from pytest_llmgpu import evidence
 from pytest_llmgpu.comparable_launches import other_execution
 from pytest_llmgpu.metrics import peaks_bytes
 from pytest_llmgpu.path import FASTEST_FIRST, NAMES, moved
@@ -14,6 +15,9 @@ from pytest_llmgpu.result import CaseResult, Path, Traffic
 from pytest_llmgpu.verdicts import Row, Verdict
 
 __all__ = ["memory_row", "path_row", "traffic_row"]
+
+_USED_BYTES = 2**30
+"""Growth of what NVML sees that is let pass: a library's new version may take so much."""
 
 _NAMED = 3
 """Most changes that a reason names: it has two lines."""
@@ -83,8 +87,9 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     """Judge the peak of the fullest device: live tensors, and workspace outside torch's allocator.
 
     Equal runs have equal peaks, but for the allocator's rounding, which the margin covers. Several launches give the
-    range of the ratio: it has to lie wholly above the margin to be REGRESSED. Recorded graphs hold memory of their own:
-    a change of forwards that ran in another way is NOT_COMPARABLE.
+    range of the ratio: it has to lie wholly above the margin to be REGRESSED. What NVML sees in use is sampled, and has
+    a bar of its own: memory outside live tensors takes the room of the next batch as well. Recorded graphs hold memory
+    of their own: a change of forwards that ran in another way is NOT_COMPARABLE.
     """
     then, now = peaks_bytes(base), peaks_bytes(head)
     if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
@@ -100,14 +105,19 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         verdict = "OK"
     else:
         verdict = "INCONCLUSIVE"
-    cause = other_execution(base, head) if verdict != "OK" else None
+    cause = other_execution(base, head)
+    outside = None if verdict == "REGRESSED" else _outside(base, head, rule)
+    if outside is not None:
+        verdict = "REGRESSED"
+    if verdict == "OK":
+        cause = None
     if cause is not None:
         verdict = "NOT_COMPARABLE"
     changed = (
         "" if after == before else f" ({(after - before) / 2**20:+,.0f} MiB, margin {margin * before / 2**20:,.0f} MiB)"
     )
     more = "The launches differ by more than the margin." if verdict == "INCONCLUSIVE" else cause
-    spread = f"\n{more}" if more else ""
+    spread = "".join(f"\n{line}" for line in (outside, more) if line)
     return Row.of(
         head,
         "memory",
@@ -122,6 +132,25 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         margin=margin,
         n=min(len(then), len(now)),
     )
+
+
+def _outside(base: CaseResult, head: CaseResult, rule: MemoryRule) -> str | None:
+    """Return in a sentence that much more is in use than before, of which live tensors say nothing; None elsewhere."""
+    then, now = _used_bytes(base), _used_bytes(head)
+    if not then or not now or min(now) - max(then) <= max(rule.used_margin * max(then), _USED_BYTES):
+        return None
+    before, after = statistics.median(then) / 2**30, statistics.median(now) / 2**30
+    return f"NVML saw {after:.2f} GiB in use, was {before:.2f}: caches, CUDA contexts or buffers of NCCL have grown."
+
+
+def _used_bytes(result: CaseResult) -> list[int]:
+    """Return what NVML saw in use on the fullest device at most, for each undisturbed launch that knows it."""
+    used = []
+    for launch in result.launches:
+        sizes = [device.nvml_used_max_bytes for device in launch.memory if device.nvml_used_max_bytes]
+        if sizes and (launch.profile is None or evidence.disturbed(launch.profile) is None):
+            used.append(max(sizes))
+    return used
 
 
 def _missing(

@@ -74,6 +74,8 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Growth that is allowed, as a fraction."""
     absolute_bytes: int = 64 * 2**20
     """Bytes that are allowed where the margin is less."""
+    used_margin: float = 0.1
+    """Growth that is allowed of all that NVML sees in use, caches and buffers of NCCL among it; a GiB always is."""
 
 
 class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

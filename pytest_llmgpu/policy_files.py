@@ -157,6 +157,7 @@ def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
         (f"{place}accuracy.difference", 0.0 if difference is None else difference, 0.0, math.inf),
         (f"{place}memory.margin", rules.memory.margin, 0.0, 1.0),
         (f"{place}memory.absolute_bytes", rules.memory.absolute_bytes, 0.0, math.inf),
+        (f"{place}memory.used_margin", rules.memory.used_margin, 0.0, 1.0),
     ]
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from report_factory import GIB, make_memory, make_result
-from verdict_factory import make_traffic
+from verdict_factory import make_invalid, make_traffic
 
 from pytest_llmgpu.exact_verdicts import memory_row, path_row, traffic_row
 from pytest_llmgpu.policy import MemoryRule
@@ -188,6 +188,24 @@ def test_bytes_may_be_allowed_where_the_margin_is_less() -> None:
     row = _row(memory_row(_using(16.0), _using(17.0), rule))
     assert row.verdict == "OK"
     assert row.reason == "peak of the fullest device is 18.00 GiB, was 17.00 GiB (+1,024 MiB, margin 2,048 MiB)."
+
+
+@pytest.mark.parametrize(
+    ("used", "verdict"),
+    [(18.0, "OK"), (10.0, "OK"), (19.9, "OK"), (20.1, "REGRESSED"), (None, "OK")],
+)
+def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, verdict: str) -> None:
+    """Buffers of NCCL or a cache that grows take the room of the next batch; a tenth of it may be a new library."""
+    base, head = _using(16.0), _using(16.0)
+    for result, gib in ((base, 18.2), (head, used)):
+        seen = None if gib is None else int(gib * GIB)
+        (launch,) = result.launches
+        launch.memory = [msgspec.structs.replace(device, nvml_used_max_bytes=seen) for device in launch.memory]
+    row = _row(memory_row(base, head, MemoryRule()))
+    assert (row.verdict, "NVML saw 20.10 GiB in use, was 18.20" in row.reason) == (verdict, verdict == "REGRESSED")
+    assert _row(memory_row(base, head, MemoryRule(used_margin=0.5))).verdict == "OK"
+    make_invalid(head.launches[0], "programs of others at work: GPU 0")
+    assert _row(memory_row(base, head, MemoryRule())).verdict == "OK", "it is somebody else's"
 
 
 def test_workspace_outside_torch_counts() -> None:
