@@ -93,7 +93,7 @@ def _device_table(
     several = any(len(each) > 1 for column in values.values() for each in column)
     lines = [f"{title}{': mean over the GPUs (largest)' if several else ''}", table]
     if left_out:
-        lines.append(f"For want of width without {', '.join(figure.name for figure in left_out)}.")
+        lines.append(f"Left out for want of width (the report has them): {', '.join(one.name for one in left_out)}.")
     return "\n".join(lines)
 
 

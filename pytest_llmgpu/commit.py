@@ -14,6 +14,8 @@ __all__ = ["commit"]
 
 _TIMEOUT_S = 5.0
 
+_NOT_STORED = ":(exclude,top,glob)**/.llmgpu/**"
+
 _VARIABLES = {
     "LLMGPU_COMMIT": ("LLMGPU_BRANCH",),
     "GITHUB_SHA": ("GITHUB_HEAD_REF", "GITHUB_REF_NAME"),
@@ -36,7 +38,8 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
     else:
         named = branch
     try:
-        dirty = bool(_git(rootdir, "status", "--porcelain", "--untracked-files=no"))
+        # The store is not what was measured: a run writes to it, and it may be kept in git.
+        dirty = bool(_git(rootdir, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED))
     except ValueError as error:
         return Commit(sha=sha, branch=named, source="git", why={"dirty": str(error)})
     return Commit(sha=sha, branch=named, dirty=dirty, source="git")

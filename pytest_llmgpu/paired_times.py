@@ -59,6 +59,9 @@ class Timed(NamedTuple):
     base_s: float
     head_s: float
     launches: tuple[int, int]
+    """That count."""
+    left_out: tuple[int, int]
+    """That do not: disturbed, or held down where the other side's were not."""
     sd: float | None
     """Calibrated noise; None: nobody measured it."""
     assumed: float
@@ -130,11 +133,16 @@ def timed(
         base_s,
         head_s,
         (len(sides[0]), len(sides[1])),
+        (_timed(base) - len(sides[0]), _timed(head) - len(sides[1])),
         sd,
         assumed,
         session_sd,
         None if base_busy is None or head_busy is None else (base_busy, head_busy),
     )
+
+
+def _timed(result: CaseResult) -> int:
+    return sum(bool(launch.batches.latency_s) for launch in result.launches)
 
 
 def launches_for(case: Timed, slowdown: float, confidence: float, cases: int, *, least: int = FEWEST) -> int | None:

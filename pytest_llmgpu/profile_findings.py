@@ -160,8 +160,8 @@ def _of_work(profile: Profile) -> Iterator[Finding]:
             code="imbalanced-work",
             severity="info",
             text=f"GPU {index} was busy for {pct:.0f} % of the time, the median of the GPUs is {median:.0f} %.",
-            next_step=f"Give GPU {index} less of the model, or see in `profile.devices` whether it is slower: its "
-            "SM clock, its throttled time, its PCIe figures.",
+            next_step="See in `profile.devices` whether it is slower: its SM clock, its throttled time, its PCIe "
+            f"figures. If each has layers of its own, give GPU {index} fewer of them.",
         )
     elif (least := _least(busy)) is not None and least[2] - least[1] > _ABOVE_PCT and least[2] > _ABOVE * least[1]:
         index, pct, median = least

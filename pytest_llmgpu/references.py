@@ -20,6 +20,8 @@ BASELINE = "baseline"
 """Name of the store's baseline: what `llmgpu promote` keeps is a copy of a report."""
 
 _SUFFIXES = (".json", ".json.gz")
+_LAST_RUN = "last.json"
+"""What a run writes beside the store by default, without a number."""
 _SHOWN = 5
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -90,6 +92,8 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return _of_path(path)
     kept = len(stored(storage))
     holds = f"which holds {kept:,}: see llmgpu list" if kept else "which is empty"
+    if reference == LATEST and _is_there(last := storage / _LAST_RUN):
+        holds += f"; the last run wrote {last}, and --llmgpu-save keeps it"
     raise AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {holds}")
 
 

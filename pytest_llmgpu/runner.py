@@ -140,7 +140,7 @@ class Runner:
         launch.load_s = self._load_s
         self._give(group, request)
         # Before the window begins: what the case before left in caches is not this one's.
-        group.ask(rank.reset, phase="load", timeout_s=request.timeout_s)
+        group.ask(rank.reset, phase="load", timeout_s=request.load_timeout_s)
         self._begin("forward", profiler)
         began = self._began_s
         group.ask(rank.warm_up, case.dataset_sha256, case.batch_size, phase="forward", timeout_s=request.timeout_s)

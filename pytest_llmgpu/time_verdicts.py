@@ -96,7 +96,8 @@ def apart(one: float, other: float) -> bool:
 
 def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
     said = _verdict(case, chances, confidence)
-    reason = said.reason
+    first, *rest = said.reason.splitlines()
+    reason = "\n".join([first + _left_out(case), *rest])
     if said.verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason = "\n".join(filter(None, (reason, " ".join(filter(None, (_waiting(case), note))))))
     half = said.change.half_width(confidence)
@@ -118,6 +119,16 @@ def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
         launches_needed=said.launches_needed,
         alone=_alone(case, said.verdict, confidence) if chances.cases > 1 else None,
     )
+
+
+def _left_out(case: Timed) -> str:
+    """Return which side's figures are not of all its launches, as a sentence that goes on; empty where all count."""
+    found = [
+        f"{counted} of {counted + left} launches of the {side} count"
+        for side, counted, left in zip(("baseline", "candidate"), case.launches, case.left_out, strict=True)
+        if left
+    ]
+    return f" {' and '.join(found)} (`profile.invalid`)." if found else ""
 
 
 def _alone(case: Timed, said: Verdict, confidence: float) -> Verdict | None:

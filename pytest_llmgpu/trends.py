@@ -134,7 +134,7 @@ METRICS: dict[str, _Metric] = {
     "time": _Metric("time (s)", lambda result: result.inference_s, ("outcome", "time")),
     "throughput": _Metric("throughput (sequences/s)", lambda result: result.sequences_per_s, ()),
     "accuracy": _Metric("accuracy (%)", _accuracy, ("accuracy", "predictions")),
-    "sent": _Metric("sent (MB/sequence)", _sent, ("traffic",)),
+    "sent": _Metric("sent (MB/sequence, all GPUs)", _sent, ("traffic",)),
     "memory": _Metric("peak of the fullest GPU (GiB)", _memory, ("memory",)),
     "utilization": _Metric("mean GPU utilisation (%)", _utilization, ()),
 }

@@ -322,7 +322,7 @@ def test_columns_that_do_not_fit_are_named(workspace: int | None, left_out: str)
     lines = memory_lines(
         4, peak_allocated_bytes=15 * GIB + GIB // 16, peak_reserved_bytes=15 * GIB + GIB // 8, **fields
     )
-    assert lines[-1] == f"For want of width without {left_out}."
+    assert lines[-1] == f"Left out for want of width (the report has them): {left_out}."
     assert max(map(len, lines)) <= WIDTH
     for name in ("weights", "activations", "NVML peak", *(["workspace"] if workspace else [])):
         assert name in lines[1]

@@ -283,6 +283,12 @@ def test_calibrate_tells_the_gate_this_runners_noise(capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert f"written: {default_path(STORE, H200)}" in printed
     assert "fewer than 10" not in printed
+    assert "the one before" not in printed
+    first = default_path(STORE, H200).read_bytes()
+    assert main(["calibrate", "launches.json"]) == 0
+    kept = default_path(STORE, H200).with_name("calibration-before.json")
+    assert f"(the one before is {kept})" in capsys.readouterr().out
+    assert kept.read_bytes() == first
     assert _gate("--json", "verdicts.json") == 1
     assert _verdicts().calibration_sha256 == load(default_path(STORE, H200))[1]
     assert _gate("--storage", "elsewhere") == 0
@@ -301,7 +307,7 @@ def test_the_noise_that_times_are_judged_by_is_named(capsys: pytest.CaptureFixtu
         assert len(lines) == 2
         return set(lines)
 
-    assert noises() == {"noise: 20 % assumed (llmgpu calibrate)"}
+    assert noises() == {"noise: at most 20 % assumed, less where five launches a side tell (llmgpu calibrate)"}
     for path in ([], ["--output", "mine.json"]):
         assert main(["calibrate", "launches.json", *path]) == 0
     capsys.readouterr()

@@ -71,6 +71,21 @@ def test_a_changed_file_makes_the_tree_dirty_and_a_new_one_does_not(tree: Path) 
 
 
 @needs_git
+def test_a_store_that_is_kept_in_git_is_not_what_was_measured(tree: Path) -> None:
+    """Every run writes to it: nothing could ever be promoted. From a folder below, too."""
+    for folder in (tree, tree / "below"):
+        last = folder / ".llmgpu" / "last.json"
+        last.parent.mkdir(parents=True)
+        last.write_text("1", encoding="utf-8")
+        _git(tree, "add", "-A")
+        _git(tree, "commit", "-q", "-m", "store")
+        last.write_text("2", encoding="utf-8")
+        assert commit(folder, {}).dirty is False
+    (tree / "a.py").write_text("b", encoding="utf-8")
+    assert commit(tree / "below", {}).dirty is True
+
+
+@needs_git
 @pytest.mark.parametrize(
     ("environ", "branch"),
     [

@@ -78,6 +78,7 @@ def test_launches_that_were_free_are_compared_where_the_sides_were_held_down_una
     for base in (_held(*[(1.0, False)] * 5), _held((1.0, False), (1.0, False), (1.08, True))):
         found = _compared(base, head)
         assert found.launches[1] == 1
+        assert found.left_out == (len(base.launches) - found.launches[0], 4)
         assert found.change.log_ratio == pytest.approx(0)
         assert found.head_s == pytest.approx(found.base_s)
 

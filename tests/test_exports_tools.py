@@ -112,7 +112,8 @@ def test_bencher_gets_its_own_measures_in_its_own_units() -> None:
     """Latency is in nanoseconds, throughput in operations a second; both with the range over launches."""
     result = with_launches([1.0, 3.0, 2.0])
     result.inference_s, result.sequences_per_s = 420.0, 0.5
-    (measures,) = _rendered("bencher", make_report([result])).values()
+    measures, largest = _rendered("bencher", make_report([result])).values()
+    assert set(largest) == {"largest-batch-size"}
     assert measures["latency"] == {"value": 420e9, "lower_value": 210e9, "upper_value": 630e9}
     assert measures["throughput"]["value"] == 0.5
     assert measures["throughput"]["lower_value"] < measures["throughput"]["upper_value"]
@@ -144,10 +145,10 @@ def test_names_that_are_too_long_for_bencher_stay_apart() -> None:
     """They end in a digest; 1024 bytes are fewer letters where those take several."""
     long = [make_result(model="\N{GRINNING FACE}" * 300 + end) for end in "ab"]
     found = _rendered("bencher", make_report(long))
-    assert len(found) == 2
+    assert len(found) == 4, "two cases, and the series of each"
     for name in found:
         assert 1000 < len(name.encode()) <= 1024
-        assert name.startswith("mp-bs1 (\N{GRINNING FACE}")
+        assert name.startswith(("mp-bs1 (\N{GRINNING FACE}", "mp (\N{GRINNING FACE}"))
 
 
 @pytest.mark.parametrize("direction", ["smaller", "bigger"])

@@ -38,6 +38,13 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
     assert item == Item("24", "Roof shingle removal: A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
 
 
+def test_a_dataset_is_a_sequence_of_items() -> None:
+    """Whoever measures a part of it slices it."""
+    dataset = hellaswag.load("bundled", rootdir=Path(), limit=10)
+    assert (len(dataset), list(dataset), dataset[0]) == (10, list(dataset.items), dataset.items[0])
+    assert dataset[2:4] == dataset.items[2:4]
+
+
 def test_the_two_parts_of_a_context_win_over_the_whole(tmp_path: Path) -> None:
     """As in lm-evaluation-harness, the second part is capitalised, the rest of it lowered."""
     item = _load(tmp_path, ctx_a="A man sits.", ctx_b="he LOOKS up")

@@ -16,7 +16,7 @@ from pytest_llmgpu.promotion import NAME
 from pytest_llmgpu.references import resolve
 from pytest_llmgpu.report import Commit, Report, Session, load
 from pytest_llmgpu.report import dump as write
-from pytest_llmgpu.result import AccuracyCheck, CaseResult
+from pytest_llmgpu.result import AccuracyCheck, CaseResult, Finding
 from pytest_llmgpu.storage import save, stored
 
 TARGET = Path("benchmarks/baseline.json.gz")
@@ -45,6 +45,16 @@ def test_the_first_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str
     assert _to_file(on_h200()) == 0
     assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n"
     assert load(TARGET) == on_h200()
+
+
+def test_a_baseline_whose_launches_are_far_apart_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be the best that this machine gives, and little can be told against it."""
+    report = on_h200()
+    code = "launch-times-differ"
+    report.cases[0].findings = [Finding(code=code, severity="warning", text="Launches differ.", next_step="Look.")]
+    assert _to_file(report) == 0
+    note = f"note: launches of {report.cases[0].id} differ so much in time that little can be told against them"
+    assert capsys.readouterr().out.splitlines()[1:] == [note]
 
 
 def test_a_better_one_replaces_it_and_says_what_it_beat(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,13 @@ def test_what_means_no_report_is_one_line(reference: str, reason: str) -> None:
         resolve(reference, _STORE)
 
 
+def test_the_last_run_is_named_where_nothing_was_kept() -> None:
+    """`latest` is of the store; whoever has just run finds the report beside it."""
+    dump(measured(), _STORE / "last.json")
+    with pytest.raises(ValueError, match=r"which is empty; the last run wrote \.llmgpu/last\.json, and --llmgpu-save"):
+        resolve("latest", _STORE)
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Make a repository of git with a baseline in a commit and another one staged in its place."""

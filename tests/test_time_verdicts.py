@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from verdict_factory import BATCHES, make_busy, with_latencies, with_launches
+from verdict_factory import BATCHES, make_busy, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.paired_times import Timed, timed
 from pytest_llmgpu.policy import TimeRule
@@ -264,6 +264,15 @@ def test_an_interval_that_says_otherwise_than_the_verdict_is_marked() -> None:
     single = _judged(with_launches([1.0] * 3), with_launches([1.0366] * 3), sd=0.01)
     assert single.low is not None
     assert (single.verdict, single.low > 1.02, single.alone) == ("INCONCLUSIVE", True, None), "one case"
+
+
+def test_launches_that_do_not_count_are_told() -> None:
+    """Else the figures are not the report's, and nobody knows why."""
+    base = with_launches([1.0, 1.0, 9.0])
+    assert "count" not in _judged(base, base, sd=0.01).reason
+    make_invalid(base.launches[2], "programs of others at work: GPU 0")
+    row = _judged(base, with_launches([1.0] * 3), sd=0.01)
+    assert row.reason.splitlines()[0].endswith(" 2 of 3 launches of the baseline count (`profile.invalid`).")
 
 
 def test_what_is_not_gated_does_not_dilute_the_family() -> None:

@@ -19,7 +19,17 @@ _GIB = 2**30
 _MB = 10**6
 _MESSAGE = 120  # characters of a failure's: its numbers come first
 
-_COLUMNS = ("case", "measured", "outcome", "time", "sequences/s", "accuracy", "peak memory", "sent/sequence", "verdict")
+_COLUMNS = (
+    "case",
+    "measured",
+    "outcome",
+    "time",
+    "sequences/s",
+    "accuracy",
+    "peak memory",
+    "sent/sequence, all GPUs",
+    "verdict",
+)
 
 HEADER = ("| " + " | ".join(_COLUMNS) + " |", "|---|---|---|---:|---:|---:|---:|---:|---|")
 """The two lines that begin the table."""

@@ -133,7 +133,7 @@ class Recording:
         if not inside and self._kept:
             nearest = min(self._kept, key=lambda reading: max(start_s - reading.t_s, reading.t_s - end_s))
             distance_s = max(start_s - nearest.t_s, nearest.t_s - end_s)
-            reasons["samples"] = f"no reading fell inside the window; this is the nearest, {distance_s:.3g} s away"
+            reasons["samples"] = f"no reading fell inside the window; the nearest is {distance_s:.3g} s away"
             readings = [nearest]
         if not self._kept:
             reasons["profile"] = "the sampler has given no reading"

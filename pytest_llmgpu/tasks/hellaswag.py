@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 
@@ -51,6 +51,24 @@ class Dataset(msgspec.Struct, frozen=True):
     def of(cls, name: str, items: Sequence[Item]) -> Dataset:
         """Return items as a dataset, with their hash."""
         return cls(name=name, items=tuple(items), sha256=hashlib.sha256(msgspec.json.encode(items)).hexdigest())
+
+    def __len__(self) -> int:
+        """Return how many items there are."""
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the items in order."""
+        return iter(self.items)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Item, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Item | tuple[Item, ...]:
+        """Return an item, or those of a slice."""
+        return self.items[place]
 
     def texts(self) -> Iterator[str]:
         """Yield every context and ending, for a tokenizer to be trained on."""

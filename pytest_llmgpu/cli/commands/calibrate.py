@@ -61,6 +61,7 @@ class _Calibrate:
         measured = calibration.measure(*sessions)
         path = arguments.output or calibration_files.default_path(storage_of(arguments), measured.machine)
         try:
+            replaced = _put_aside(path)
             calibration_files.dump(measured, path)
         except OSError as error:
             raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
@@ -72,7 +73,7 @@ class _Calibrate:
         ]
         columns = ("case", "launches", "noise", "counts as", "sessions", "between them", "counts as")
         lines = [tabulate(rows, columns[: len(rows[0])], disable_numparse=True), ""]
-        lines.append(f"written: {path}")
+        lines.append(f"written: {path}{f' (the one before is {replaced})' if replaced else ''}")
         if len(sessions) == 1:
             lines.append(calibration_files.ONE_SESSION)
         enough, least = calibration.ENOUGH, calibration.LEAST
@@ -82,6 +83,15 @@ class _Calibrate:
             lines.append(f"left out: {left:,} without {least} undisturbed launches of the same batches")
         show("\n".join(lines))
         return 0
+
+
+def _put_aside(path: Path) -> Path | None:
+    """Keep a calibration that is there under another name: its launches may have taken hours. Return that name."""
+    if not path.exists():
+        return None
+    kept = path.with_name(f"{path.stem}-before{path.suffix}")
+    path.replace(kept)
+    return kept
 
 
 def _by_day(reports: Sequence[Report]) -> list[list[Report]]:

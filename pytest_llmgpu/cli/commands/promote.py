@@ -69,7 +69,7 @@ class _Promote:
                 where = arguments.to or store
                 raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
             unsure = "note: whether files were changed since its commit is not known"
-            lines = [f"promoted: {arguments.report} is the baseline {path}", replaced]
+            lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, promotion.unsteady(candidate)]
             show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
             return 0
 
