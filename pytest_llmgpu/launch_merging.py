@@ -12,6 +12,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from pytest_llmgpu import capacity
+from pytest_llmgpu.launch_findings import disagreements
 from pytest_llmgpu.matching import hardware_differences
 from pytest_llmgpu.metrics import derive
 from pytest_llmgpu.path import FASTEST_FIRST
@@ -41,7 +42,8 @@ class _Name(NamedTuple):
 def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Report:
     """Return one report of several that measured the same cases of one commit on one kind of machine.
 
-    What is said of a run as a whole (time, arguments, environment) is the first report's.
+    What is said of a run as a whole (time, arguments, environment) is the first report's. In what launches of several
+    reports differ though it should be equal is a finding of their case.
 
     Args:
         reports: one at least, each with one launch or more of every case.
@@ -58,7 +60,7 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
         _refuse_other_source(reports[0], report, called[0], name)
         _refuse_other_cases(first, _by_name(report), called[0], name)
     sides = [_by_name(report) for report in reports]
-    return _merged(reports, [merge_results([side[name] for side in sides]) for name in first])
+    return _merged(reports, [_compared([side[name] for side in sides]) for name in first])
 
 
 def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
@@ -74,9 +76,7 @@ def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
     """
     _refuse_other_source(report, again, "the report", "what was measured again")
     found = {name: result for name, result in _by_name(again).items() if name.key in keys}
-    cases = [
-        merge_results([result, found[name]]) if name in found else result for name, result in _by_name(report).items()
-    ]
+    cases = [_compared([result, found[name]]) if name in found else result for name, result in _by_name(report).items()]
     return _merged([report, again], cases, again_in_part=True)
 
 
@@ -113,6 +113,24 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     merged.why = {name: text for name, text in merged.why.items() if getattr(merged, name, None) is None}
     derive(merged)
     return merged
+
+
+def _compared(results: Sequence[CaseResult]) -> CaseResult:
+    """Return one result of several, with findings of what differs from launch to launch.
+
+    They are of all launches, and stand for what a report says of its own.
+    """
+    merged = merge_results(results)
+    if len(results) > 1:
+        told = disagreements([launch for result in results for launch in _launches(result)])
+        codes = {finding.code for finding in told}
+        merged.findings = [*(finding for finding in merged.findings if finding.code not in codes), *told]
+    return merged
+
+
+def _launches(result: CaseResult) -> list[CaseResult]:
+    """Return a result for each launch; where there is none itself, which counts as one that failed."""
+    return [msgspec.structs.replace(result, launches=[launch]) for launch in result.launches] or [result]
 
 
 def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part: bool = False) -> Report:

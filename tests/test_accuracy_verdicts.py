@@ -154,6 +154,15 @@ def test_launches_that_disagree_a_little_are_not_ok() -> None:
     assert predictions_row(other, gated=True).verdict == "REGRESSED"
 
 
+def test_the_worst_of_launches_is_no_evidence_by_itself() -> None:
+    """Items lost in one launch of five, which was chosen as the worst: that they are many alone says nothing."""
+    five = _result(*range(5))
+    found = [answered(_result(), head, AccuracyRule()) for head in (five, _of_launches(*[_result()] * 4, five))]
+    typical, worst = rows([one for one in found if isinstance(one, Answered)], 0.95, "")
+    assert (typical.verdict, typical.alone) == ("OK", "REGRESSED")
+    assert (worst.verdict, worst.alone, worst.low) == ("INCONCLUSIVE", None, typical.low)
+
+
 def _wrong_otherwise(number: int) -> CaseResult:
     """Return a result in which an item is wrong in another way than `_result` has it."""
     found = _result(number)

@@ -295,6 +295,14 @@ def test_calibrate_tells_the_gate_this_runners_noise(capsys: pytest.CaptureFixtu
     assert _gate("--storage", "elsewhere", "--calibration", str(default_path(STORE, H200))) == 1
 
 
+def test_calibrate_tells_of_launches_that_are_far_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise like that is somebody else's work, and no property of the runner."""
+    dump(on_h200([timed(1.0, 1.1, 4.0)]), Path("a.json"))
+    dump(on_h200([timed(1.2)]), Path("b.json"))
+    assert main(["calibrate", "a.json", "b.json"]) == 0
+    assert "differ so much in time that little can be told against them" in capsys.readouterr().out
+
+
 def test_the_noise_that_times_are_judged_by_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """By `gate` and by `compare`: the runner's own, the file that was named, or what is assumed."""
     dump(on_h200([timed(1.0, 1.001, 1.002)]), Path("launches.json"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from judged_reports import on_h200, timed
 
 from pytest_llmgpu import gate, launch_merging, report
 from pytest_llmgpu.calibration import Calibration
+from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.verdicts import Verdict, Verdicts
 
@@ -63,6 +65,13 @@ def test_launches_that_really_were_slower_are_drawn_from(resample: ModuleType) -
     assert found["trials"][-1]["slower"]["rows_regressed"] == 1
     same = resample.study(quiet, [1], trials=20, calibrating=10, seed=0, slower=quiet, fault=0.1)
     assert same["trials"][-1]["slower"]["rows_regressed"] == 0
+
+
+def test_no_more_slower_launches_are_drawn_than_there_are(resample: ModuleType) -> None:
+    """Those with the fault may be fewer than what a side could have of the others."""
+    found = resample.study(recorded(0.002), [1, 3, 5], trials=2, calibrating=10, seed=0, slower=recorded(0.002, 3))
+    assert found["most_launches_a_side"] == 3
+    assert [one["launches"] for one in found["trials"]] == [1, 3]
 
 
 def test_some_cases_are_looked_at_alone(resample: ModuleType) -> None:
@@ -150,6 +159,30 @@ def test_two_sessions_are_one_study(resample: ModuleType) -> None:
     assert found["trials"][0]["slower"]["rows_regressed"] < 0.2, "two machines differ by more than launches of one"
 
 
+def test_the_recorded_proof_is_judged_as_it_was(resample: ModuleType, script: Callable[[str], ModuleType]) -> None:
+    """20 rounds of real launches on four H200: what sleeps 10 % is REGRESSED in each, what does not in none."""
+    sides = ("calibrating", "without", "with")
+    found = {side: report.load(BENCHMARKS / "reports" / f"slow-gpu-2-{side}.json.gz") for side in sides}
+    noise = resample.calibrated(found["calibrating"], range(10))
+    launches = resample.asked_for(found["calibrating"], Policy(), noise, slowdown=0.1)
+    assert [len(found[side].cases[0].launches) for side in sides] == [10, 20 * launches, 20 * launches]
+    without, slower = (
+        [resample.part(found[side], range(launches * n, launches * (n + 1))) for n in range(20)] for side in sides[1:]
+    )
+
+    def told(base: Report, head: Report) -> str:
+        # The first launch alone kept its answers: accuracy is that round's only.
+        said = gate.judge(base, head, Policy(), today=resample.TODAY, calibration=noise)
+        [row] = [row for row in said.rows if row.metric == "time"]
+        return row.verdict
+
+    assert [told(base, head) for base, head in zip(without, slower, strict=True)] == ["REGRESSED"] * 20
+    following = script("end_to_end").following
+    alike = Counter(told(base, without[following(n, 20, 4)]) for n, base in enumerate(without))
+    assert set(alike) <= {"OK", "INCONCLUSIVE"}
+    assert alike["OK"] >= 10, "nor is it noise that hides a false alarm"
+
+
 def test_a_run_that_was_cut_goes_on(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,18 +225,30 @@ def test_launches_of_a_side_may_be_of_one_run(
 
 
 def test_rounds_are_dealt_out_to_the_gpus(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    """In the order of their numbers, each on one GPU; a launch that fails ends them all."""
+    """In the order of their numbers, each on one GPU."""
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [], ["0", "1", "2"])
     assert bench.dealt(7, lambda number, gpu: (number, gpu)) == [(number, str(number % 3)) for number in range(7)]
-    begun = []
 
-    def fail(number: int, _gpu: str) -> None:
+
+def test_a_launch_that_fails_ends_them_all(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those under way on other GPUs end as they do; no other begins."""
+    end_to_end = script("end_to_end")
+    failed = threading.Event()  # the bench's own: others go on when it knows, not a moment before
+    monkeypatch.setattr(end_to_end, "threading", SimpleNamespace(Event=lambda: failed))
+    begun, known = [], []
+
+    def make(number: int, _gpu: str) -> None:
         begun.append(number)
-        raise SystemExit(f"round {number}")
+        if number == 0:
+            raise SystemExit("round 0")
+        known.append(failed.wait(5))
 
-    with pytest.raises(SystemExit, match="round "):
-        bench.dealt(300, fail)
-    assert len(begun) <= 3, "no other begins once one has failed"
+    with pytest.raises(SystemExit, match="round 0"):
+        end_to_end.Bench("slow", 0.1, tmp_path, [], ["0", "1", "2"]).dealt(300, make)
+    assert max(begun) < 3
+    assert all(known)
 
 
 def test_a_round_is_held_against_the_next_of_its_gpu(script: Callable[[str], ModuleType]) -> None:
@@ -225,14 +270,60 @@ def test_another_experiment_is_not_taken_for_this_one(script: Callable[[str], Mo
         "most": 20,
         "together": False,
         "pytest": ["-q"],
+        "gpus": ["0", "1"],
     }
     end_to_end = script("end_to_end")
-    for _ in range(2):
-        end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked))
-    others: list[dict[str, object]] = [{"probe": "chatty"}, {"fault": 0.2}, {"launches": 2}, {"pytest": []}]
-    for other in others:
+    for gpus in (["0", "1"], ["2", "3"]):  # others of as many are dealt the same rounds
+        end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked | {"gpus": gpus}))
+    others: dict[str, object] = {
+        "probe": "chatty",
+        "fault": 0.2,
+        "launches": 2,
+        "calibrating": 3,
+        "most": 10,
+        "together": True,
+        "pytest": [],
+        "gpus": ["0"],
+    }
+    assert others.keys() == asked.keys()
+    for name, other in others.items():
         with pytest.raises(SystemExit, match=r"holds another experiment: .*slow"):
-            end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked | other))
+            end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked | {name: other}))
+
+
+Trial = tuple[int, Counter[str]]
+SEEN: Trial = (1, Counter(REGRESSED=2))
+HIDDEN: Trial = (0, Counter(INCONCLUSIVE=2))
+NOTHING: Trial = (0, Counter(OK=1, INCONCLUSIVE=1))
+
+
+@pytest.mark.parametrize(
+    ("with_fault", "without_fault", "ok"),
+    [
+        ([SEEN, HIDDEN, (1, Counter(REGRESSED=1, INCONCLUSIVE=1))], [NOTHING, HIDDEN, (0, Counter(OK=2))], True),
+        ([SEEN], [], True),  # one round has no next one
+        ([], [], False),
+        ([SEEN, (0, Counter())], [NOTHING, NOTHING], False),
+        ([SEEN, SEEN], [NOTHING, (0, Counter())], False),
+        ([SEEN, (5, Counter())], [NOTHING, NOTHING], False),
+        ([SEEN, SEEN], [NOTHING, (5, Counter())], False),
+        ([(0, Counter(INVALID=2))], [NOTHING], False),
+        ([SEEN], [(0, Counter(INVALID=2))], False),
+        ([SEEN, (0, Counter(IMPROVED=1))], [NOTHING, NOTHING], False),
+        ([SEEN, (0, Counter(OK=1))], [NOTHING, NOTHING], False),
+        ([SEEN, SEEN], [NOTHING, SEEN], False),
+        ([SEEN], [(0, Counter(IMPROVED=1, OK=1))], False),
+        ([(0, Counter(REGRESSED=1))], [NOTHING], False),
+        ([(1, Counter(INCONCLUSIVE=1))], [NOTHING], False),
+        ([SEEN], [(1, Counter(OK=1))], False),
+        ([(1, Counter(REGRESSED=1, OK=0))], [NOTHING], True),
+    ],
+)
+def test_a_proof_is_ok_where_every_round_was_told_and_nothing_wrong(
+    script: Callable[[str], ModuleType], with_fault: list[Trial], without_fault: list[Trial], ok: bool
+) -> None:
+    """A row in every round that is as it should be or hidden by noise, and an exit status that agrees."""
+    assert script("end_to_end").proven(with_fault=with_fault, without_fault=without_fault) is ok
 
 
 def test_a_round_is_summed_up(script: Callable[[str], ModuleType]) -> None:

@@ -185,7 +185,7 @@ def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
     assert "\nnoise: calibration.json, 40 launches\n" in judge.summary()
     assert "not calibrated" not in judge.summary()
     judge.judge(_on("Xeon", _result(), _result(batch_size=2)))
-    assert "\nnot calibrated: 1 case, 20 % assumed\npolicy: " in judge.summary()
+    assert "\nnot calibrated: 1 case, at most 20 % assumed\npolicy: " in judge.summary()
     path.write_text("{")
     with pytest.raises(ValueError, match=r"calibration .*calibration\.json: "):
         _judge(tmp_path, "main").find_baseline(machine)

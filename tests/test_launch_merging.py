@@ -50,6 +50,7 @@ def test_one_report_is_merged_to_itself() -> None:
     assert derived.cases[0].launches == report.cases[0].launches
     assert (derived.session, derived.commit, derived.created) == (report.session, report.commit, report.created)
     assert merge([derived]) == derived
+    assert merge([_measured(with_launches([1.0, 9.0]))]).cases[0].findings == []
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,49 @@ def test_what_is_said_of_launches_is_said_once() -> None:
     assert merged.accuracy_check == _check(False)
     assert [(finding.code, finding.text) for finding in merged.findings] == [("a", "1 %"), ("b", "2 %")]
     assert merged.why == {"comparison": "first"}
+
+
+def _apart(result: CaseResult) -> list[str]:
+    return [finding.text.split(":")[0] for finding in result.findings if finding.code == "launch-times-differ"]
+
+
+def test_launches_of_several_reports_are_held_against_each_other() -> None:
+    """However few a report has of its own; of another case nothing is said."""
+    quiet = make_result(batch_size=2)
+    reports = [_measured(make_result(seconds), quiet) for seconds in (1.0, 1.1, 3.2)]
+    slow, same = merge(reports).cases
+    [finding] = slow.findings
+    assert (finding.code, finding.text.split(":")[1]) == (
+        "launch-times-differ",
+        " launch 3 of 3 took 3.2 s, the slowest, and launch 1 1 s, the fastest.",
+    )
+    assert same.findings == []
+    assert [result.findings for report in reports for result in report.cases] == [[]] * 6
+    answers = [make_answers(right) for right in ([True, True], [True, False])]
+    first, second = (_measured(make_result(accuracy=accuracy)) for accuracy in answers)
+    assert [finding.code for finding in merge([first, second]).cases[0].findings] == ["launches-answer-otherwise"]
+
+
+def test_what_a_report_says_of_its_launches_is_said_anew_of_all() -> None:
+    """Once, by the number of the launch among all; what cannot be seen any more is kept."""
+    told = merge([_measured(make_result(seconds)) for seconds in (1.0, 3.0)])
+    assert _apart(told.cases[0]) == ["Launches differ in time by a factor of 3.0"]
+    merged = merge([told, _measured(make_result(0.5))])
+    assert _apart(merged.cases[0]) == ["Launches differ in time by a factor of 6.0"]
+    assert "launch 2 of 3 took 3 s, the slowest, and launch 3 0.5 s" in merged.cases[0].findings[0].text
+    again = extend(told, _measured(make_result(9.0)), {told.cases[0].key})
+    assert _apart(again.cases[0]) == ["Launches differ in time by a factor of 9.0"]
+    assert merge([told]) == told
+    failed = merge([told, _measured(make_failed("skipped_after_oom"))])
+    [finding] = failed.cases[0].findings
+    assert "launch 2 of 3" in finding.text, "one that failed has a number, too"
+
+
+def test_what_launches_do_not_show_any_more_is_still_said() -> None:
+    """Traffic that differed is left out of the report that says so."""
+    sent = merge([_measured(with_launches([1.0], traffic=make_traffic(calls))) for calls in (64, 65)])
+    known = merge([sent, _measured(with_launches([1.0], traffic=make_traffic()))])
+    assert [finding.code for finding in known.cases[0].findings] == ["launches-send-otherwise"]
 
 
 def test_the_session_is_as_whole_as_its_launches() -> None:

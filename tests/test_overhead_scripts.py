@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -186,6 +187,32 @@ def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
     profiler = script("profiler")
     assert profiler.judged(median, least, most) == {"ok": ok, "sure": sure}
     assert profiler.status(median, least, device) == status
+
+
+@pytest.mark.parametrize(
+    ("flags", "eager"), [(["cpu"], True), (["cuda"], False), (["cuda", "--eager"], True), (["cpu", "--eager"], True)]
+)
+def test_graphs_are_for_gpus_unless_they_are_declined(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, flags: list[str], eager: bool
+) -> None:
+    """What is profiled runs eagerly on a CPU, and where that is asked for."""
+    profiler = script("profiler")
+    monkeypatch.setattr(sys, "argv", ["profiler.py", "--device", *flags])
+    assert profiler.parse().eager is eager
+
+
+def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Its time from start to end, and memory that whoever started it does not add to."""
+    judging = script("gate")
+    for seed, name in enumerate(("base", "head")):
+        judging.write(tmp_path / name, seed, cases=1, batches=2, items=1, launches=1)
+    held = b"x" * (256 * MIB)
+    for code in (judging.JUDGE, judging.COMPARE):
+        found = judging.measured(code, [tmp_path / "base", tmp_path / "head"])
+        assert 10 < found["peak_mb"] < len(held) / MIB
+    assert min(found["wall_s"], found["cpu_s"]) > 0
+    with pytest.raises(subprocess.CalledProcessError):
+        judging.measured(judging.COMPARE, [tmp_path / "base", tmp_path / "nowhere"])
 
 
 def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], ModuleType]) -> None:

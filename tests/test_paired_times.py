@@ -36,9 +36,15 @@ def test_one_short_launch_may_have_met_a_stall() -> None:
     assert long.change.noise_error < 0.003
     two = [[0.3 / BATCHES] * BATCHES] * 2
     assert _compared(with_latencies(two), with_latencies(two)).change.noise_error < 0.002, "two show their spread"
-    one = with_latencies(two[:1])
-    for sides in ((one, with_latencies(two)), (with_latencies(two), one)):
-        assert _compared(*sides).change.noise_error == pytest.approx(math.log1p(0.1), rel=0.01), "that side's alone"
+    for alone_s, others_s, stall in ((0.3, 0.6, 0.1), (0.6, 0.3, 0.05)):
+        one, both = (
+            with_latencies([[seconds / BATCHES] * BATCHES] * launches)
+            for seconds, launches in ((alone_s, 1), (others_s, 2))
+        )
+        for sides in ((one, both), (both, one)):
+            found = _compared(*sides)
+            assert found.change.noise_error == pytest.approx(math.log1p(stall), rel=0.01), "that side's alone"
+            assert found.total.noise_error == pytest.approx(math.log1p(stall), rel=0.01)
 
 
 def test_launches_asked_for_reckon_with_both_figures() -> None:

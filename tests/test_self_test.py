@@ -10,6 +10,7 @@ from report_factory import make_answers, make_failed, make_memory, make_report
 from verdict_factory import make_invalid, make_traffic, with_latencies, with_launches
 
 from pytest_llmgpu.calibration import Calibration
+from pytest_llmgpu.paired_times import FEWEST
 from pytest_llmgpu.planting import plants
 from pytest_llmgpu.policy import ExactRule, Known, Policy, TimeRule
 from pytest_llmgpu.report import encode
@@ -83,6 +84,14 @@ def test_a_slowdown_that_only_a_copy_shows_is_missed() -> None:
     assert "noise of its original" in missed.reason
     assert missed.launches_needed is not None
     assert missed.launches_needed > 1
+
+
+@pytest.mark.parametrize(("launches", "named"), [(4, FEWEST), (FEWEST, None), (FEWEST + 1, None)])
+def test_five_launches_are_asked_for_at_least(launches: int, named: int | None) -> None:
+    """Of a quiet case, too; none where there are as many: something else than launches is missing."""
+    policy = Policy(time=TimeRule(gate=False))
+    (missed,) = _trial(_tested(_full([1.0] * launches), policy=policy), "time").missed
+    assert (missed.reason, missed.launches_needed) == ("the policy does not gate time.", named)
 
 
 def test_the_launches_that_are_named_are_enough() -> None:

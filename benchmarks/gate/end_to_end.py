@@ -1,11 +1,12 @@
 """Whether the gate sees a fault in real runs, and none where there is none; prints JSON.
 
 Rounds of two reports each, launched in turn (A B A B ...): one of a strategy without its fault, one with it.
-`llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. Some launches of A
-calibrate first. One round alone has no next one, and says nothing of false alarms. What is in --keep already is not
-measured again, so that a run that was cut goes on. On several GPUs at once (--gpus=0,1,2,3) every launch has one of
-them, and a round stays on its own. With --together a side's launches are of one run of pytest, as a user's two reports
-are: less to start, and what drifts meanwhile is part of the difference.
+`llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. `ok`: of every round
+something was said, and all of it is so. Some launches of A calibrate first. One round alone has no next one, and says
+nothing of false alarms. What is in --keep already is not measured again, so that a run that was cut goes on, on as many
+GPUs. On several GPUs at once (--gpus=0,1,2,3) every launch has one of them, and a round stays on its own. With
+--together a side's launches are of one run of pytest, as a user's two reports are: less to start, and what drifts
+meanwhile is part of the difference.
 
     python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
     python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
@@ -38,9 +39,12 @@ _Made = TypeVar("_Made")
 
 METRICS = {"slow": "time", "chatty": "traffic", "stock": "accuracy"}
 
+Trial = tuple[int, Counter[str]]
+"""The gate's exit status, and how often it gave each verdict on the metric of the fault."""
+
 
 def main() -> int:
-    """Measure, judge, print; 1 where a fault passes as OK, or a side without one fails."""
+    """Measure, judge, print; 1 where a round was not told, or was told what is not so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=METRICS)
     parser.add_argument("--rounds", type=int, default=20)
@@ -64,7 +68,7 @@ def main() -> int:
     assert in_force is not None, "a calibration was named"
     named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
     launches = asked.launches or min(asked.most, named or asked.most)
-    found: dict[str, list[tuple[int, Counter[str]]]] = {"without_fault": [], "with_fault": []}
+    found: dict[str, list[Trial]] = {"without_fault": [], "with_fault": []}
     rounds = bench.dealt(asked.rounds, lambda number, gpu: bench.round(number, launches, gpu))
     for number, one in enumerate(rounds):
         found["with_fault"].append(bench.judged(one["a"], one["b"], noise))
@@ -82,7 +86,7 @@ def main() -> int:
         "launches": launches,
         **{name: summary(trials) for name, trials in found.items()},
     }
-    answer["ok"] = not answer["without_fault"]["exit_status"].get("1") and not answer["with_fault"]["rows"].get("OK")
+    answer["ok"] = proven(**found)
     json.dump(answer, sys.stdout, indent=2)
     print()
     return 0 if answer["ok"] else 1
@@ -91,7 +95,8 @@ def main() -> int:
 def _refuse_another(asked: argparse.Namespace) -> None:
     """Write down what is asked for beside what is kept; refuse a folder in which something else was."""
     names = ("probe", "fault", "launches", "calibrating", "most", "together", "pytest")
-    said = {name: getattr(asked, name) for name in names}
+    # Rounds are dealt out by number: with as many GPUs those of one GPU stay of one, whichever it is.
+    said = {**{name: getattr(asked, name) for name in names}, "gpus_at_once": len(asked.gpus)}
     path = asked.keep / "asked.json"
     if path.exists() and (there := json.loads(path.read_text())) != said:
         raise SystemExit(f"--keep {asked.keep}: holds another experiment: {there}")
@@ -176,8 +181,8 @@ class Bench:
         path.unlink()  # its launch is in the report of its side
         return measured
 
-    def judged(self, base: Path, head: Path, noise: Path) -> tuple[int, Counter[str]]:
-        """Return the gate's exit status and how often it gave each verdict on the metric of the fault."""
+    def judged(self, base: Path, head: Path, noise: Path) -> Trial:
+        """Return what the gate says of two reports."""
         command = [sys.executable, "-m", "pytest_llmgpu.cli", "gate", str(base), str(head), "--calibration", str(noise)]
         done = subprocess.run([*command, "--json", "-"], stdout=subprocess.PIPE, text=True, check=False)
         rows = json.loads(done.stdout)["rows"]
@@ -199,7 +204,27 @@ def following(number: int, rounds: int, gpus: int) -> int | None:
     return None if follower == number else follower
 
 
-def summary(trials: Sequence[tuple[int, Counter[str]]]) -> dict[str, Any]:
+def proven(with_fault: Sequence[Trial], without_fault: Sequence[Trial]) -> bool:
+    """Return whether the gate told the sides apart: in every round something, and nothing that is not so.
+
+    What noise hides is INCONCLUSIVE on either side, and true. A row that is INVALID, IMPROVED or of another kind tells
+    of something else than the fault.
+    """
+    return (
+        bool(with_fault)
+        and all(_true(trial, {"REGRESSED", "INCONCLUSIVE"}) for trial in with_fault)
+        and all(_true(trial, {"OK", "INCONCLUSIVE"}) for trial in without_fault)
+    )
+
+
+def _true(trial: Trial, allowed: set[str]) -> bool:
+    """Return whether there is a row, each is one of those, and the exit status says the same."""
+    status, rows = trial
+    verdicts = {verdict for verdict, count in rows.items() if count}
+    return bool(verdicts) and verdicts <= allowed and status == int("REGRESSED" in verdicts)
+
+
+def summary(trials: Sequence[Trial]) -> dict[str, Any]:
     """Return how often each exit status and each verdict occurred, and in how many rounds a row was REGRESSED."""
     rows: Counter[str] = sum((counted for _, counted in trials), Counter())
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ class _Calibrate:
     def run(self, arguments: argparse.Namespace) -> int:
         from tabulate import tabulate
 
-        from pytest_llmgpu import calibration, calibration_files, launch_merging
+        from pytest_llmgpu import calibration, calibration_files, launch_merging, promotion
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
@@ -74,6 +75,8 @@ class _Calibrate:
         columns = ("case", "launches", "noise", "counts as", "sessions", "between them", "counts as")
         lines = [tabulate(rows, columns[: len(rows[0])], disable_numparse=True), ""]
         lines.append(f"written: {path}{f' (the one before is {replaced})' if replaced else ''}")
+        if far_apart := promotion.unsteady(report):
+            lines.append(far_apart)
         if len(sessions) == 1:
             lines.append(calibration_files.ONE_SESSION)
         enough, least = calibration.ENOUGH, calibration.LEAST
@@ -90,7 +93,7 @@ def _put_aside(path: Path) -> Path | None:
     if not path.exists():
         return None
     kept = path.with_name(f"{path.stem}-before{path.suffix}")
-    path.replace(kept)
+    shutil.copyfile(path, kept)
     return kept
 
 
