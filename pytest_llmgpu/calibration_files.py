@@ -26,7 +26,11 @@ ONE_SESSION = (
 
 _FILE = "calibration.json"
 _LIMIT_BYTES = 2**26
-_ASSUMED = f"{100 * UNCALIBRATED_SD:g} % assumed"
+_ASSUMED = f"at most {100 * UNCALIBRATED_SD:g} % assumed"
+_UNLESS = "less where five launches a side tell"
+
+_MOST_SD = 2.0
+"""Of a logarithm: launches that differ by a factor of 7. With more in a file nothing would be told, and all passes."""
 
 
 def default_path(store: Path, machine: str) -> Path:
@@ -38,8 +42,10 @@ def dump(measured: Measured, path: Path) -> None:
     """Write a calibration: a reader finds the old one or the new one, never a part.
 
     Raises:
+        ValueError: it has a figure that `load` would refuse.
         OSError: it cannot be written.
     """
+    _check(measured, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".llmgpu-{os.getpid()}.tmp"
     try:
@@ -70,16 +76,7 @@ def load(path: Path, repository: Path = Path()) -> tuple[Measured, str]:
     if measured.calibration_version != VERSION:
         version = measured.calibration_version
         raise ValueError(f"calibration {path}: calibration_version {version} is unknown; this version reads {VERSION}")
-    for key, noise in measured.time.items():
-        place = f"$.time[{key!r}]"
-        if noise.sd < 0:
-            raise ValueError(f"calibration {path}: Expected a number of at least 0, got {noise.sd} - at `{place}.sd`")
-        if noise.launches < LEAST:
-            raise ValueError(
-                f"calibration {path}: Expected {LEAST} launches or more, got {noise.launches} - at `{place}.launches`"
-            )
-        if not 1 + (noise.session_sd is not None) <= noise.sessions <= noise.launches or (noise.session_sd or 0) < 0:
-            raise ValueError(f"calibration {path}: sessions and their noise do not belong together - at `{place}`")
+    _check(measured, path)
     return measured, hashlib.sha256(data).hexdigest()
 
 
@@ -120,11 +117,11 @@ def in_words(
     """
     found = _found(store, head, given, repository)
     if found is None:
-        return f"noise: {_ASSUMED} (llmgpu calibrate)"
+        return f"noise: {_ASSUMED}, {_UNLESS} (llmgpu calibrate)"
     path, measured, _ = found
     counts = {noise.launches for noise in measured.time.values()}
     if not counts:
-        return f"noise: {_ASSUMED} ({path.name} has no case)"
+        return f"noise: {_ASSUMED}, {_UNLESS} ({path.name} has no case)"
     fewest, most = min(counts), max(counts)
     launches = f"{fewest:,} {'' if fewest == most else f'to {most:,} '}launches"
     sessions = max(noise.sessions for noise in measured.time.values())
@@ -138,8 +135,26 @@ def left_out(noise: Calibration | None, head: Report) -> str:
     if noise is None:
         return ""
     count = sum(result.outcome == "completed" and result.key not in noise.sd for result in head.cases)
-    sd = UNCALIBRATED_SD if noise.typical is None else noise.typical
-    return f"not calibrated: {count:,} case{'s' * (count != 1)}, {100 * sd:.2g} % assumed" if count else ""
+    assumed = _ASSUMED if noise.typical is None else f"{100 * noise.typical:.2g} % assumed"
+    return f"not calibrated: {count:,} case{'s' * (count != 1)}, {assumed}" if count else ""
+
+
+def _check(measured: Measured, path: Path) -> None:
+    """Raise ValueError, with file and place, for the first figure that cannot be."""
+    for key, noise in measured.time.items():
+        place = f"$.time[{key!r}]"
+        for name in ("sd", "session_sd"):
+            sd = getattr(noise, name)
+            if sd is not None and not 0 <= sd <= _MOST_SD:
+                raise ValueError(
+                    f"calibration {path}: Expected a number from 0 to {_MOST_SD:g}, got {sd} - at `{place}.{name}`"
+                )
+        if noise.launches < LEAST:
+            raise ValueError(
+                f"calibration {path}: Expected {LEAST} launches or more, got {noise.launches} - at `{place}.launches`"
+            )
+        if not 1 + (noise.session_sd is not None) <= noise.sessions <= noise.launches:
+            raise ValueError(f"calibration {path}: sessions and their noise do not belong together - at `{place}`")
 
 
 def _found(store: Path, head: Report, given: Path | None, repository: Path) -> tuple[Path, Measured, str] | None:

@@ -11,7 +11,7 @@ import msgspec
 from tabulate import tabulate
 
 from pytest_llmgpu import unpacking
-from pytest_llmgpu.report import Commit
+from pytest_llmgpu.report import SCHEMA_VERSION, Commit
 from pytest_llmgpu.result import Outcome
 from pytest_llmgpu.storage import Stored
 
@@ -42,10 +42,15 @@ class _Session(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """The fields of a report that its line shows, by the report's own names."""
 
+    schema_version: int
     created: str
     cases: list[_Result]
     commit: _Commit = _Commit()
     session: _Session = _Session()
+
+
+class _Head(msgspec.Struct, frozen=True):
+    schema_version: int
 
 
 _DECODER = msgspec.json.Decoder(Summary)
@@ -86,11 +91,30 @@ def commit(of: _Commit | Commit) -> str:
 
 def _summary(one: Stored) -> Summary | str:
     try:
-        return _DECODER.decode(unpacking.unpack(unpacking.read(one.path)))
+        return _decoded(unpacking.unpack(unpacking.read(one.path)))
     except OSError as error:
         return f"report {one.path}: cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
         return f"report {one.path}: cannot be listed: {' '.join(str(error).split())}"
+
+
+def _decoded(data: bytes) -> Summary:
+    """Return the summary in a report's text; ValueError for one of another schema, and for what is no report."""
+    try:
+        summary = _DECODER.decode(data)
+    except msgspec.ValidationError:
+        # Of another schema it may lack what the line shows: its version is what to complain of then.
+        _check(msgspec.json.decode(data, type=_Head).schema_version)
+        raise
+    _check(summary.schema_version)
+    return summary
+
+
+def _check(version: int) -> None:
+    if version > SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version} is newer than {SCHEMA_VERSION}; upgrade pytest-llmgpu")
+    if version < 1:
+        raise ValueError(f"schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
 
 
 def _outcomes(summary: Summary) -> str:

@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Launch
+from pytest_llmgpu.result import Accuracy, Batches, CaseResult, DeviceProfile, Launch, Profile, Series
 
 __all__ = ["check"]
 
@@ -21,7 +21,7 @@ _MEMORY = (
     *("held_bytes", "nvml_used_max_bytes", "nvml_used_mean_bytes"),
 )
 _WINDOW = ("samples", "missed")
-_WINDOW_TIMES = ("period_s", "duration_s")
+_WINDOW_TIMES = ("period_s", "duration_s", "lateness_p99_s", "sampler_cpu_s")
 _COUNTED = ("calls", "payload_bytes", "wire_bytes")
 _SENT = ("wire_bytes_per_sequence",)
 _FLOAT32_BYTES = 4
@@ -36,8 +36,8 @@ _MOST_S = 1e12
 def check(cases: Sequence[CaseResult]) -> None:
     """Raise ValueError for the first figure that cannot be, with its place: `$.cases[3].launches[0].wall_s`.
 
-    Two cases of one id, times, bytes and counts that are negative or beyond all measure, fractions outside 0 to 1,
-    columns of unequal length, and log-likelihoods that do not decode.
+    Two cases of one id, times, bytes, counts and readings that are negative or beyond all measure, fractions outside 0
+    to 1, columns of unequal length, and log-likelihoods that do not decode.
     """
     seen: dict[str, int] = {}
     for number, result in enumerate(cases):
@@ -64,8 +64,41 @@ def _check_launch(launch: Launch, place: str) -> None:
     for number, memory in enumerate(launch.memory):
         _within(memory, _MEMORY, f"{place}.memory[{number}]")
     if launch.profile is not None:
-        _within(launch.profile, _WINDOW, f"{place}.profile")
-        _within(launch.profile, _WINDOW_TIMES, f"{place}.profile", most=_MOST_S)
+        _check_profile(launch.profile, f"{place}.profile")
+
+
+def _check_profile(profile: Profile, place: str) -> None:
+    _within(profile, _WINDOW, place)
+    _within(profile, _WINDOW_TIMES, place, most=_MOST_S)
+    for number, device in enumerate(profile.devices):
+        _check_device(device, f"{place}.devices[{number}]")
+    if profile.series is not None:
+        _length(profile.series.devices, len(profile.devices), f"{place}.series.devices")
+        _check_series(profile.series, f"{place}.series")
+
+
+def _check_device(device: DeviceProfile, place: str) -> None:
+    _within(device, ("energy_j",), place)
+    # It may be more than the window: what is throttled for power and for heat at once counts twice.
+    _within(device, ("throttled_s",), place, most=_MOST_S)
+    for name, metric in device.metrics.items():
+        for part, value in (("mean", metric.mean), ("max", metric.max)):
+            if value is not None and not 0 <= value < _MOST:
+                _refuse_figure(f"{place}.metrics.{name}.{part}", 0, _MOST, value)
+        if metric.coverage is not None and not 0 <= metric.coverage <= 1:
+            _refuse(f"{place}.metrics.{name}.coverage", f"a fraction from 0 to 1, got {metric.coverage}")
+    for name, count in device.counters.items():
+        if not 0 <= count < _MOST:
+            _refuse_figure(f"{place}.counters.{name}", 0, _MOST, count)
+
+
+def _check_series(series: Series, place: str) -> None:
+    # The nearest reading of a window without one may be from before its start.
+    _column(series.t_s, f"{place}.t_s", -_MOST_S, _MOST_S)
+    # Their values are drawn, and no gate judges by them: to look at each would take half as long again as to read all.
+    for number, columns in enumerate(series.devices):
+        for name, column in columns.items():
+            _length(column, len(series.t_s), f"{place}.devices[{number}].{name}")
 
 
 def _check_batches(batches: Batches, place: str) -> None:
@@ -73,10 +106,7 @@ def _check_batches(batches: Batches, place: str) -> None:
     for name in _COLUMNS:
         column = getattr(batches, name)
         _length(column, length, f"{place}.{name}")
-        most = _MOST_S if name == "latency_s" else _MOST
-        if min(column, default=0) < 0 or max(column, default=0) >= most:
-            number = next(number for number, value in enumerate(column) if not 0 <= value < most)
-            _refuse_figure(f"{place}.{name}[{number}]", 0, most, column[number])
+        _column(column, f"{place}.{name}", most=_MOST_S if name == "latency_s" else _MOST)
 
 
 def _check_accuracy(accuracy: Accuracy, place: str) -> None:
@@ -84,8 +114,10 @@ def _check_accuracy(accuracy: Accuracy, place: str) -> None:
         value = getattr(accuracy, name)
         if not 0 <= value <= 1:
             _refuse(f"{place}.{name}", f"a fraction from 0 to 1, got {value}")
-    _length(accuracy.predictions, accuracy.items, f"{place}.predictions")
-    _length(accuracy.predictions_norm, accuracy.items, f"{place}.predictions_norm")
+    for name in ("predictions", "predictions_norm"):
+        column = getattr(accuracy, name)
+        _length(column, accuracy.items, f"{place}.{name}")
+        _choices(column, f"{place}.{name}")
     if accuracy.labels is not None:
         _length(accuracy.labels, accuracy.items, f"{place}.labels")
     try:
@@ -104,13 +136,26 @@ def _within(record: Any, names: tuple[str, ...], place: str, least: int = 0, mos
             _refuse_figure(f"{place}.{name}", least, most, value)
 
 
+def _column(column: Sequence[float], place: str, least: float = 0, most: float = _MOST) -> None:
+    if min(column, default=least) < least or max(column, default=least) >= most:
+        number = next(number for number, value in enumerate(column) if not least <= value < most)
+        _refuse_figure(f"{place}[{number}]", least, most, column[number])
+
+
+def _choices(column: Sequence[int], place: str) -> None:
+    try:
+        bytes(column)  # all of 0 to 255, a fifth of the time that min and max take
+    except ValueError:
+        _column(column, place)
+
+
 def _length(column: Sequence[object], length: int, place: str) -> None:
     if len(column) != length:
         _refuse(place, f"{length} values, got {len(column)}")
 
 
-def _refuse_figure(place: str, least: int, most: float, value: float) -> NoReturn:
-    bound = f"at least {least}" if value < least else f"less than {most:g}"
+def _refuse_figure(place: str, least: float, most: float, value: float) -> NoReturn:
+    bound = f"at least {least:g}" if value < least else f"less than {most:g}"
     _refuse(place, f"a figure of {bound}, got {_written(value)}")
 
 

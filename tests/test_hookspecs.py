@@ -105,6 +105,12 @@ def test_a_strategy_of_an_installed_package_is_measured(
     ("registered", "flags", "complaint"),
     [
         (
+            {5: "near:Near"},
+            ["--strategy=pm"],
+            "pytest_llmgpu_strategies: 5, the name of the strategy at near:Near, is not allowed: letters, digits, _, *",
+        ),
+        ({"a,b": "near:Near"}, [], "pytest_llmgpu_strategies: 'a,b', the name of the strategy at near:Near, is not *"),
+        (
             {"mp": "near:Near"},
             [],
             "pytest_llmgpu_strategies: strategy 'mp' is at two places, near:Near and *LayerParallel",
@@ -120,7 +126,7 @@ def test_a_strategy_of_an_installed_package_is_measured(
     ],
 )
 def test_a_bad_registration_is_refused_before_anything_starts(
-    pytester: pytest.Pytester, registered: dict[str, str], flags: list[str], complaint: str
+    pytester: pytest.Pytester, registered: dict[object, str], flags: list[str], complaint: str
 ) -> None:
     """One line names what is wrong, exit 4, also from a conftest that pytest finds only while it collects."""
     folder = pytester.mkdir("benchmarks")

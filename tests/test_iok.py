@@ -281,6 +281,12 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
 @pytest.mark.parametrize(
     ("fields", "dtype", "message"),
     [
+        (
+            {"num_attention_heads": 6},
+            "float32",
+            "strategy iok cannot share out the 6 attention heads .* are 1, 2, 3, 6$",
+        ),
+        ({"intermediate_size": 6}, "float32", "strategy iok cannot share out the 6 columns .* allowed are 1, 2, 3, 6$"),
         ({"model_type": "mistral"}, "float32", "injects into llama models only, this is 'mistral'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "float32", "cannot do its rope type 'llama3'"),
         ({"rope_scaling": {"type": "linear"}}, "float32", "cannot do its rope type 'linear'"),
@@ -299,7 +305,21 @@ def test_what_the_kernels_compute_wrongly_is_refused(
     """Before anything is loaded, with the value and the reason."""
     source = msgspec.structs.replace(bundled, config=fields)
     with pytest.raises(ValueError, match=message):
-        KernelInjection().check_model(msgspec.structs.replace(_CASE, dtype=dtype), source)
+        KernelInjection().check_model(msgspec.structs.replace(_CASE, dtype=dtype, devices=4), source)
+
+
+def test_heads_of_keys_and_values_need_not_be_shared_out(bundled: ModelSource) -> None:
+    """They are repeated first, to as many as those of queries."""
+    source = msgspec.structs.replace(bundled, config={"num_attention_heads": 8, "num_key_value_heads": 2})
+    KernelInjection().check_model(msgspec.structs.replace(_CASE, devices=4), source)
+
+
+def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None:
+    """It would leave out what is more: refused before a workspace is made, and up to its limit there is one."""
+    injected = inject()
+    with pytest.raises(ValueError, match=r"^8193 tokens: DeepSpeed's kernels do sequences of up to 8192$"):
+        injected.strategy.prepare(injected.loaded, 1, 8193)
+    assert injected.strategy.prepare(injected.loaded, 1, 8192).tokens_granted == 8192
 
 
 def test_a_cpu_is_refused(bundled: ModelSource) -> None:

@@ -49,6 +49,35 @@ def test_a_broken_file_does_not_hide_the_others() -> None:
     assert isinstance(four, Summary)
 
 
+def _kept(text: str) -> Path:
+    path = save(measured(), _STORE)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"created": "x", "cases": []}', "Object missing required field `schema_version`"),
+        ('{"benchmarks": [], "version": "5.3.1"}', "Object missing required field `schema_version`"),
+        (
+            '{"schema_version": 9, "created": "x", "cases": []}',
+            "schema_version 9 is newer than 1; upgrade pytest-llmgpu",
+        ),
+        ('{"schema_version": 9, "cases": {}}', "schema_version 9 is newer than 1; upgrade pytest-llmgpu"),
+        ('{"schema_version": 0, "created": "x", "cases": []}', "schema_version 0 does not exist; allowed are 1 to 1"),
+        ('{"schema_version": 1, "created": "x", "cases": {}}', "Expected `array`, got `object` - at `$.cases`"),
+    ],
+)
+def test_what_is_no_report_of_this_schema_is_not_listed_as_one(text: str, said: str) -> None:
+    """Its line would be a guess; what is wrong is said instead, and the others are listed."""
+    path = _kept(text)
+    save(measured(), _STORE)
+    one, two = summarise(stored(_STORE))
+    assert one == f"report {path}: cannot be listed: {said}"
+    assert isinstance(two, Summary)
+
+
 def test_the_summary_reads_the_reports_own_fields() -> None:
     """A field that is renamed in the report cannot be forgotten here."""
     path = save(measured(), _STORE)

@@ -29,14 +29,15 @@ from report_factory import (
 from pytest_llmgpu import unpacking
 from pytest_llmgpu.json_schema import schema
 from pytest_llmgpu.report import Commit, Report, Session, check_writable, dump, encode, load, next_id, parse
-from pytest_llmgpu.result import Collective, Comparison, Failure, Metric, Traffic
+from pytest_llmgpu.result import Collective, Comparison, Failure, Metric, Series, Traffic
 
 
 def _full_report() -> Report:
     """Return a report in which every part of the object occurs."""
+    series = Series(t_s=[0.0, 0.5, 1.0], devices=[{"power_w": [300.0, None, 310.5]}] * 2)
     report = make_report(
         [
-            make_result(3.0, make_accuracy(items=5), make_profile(2), make_memory(2), sequences=4),
+            make_result(3.0, make_accuracy(items=5), make_profile(2, series=series), make_memory(2), sequences=4),
             make_failed("oom", Failure(phase="load", message="too large"), batch_size=2),
             make_failed("skipped_after_oom", batch_size=4),
         ]
@@ -313,6 +314,20 @@ def test_parts_that_were_compressed_one_after_the_other_are_one_file() -> None:
         ("cases.0.launches.0.wall_s", -1e-9, "at least 0, got -1e-09"),
         ("cases.0.launches.0.memory.1.peak_allocated_bytes", -1, "at least 0, got -1"),
         ("cases.0.launches.0.profile.duration_s", -60.0, "at least 0, got -60.0"),
+        ("cases.0.launches.0.profile.lateness_p99_s", 1e308, "less than 1e\\+12, got 1e\\+308"),
+        ("cases.0.launches.0.profile.sampler_cpu_s", -1.0, "at least 0, got -1.0"),
+        ("cases.0.launches.0.profile.devices.1.throttled_s", -1e308, "at least 0, got -1e\\+308"),
+        ("cases.0.launches.0.profile.devices.1.energy_j", -0.5, "at least 0, got -0.5"),
+        ("cases.0.launches.0.profile.devices.0.counters.xids", -1.0, "at least 0, got -1.0"),
+        ("cases.0.launches.0.profile.devices.0.metrics.utilization_pct.mean", -1e308, "at least 0, got -1e\\+308"),
+        ("cases.0.launches.0.profile.devices.0.metrics.utilization_pct.mean", 1e308, "got 1e\\+308"),
+        ("cases.0.launches.0.profile.devices.1.metrics.utilization_pct.max", 1e308, "got 1e\\+308"),
+        ("cases.0.launches.0.profile.devices.1.metrics.utilization_pct.coverage", 1.5, "from 0 to 1, got 1.5"),
+        ("cases.0.launches.0.profile.series.devices.1.power_w", [300.0], "3 values, got 1"),
+        ("cases.0.launches.0.profile.series.devices", [], "2 values, got 0"),
+        ("cases.0.launches.0.profile.series.t_s.2", -1e308, "at least -1e\\+12, got -1e\\+308"),
+        ("cases.0.launches.0.accuracy.predictions.3", -7, "at least 0, got -7"),
+        ("cases.0.launches.0.accuracy.predictions_norm.0", 10**400, "got one of 1329 bits"),
         ("cases.0.launches.0.accuracy.acc_norm", 82.8, "a fraction from 0 to 1, got 82.8"),
         ("cases.0.launches.0.accuracy.predictions", [0], "5 values, got 1"),
         ("cases.0.launches.0.accuracy.labels", [0] * 6, "5 values, got 6"),
@@ -347,6 +362,16 @@ def test_a_figure_that_cannot_be_is_named_with_its_place(place: str, value: obje
         parse(_written(document), "report.json")
     assert str(caught.value).startswith("report report.json: breaks schema_version 1: Expected ")
     assert str(caught.value).endswith(f" - at `${written}`")
+
+
+def test_figures_that_look_odd_and_can_be_are_read() -> None:
+    """Power and heat throttle at once; the nearest reading is from before the window; an item has many endings."""
+    document: Any = _document(_full_report())
+    launch = document["cases"][0]["launches"][0]
+    launch["profile"]["devices"][0]["throttled_s"] = 1.5 * launch["profile"]["duration_s"]
+    launch["profile"]["series"]["t_s"][0] = -0.045
+    launch["accuracy"]["predictions"][0] = 300
+    assert parse(_written(document), "report.json").cases[0].launches[0].accuracy.predictions[0] == 300  # type: ignore[union-attr]  # it has one
 
 
 def test_whatever_breaks_in_a_file_is_one_line() -> None:

@@ -1,21 +1,32 @@
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
+from pytest_llmgpu.gate import judge
 from pytest_llmgpu.json_schema import schema
+from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.report import SCHEMA_VERSION, Report, dump, load
+from pytest_llmgpu.verdicts import Armed, Baseline, Candidate
 
 _REPORTS = Path(__file__).parent / "data" / "reports"
 _PUBLISHED = sorted((Path(__file__).parents[1] / "benchmarks" / "reports").glob("*.json*"))
 
-_SHA256 = {1: "9c842b636717098d89d9d2ff6953a5a6662adb47e3ab63e7057f6009aeb08529"}
-"""Version to the hash of its file: a reader is mended to read the file, never the file to suit the reader."""
+_SHA256 = {
+    "schema-1.json": "9c842b636717098d89d9d2ff6953a5a6662adb47e3ab63e7057f6009aeb08529",
+    "schema-1-promoted.json": "cc238b071a38f9f7b6fed161942c95c1625124d037e7984ce07688f78051934b",
+}
+"""File to its hash: a reader is mended to read the file, never the file to suit the reader.
+
+`promoted` is what `promotion.keep` wrote, with the verdicts of `promotion.trial` against the baseline before it.
+"""
 
 
 def _path(version: int) -> Path:
@@ -52,25 +63,51 @@ def _read_1(report: Report) -> None:
     assert [result.outcome for result in others] == ["skipped_after_oom", "timeout", "crashed", "error", "interrupted"]
 
 
-_FACTS = {1: _read_1}
+def _read_1_promoted(report: Report) -> None:
+    verdicts = report.verdicts
+    assert verdicts is not None
+    assert verdicts.head == Candidate(created="2026-02-03T04:05:06Z", commit="c" * 40)
+    assert verdicts.baseline == Baseline(name="baseline.json", sha256="cd" * 32, commit="b" * 40)
+    assert verdicts.calibration_sha256 == "ab" * 32
+    assert verdicts.policy.startswith("allow_missing = false\n")
+    assert verdicts.policy_sha256 == hashlib.sha256(verdicts.policy.encode()).hexdigest()
+    assert verdicts.armed == Armed(compared=10, gated=8, unarmed={"path: path was not measured": 2}, gated_unarmed=0)
+    assert verdicts.warnings == ["differs from the baseline: driver 570.1 -> 570.2"]
+    time, accuracy, predictions, *others = verdicts.rows
+    assert (time.id, time.metric, time.verdict, time.alone) == ("mp-bs1", "time", "INCONCLUSIVE", "REGRESSED")
+    assert (time.key, time.nodeid) == (report.cases[0].key, report.cases[0].nodeid)
+    assert time.known == "a kernel that is right costs this"
+    assert (time.n, time.launches_needed, time.margin) == (2, 12, 0.02)
+    figures = (time.base, time.head, time.ratio, time.low, time.high, time.p, time.smallest_change)
+    assert figures == pytest.approx((10.01, 10.46, 1.045, 1.0227, 1.0678, 0.0554, 0.0645), rel=1e-3)
+    assert (accuracy.lost, accuracy.won, predictions.gated) == ([2], [3], False)
+    assert (len(others), {row.verdict for row in others}) == (7, {"OK"})
+
+
+_FACTS = {"schema-1.json": _read_1, "schema-1-promoted.json": _read_1_promoted}
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
-def test_a_report_of_every_version_is_read_for_ever(version: int) -> None:
+def test_every_version_has_a_file(version: int) -> None:
+    """What it wrote is kept here, and nothing that is not read."""
+    assert load(_path(version)).schema_version == version
+    assert {path.name for path in _REPORTS.iterdir()} == set(_FACTS) == set(_SHA256)
+
+
+@pytest.mark.parametrize("name", _FACTS)
+def test_a_report_of_every_version_is_read_for_ever(name: str) -> None:
     """A baseline that was stored with an old version keeps its meaning."""
-    report = load(_path(version))
-    assert report.schema_version == version
-    _FACTS[version](report)
+    _FACTS[name](load(_REPORTS / name))
 
 
-@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
-def test_the_file_of_a_version_is_as_that_version_wrote_it(version: int) -> None:
+@pytest.mark.parametrize("name", _SHA256)
+def test_the_file_of_a_version_is_as_that_version_wrote_it(name: str) -> None:
     """Nobody mends the file instead of the reader."""
-    assert hashlib.sha256(_path(version).read_bytes()).hexdigest() == _SHA256[version]
+    assert hashlib.sha256((_REPORTS / name).read_bytes()).hexdigest() == _SHA256[name]
 
 
-def test_the_oldest_file_has_a_value_for_every_field_it_knows() -> None:
-    """What is not in the file is not kept readable by it: each field of a record holds something at least once."""
+def test_the_oldest_files_have_a_value_for_every_field_they_know() -> None:
+    """What is in no file is not kept readable by one: each field of a record holds something at least once."""
     filled: set[str] = set()
     absent: set[str] = set()
 
@@ -82,7 +119,17 @@ def test_the_oldest_file_has_a_value_for_every_field_it_knows() -> None:
                 visit(item, inner)
 
     visit(json.loads(_path(1).read_bytes()), "$")
-    assert absent - filled == {"$.verdicts", "$.options.--llmgpu-revision", "$.environment.versions.ray"}
+    promoted = json.loads((_REPORTS / "schema-1-promoted.json").read_bytes())
+    visit({"verdicts": promoted["verdicts"]}, "$")
+    assert absent - filled == {"$.options.--llmgpu-revision", "$.environment.versions.ray"}
+
+
+def test_a_promoted_baseline_is_judged_by_what_was_measured() -> None:
+    """Its verdicts are of the baseline before it: they change nothing of what is said against it."""
+    base = load(_REPORTS / "schema-1-promoted.json")
+    bare = msgspec.structs.replace(base, verdicts=None)
+    today = datetime.date(2026, 2, 5)
+    assert judge(base, base, Policy(), today=today) == judge(bare, bare, Policy(), today=today)
 
 
 @pytest.mark.parametrize("path", _PUBLISHED, ids=lambda path: path.name)
@@ -91,9 +138,10 @@ def test_published_reports_are_read(path: Path) -> None:
     assert load(path).cases
 
 
-def test_an_old_report_is_written_anew_as_one_of_today(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", _FACTS)
+def test_an_old_report_is_written_anew_as_one_of_today(name: str, tmp_path: Path) -> None:
     """Read and written again, it has every field of today's schema, and says the same."""
-    report = load(_path(1))
+    report = load(_REPORTS / name)
     dump(report, tmp_path / "new.json")
     assert load(tmp_path / "new.json") == report
     jsonschema.validate(json.loads((tmp_path / "new.json").read_bytes()), schema())

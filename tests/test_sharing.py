@@ -28,7 +28,8 @@ def _source(config: dict[str, Any]) -> ModelSource:
     [
         ({"num_attention_heads": 52}, 8, "the 52 attention heads of llama: allowed are 2, 4"),
         ({"num_key_value_heads": 2}, 4, "the 2 key and value heads of llama: allowed are 2"),
-        ({"num_key_value_heads": 1}, 2, "the 1 key and value heads of llama: allowed are 1"),
+        ({"num_key_value_heads": 1}, 2, "the 1 key and value heads of llama: no number from 2 to 64 can"),
+        ({"num_attention_heads": 3}, 2, "the 3 attention heads of llama: no number from 2 to 64 can"),
         (
             {"intermediate_size": 28_674},
             8,
@@ -47,6 +48,14 @@ def test_what_the_devices_do_not_divide_is_refused(
     with pytest.raises(ValueError, match="cannot share out") as caught:
         sharing.check_divisible(make_case(strategy="tp", devices=devices), source)
     assert str(caught.value) == f"--llmgpu-devices={devices}: strategy tp cannot share out {message}"
+
+
+@pytest.mark.parametrize(("heads", "allowed"), [(3, "1"), (12, "1, 2, 4")])
+def test_a_strategy_that_runs_on_one_device_may_be_left_with_that(heads: int, allowed: str) -> None:
+    """As iok may: one device shares nothing out."""
+    source = _source(_LLAMA_2_70B | {"num_attention_heads": heads})
+    with pytest.raises(ValueError, match=f"the {heads} attention heads of llama: allowed are {allowed}$"):
+        sharing.check_divisible(make_case(strategy="iok", devices=8), source, least=1)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])

@@ -102,6 +102,9 @@ def test_registrations_add_up() -> None:
         ([{"own": "a.Own"}], "'a.Own', the place of strategy 'own', is not allowed: package.module:attribute is"),
         ([{"own": Own}], "<class 'test_strategies.Own'>, the place of strategy 'own', is not allowed: "),
         ([["a:Own"]], r"\['a:Own'\] is not allowed: a mapping is needed$"),
+        ([{5: "chat:Chatty"}], "5, the name of the strategy at chat:Chatty, is not allowed: letters, digits, _, . and"),
+        ([{"own": "b:Own"}, {"a,b": "a:Own"}], "'a,b', the name of the strategy at a:Own, is not allowed: letters,"),
+        ([{"": "a:Own"}], "'', the name of the strategy at a:Own, is not allowed: letters,"),
     ],
 )
 def test_a_registration_that_cannot_be_meant_is_refused(registrations: list[dict[str, str]], complaint: str) -> None:

@@ -24,7 +24,7 @@ def merge(registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Return one mapping of name to place from those that the implementations of `pytest_llmgpu_strategies` return.
 
     Raises:
-        ValueError: One is no mapping, a place is no `module:attribute`, or a name has two places.
+        ValueError: One is no mapping, a place is no `module:attribute`, a name is none, or has two places.
     """
     merged: dict[str, str] = {}
     for registration in registrations:
@@ -35,6 +35,10 @@ def merge(registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
                 raise ValueError(
                     f"pytest_llmgpu_strategies: {place!r}, the place of strategy {name!r}, is not allowed: "
                     "package.module:attribute is needed"
+                )
+            if not _is_name(name):
+                raise ValueError(
+                    f"pytest_llmgpu_strategies: {name!r}, the name of the strategy at {place}, is not allowed: {_NAMED}"
                 )
             if merged.setdefault(name, place) != place:
                 raise ValueError(
@@ -85,8 +89,8 @@ def make(place: str) -> Strategy:
     if lacking:
         raise ValueError(f"strategy {place} lacks {', '.join(lacking)} (see pytest_llmgpu.strategies.protocol)")
     name = getattr(strategy, "name")  # noqa: B009 - its type is not known
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError(f"strategy {place} is named {name!r}: letters, digits, _, . and - are needed")
+    if not _is_name(name):
+        raise ValueError(f"strategy {place} is named {name!r}: {_NAMED}")
     return strategy  # type: ignore[return-value]  # its members were checked
 
 
@@ -100,9 +104,14 @@ def _at(error: Exception) -> str:
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch(r"[\w.-]+", text) is not None
+
+
 def _is_place(text: object) -> bool:
     module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
 
+_NAMED = "letters, digits, _, . and - are needed"
 _MEMBERS = ("name", "backend", "check", "ranks", "build", "load", "prepare")

@@ -56,7 +56,7 @@ class KernelInjection:
         if wrong is not None:
             raise ValueError(f"--llmgpu-model={source.name}: strategy iok {wrong}")
         # Heads of keys and values are repeated to as many as those of queries before anything is shared out.
-        sharing.check_divisible(case, source, ("num_attention_heads", "intermediate_size"))
+        sharing.check_divisible(case, source, ("num_attention_heads", "intermediate_size"), least=1)
         hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
         if not isinstance(hidden, int) or not isinstance(heads, int):
             return  # its class's defaults, which are the published ones

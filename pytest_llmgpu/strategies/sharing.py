@@ -24,13 +24,14 @@ _CUT = {
 }
 
 
-def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tuple(_CUT)) -> None:
+def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tuple(_CUT), *, least: int = 2) -> None:
     """Refuse a number of devices that does not divide what tensor parallelism cuts up.
 
     Args:
         case: How many devices.
         source: Whose config names the counts.
         names: Of the counts that are cut.
+        least: Fewest devices that the strategy runs on.
 
     Raises:
         ValueError: With the number that it should divide.
@@ -41,10 +42,10 @@ def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tupl
         what = _CUT[name]
         if count % case.devices:
             common = math.gcd(*counts.values())
-            allowed = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0 and n <= _MOST)
+            allowed = ", ".join(str(n) for n in range(least, _MOST + 1) if common % n == 0)
             raise ValueError(
                 f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot share out the {count} {what} of "
-                f"{source.name}: allowed are {allowed or '1'}"
+                f"{source.name}: {f'allowed are {allowed}' if allowed else f'no number from {least} to {_MOST} can'}"
             )
 
 
