@@ -7,6 +7,7 @@ log-likelihoods are compared too, and those of random weights alone.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Answered(NamedTuple):
     """Typical difference of the log-likelihoods, as a fraction of the baseline's, of the launch in which it is largest;
     None where a side's are not known."""
     largest: float | None
-    """Largest such difference of one of them; None likewise."""
+    """Largest such difference of one of them; None likewise, and for other than random weights."""
     changed: int
     """Most items that any launch answers otherwise."""
     odd: str | None
@@ -95,7 +96,9 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     flips = _flips(before, after)
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
-    differences = [found for one in nows if (found := _differences(then, one)) is not None]
+    differences = [found for one in nows if (found := _difference(then, one)) is not None]
+    dummy = head.case.load_format == "dummy"
+    largest = [found for one in nows if dummy and (found := _largest_difference(then, one)) is not None]
     return Answered(
         base,
         head,
@@ -107,8 +110,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         won,
         len(flips) - len(lost) - len(won),
         labels is not None,
-        max((typical for typical, _ in differences), default=None),
-        max((largest for _, largest in differences), default=None),
+        max(differences, default=None),
+        max(largest, default=None),
         max(counts),
         f"in launch {nows.index(now) + 1} of {len(nows)}" if odd else None,
         len(nows) if odd else 1,
@@ -140,13 +143,14 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     """
     tested = [case for case in cases if not case.by_chance]
     gates = [case.rule.gate for case in tested]
+    together = Counter(gates)
     worse = holm([min(1.0, case.looks * by_chance(len(case.lost), len(case.won))) for case in tested], gates)
     better = holm([by_chance(len(case.won), len(case.lost)) for case in tested], gates)
     chances = iter(zip(worse, better, strict=True))
     return [
         _row_of_numbers(case, note)
         if case.by_chance
-        else _row(case, *next(chances), confidence, note, among=gates.count(case.rule.gate))
+        else _row(case, *next(chances), confidence, note, among=together[case.rule.gate])
         for case in cases
     ]
 
@@ -268,18 +272,23 @@ def _flips(before: Sequence[int], after: Sequence[int]) -> list[int]:
     return [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
 
 
-def _differences(before: Accuracy, after: Accuracy) -> tuple[float, float] | None:
-    """Return the typical and the largest difference of log-likelihoods; infinite where only the later are not finite.
-
-    None where the earlier ones are not known or not finite, or the others not as many.
-    """
+def _difference(before: Accuracy, after: Accuracy) -> float | None:
+    """Return the typical difference of log-likelihoods; infinite where only the later ones are not finite."""
     if before.loglikelihoods == after.loglikelihoods:  # of most launches: nothing to decode
-        return (0.0, 0.0) if before.loglikelihoods else None
+        return 0.0 if before.loglikelihoods else None
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     if not expected or len(expected) != len(values) or not all(map(math.isfinite, expected)):
         return None
-    largest = largest_difference(after.loglikelihoods, before.loglikelihoods)
-    return (math.inf, math.inf) if largest is None else (typical_difference(values, expected), largest)
+    return typical_difference(values, expected) if all(map(math.isfinite, values)) else math.inf
+
+
+def _largest_difference(before: Accuracy, after: Accuracy) -> float | None:
+    """Return the largest difference of one log-likelihood; None where they cannot be compared or are not finite."""
+    if before.loglikelihoods == after.loglikelihoods:
+        return 0.0 if before.loglikelihoods else None
+    if len(before.loglikelihoods) != len(after.loglikelihoods):
+        return None
+    return largest_difference(after.loglikelihoods, before.loglikelihoods)
 
 
 def _foreign(case: Answered) -> bool:

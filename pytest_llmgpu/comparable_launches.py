@@ -73,6 +73,8 @@ def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
     down count where the others are alike, and are left out where they are not; a side that has no other counts as free,
     unless all of the other side was held down.
     """
+    if not any(_held_down(launch, None) for side in (base, head) for launch in side):
+        return base, head
     told = [_telling(side) or side for side in (base, head)]
     clocks = [_clock_mhz(launch) for side in told for launch in side]
     known = [mhz for mhz in clocks if mhz is not None]
