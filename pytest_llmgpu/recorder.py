@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -191,6 +193,7 @@ class Recorder:
         if judge is not None:
             self.report.verdicts = judge(self.report)
         self._write()
+        self._rescue()
 
     def save(self) -> None:
         """Keep the concluded report in the store, if that was asked for."""
@@ -245,6 +248,19 @@ class Recorder:
         except OSError as error:
             # A full disk must not end the measuring: it is tried again after the next case.
             self._unwritten = f"{self._shown(self.path)} could not be written: {error.strerror or error}"
+
+    def _rescue(self) -> None:
+        """Keep a report that could not be written where temporary files go: it may be of hours."""
+        if self._unwritten is None or self.report is None or self.path is None:
+            return
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="llmgpu-"))
+            try:
+                report.dump(self.report, folder / self.path.name)
+            except OSError:
+                folder.rmdir()
+            else:
+                self._unwritten += f"; the report is {folder / self.path.name}"
 
 
 def _publishable(failure: Failure, rootdir: Path) -> Failure:

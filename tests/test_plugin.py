@@ -8,6 +8,7 @@ import pty
 import select
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -583,6 +584,27 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
     assert result.ret == 1
     result.stdout.fnmatch_lines(["FAILED .llmgpu/last.json could not be written: No space left on device"])
     result.stdout.fnmatch_lines(["*batch size*mp*", "*1 passed*"])
+
+
+def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be of hours, and the disk of the working directory alone is full."""
+    dump = report.dump
+
+    def full(told: Report, path: Path) -> None:
+        if tmp_path not in path.parents:
+            raise OSError(28, "No space left on device")
+        dump(told, path)
+
+    monkeypatch.setattr(report, "dump", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run(sizes="8")
+    assert result.ret == 1
+    (kept,) = tmp_path.glob("llmgpu-*/last.json")
+    assert [case.case.batch_size for case in report.load(kept).cases] == [8]
+    result.stdout.fnmatch_lines([f"FAILED *: No space left on device; the report is {kept}"])
 
 
 def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, run: Run) -> None:
