@@ -13,7 +13,7 @@ from pytest_llmgpu.case_tables import WIDTH, Painter, painter
 from pytest_llmgpu.policy import Policy
 from pytest_llmgpu.statistics import POWER
 from pytest_llmgpu.time_verdicts import apart
-from pytest_llmgpu.verdicts import METRICS, MetricName, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.verdicts import LOST, METRICS, MetricName, Row, Verdict, Verdicts, worst_first
 
 __all__ = ["MOST_CASES", "conclusion", "notes", "table"]
 
@@ -84,7 +84,9 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
     word = _CONCLUSIONS.get(status, "PASSED" if verdicts.baseline is not None else "PASSED without a baseline")
     kinds = {row.verdict for row in failing}
     if status == _LOST and len(kinds) == 1:
-        (word,) = kinds  # MISSING alone is no slowdown
+        (word,) = kinds
+    elif status == _LOST and kinds.isdisjoint(LOST):
+        word = "MISSING"  # and not comparable: that is no slowdown
     elif status == _UNTOLD and any(row.metric == "outcome" for row in failing):
         word = "INVALID"  # a case was interrupted, which no policy lets pass
     elif status == _UNTOLD and kinds == {"INVALID"}:

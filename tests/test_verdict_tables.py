@@ -203,6 +203,12 @@ def test_the_conclusion_says_how_the_gate_ends(head: list[CaseResult], policy: d
     assert "\n" not in text
 
 
+def test_what_was_not_compared_at_all_is_no_slowdown() -> None:
+    """One case is gone and another is another measurement: nothing has regressed that anybody knows of."""
+    text = conclusion(*_judge([_full(), _full(batch_size=4)], [_full(dtype="float32")]))
+    assert text.startswith("MISSING: 2 rows of 2 cases fail the gate")
+
+
 @pytest.mark.parametrize(("allowed", "said"), [(True, "PASSED without a baseline: "), (False, "NOT ARMED: ")])
 def test_no_baseline_is_no_plain_pass(allowed: bool, said: str) -> None:
     """Even where it is allowed, the line says so."""
