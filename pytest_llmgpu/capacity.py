@@ -108,7 +108,7 @@ def _capacity(series: str, results: Sequence[CaseResult], gpus: Sequence[Gpu]) -
     text = _truth(fit, oom, loading=any(_while_loading(result) for result in failed))
     if prediction is not None:
         first = f", GPU {prediction.device_index} is full first" if results[0].case.devices > 1 else ""
-        text += f" (predicted: {prediction.max_batch_size}{first})"
+        text += f" (predicted: {prediction.max_batch_size:,}{first})"
     return Capacity(
         series=series,
         strategy=results[0].case.strategy,

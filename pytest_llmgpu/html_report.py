@@ -115,7 +115,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         tables=list(_tables(report)),
         charts=drawn.charts,
         omitted=drawn.omitted,
-        cases=[(name, f"{name}: {ending}") for name, ending in _endings(report) if name in time_lines],
+        cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in time_lines],
         verdicts=verdicts,
         groups=None if verdicts is None else grouped(verdicts, policy),
         notes=[] if verdicts is None else verdict_tables.notes(verdicts),

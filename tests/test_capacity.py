@@ -42,6 +42,15 @@ def test_prediction_and_truth_stand_side_by_side() -> None:
     assert found.series == _fits(1).case.series
 
 
+def test_a_large_prediction_is_read_in_thousands() -> None:
+    """As the chart beside it has it."""
+    gpus = [msgspec.structs.replace(gpu, memory_bytes=1000 * 2**40) for gpu in _GPUS]
+    found = _capacity(*map(_fits, (1, 2, 4, 8)), gpus=gpus)
+    assert found.prediction is not None
+    assert f"(predicted: {found.prediction.max_batch_size:,}, GPU" in found.text
+    assert "," in f"{found.prediction.max_batch_size:,}"
+
+
 def test_a_prediction_does_not_know_the_truth() -> None:
     """Cases that ran after the first out of memory were looking for the limit: a fit on them would be hindsight."""
     before = _capacity(*map(_fits, (1, 2, 4)), _oom(64))

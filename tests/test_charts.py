@@ -300,6 +300,36 @@ def test_what_took_a_link_that_was_not_counted_is_said() -> None:
     assert "was not counted" not in found["traffic-utilization-2"].summary
 
 
+def test_a_link_that_was_counted_is_believed_whatever_the_sum() -> None:
+    """What a switch adds up takes fewer bytes than a ring's: the path is known, so nothing took another link."""
+    path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, Path)
+    for known in (True, False):
+        traffic = msgspec.structs.replace(make_traffic(wire_bytes_per_sequence=5e9), path=path if known else None)
+        found = _by_id(make_report([make_result(1.0, profile=make_profile(tx=1e6, nvlink=1e9), traffic=traffic)]))
+        assert ("was not counted" in found["traffic-pcie"].summary) is not known
+        assert ("was not counted" in found["traffic-utilization-1"].summary) is not known
+
+
+def test_a_link_that_was_not_counted_once_is_said_of_that_batch_size() -> None:
+    """NVLink's counter could not be read in two cases of four: of the others it is known where their bytes went."""
+    results = []
+    for size in (1, 2, 4, 8):
+        counted = size in {1, 4}
+        profile = make_profile(tx=1e6, nvlink=1e9)
+        if not counted:
+            for device in profile.devices:
+                del device.metrics["nvlink_tx_bytes_per_s"]
+        path = msgspec.convert({"link": "nvlink" if counted else None, "expected_bytes": 1, "text": "x"}, Path)
+        traffic = msgspec.structs.replace(make_traffic(wire_bytes_per_sequence=6e7), path=path)
+        results.append(make_result(1.0, profile=profile, traffic=traffic, strategy="tp", batch_size=size))
+    found = _by_id(make_report(results))
+    told = "; less than half of what tp sent at batch sizes 2 and 8 was seen, as it took a link that was not counted."
+    assert found["traffic-pcie"].summary.endswith(
+        f"; not in it, as it went over NVLink: what tp sends from GPU to GPU{told}"
+    )
+    assert found["traffic-utilization-1"].summary.endswith(told)
+
+
 def test_memory_has_capacity_and_the_predicted_threshold_where_they_are_near() -> None:
     """The axes reach both."""
     chart = _by_id(_paper())["memory"]
@@ -312,6 +342,22 @@ def test_memory_has_capacity_and_the_predicted_threshold_where_they_are_near() -
         "32 GiB of each GPU may be used; the largest batch size that should fit: mp 112, tp 112, iok 112."
         in chart.summary
     )
+
+
+def test_each_prediction_is_written_on_a_line_of_its_own() -> None:
+    """However far apart they are: how wide a chart is, is the page's. Below the curves, on top of all dotted lines."""
+    spec = _by_id(_paper())["memory"].spec
+    layers = spec["layer"]
+    rules = [place for place, layer in enumerate(layers) if layer["mark"].get("strokeDash") == [2, 3]]
+    texts = [place for place, layer in enumerate(layers) if "dx" in layer["mark"] and "expr" in layer["mark"]["dx"]]
+    assert (len(rules), len(texts)) == (3, 6)
+    assert max(rules) < min(texts)
+    assert [layers[place]["mark"]["style"] for place in texts] == ["halo", "note"] * 3
+    heights = [-layers[place]["mark"]["dy"] for place in texts]
+    assert heights == [9, 9, 9 + axes.LINE, 9 + axes.LINE, 9 + 2 * axes.LINE, 9 + 2 * axes.LINE]
+    low, high = spec["encoding"]["y"]["scale"]["domain"]
+    least = min(row["v"] for row in values_of(spec) if "v" in row)
+    assert axes.HEIGHT * (least - low) / (high - low) > heights[-1] + 5
 
 
 def test_a_capacity_far_above_is_said_and_not_drawn() -> None:
@@ -347,6 +393,31 @@ def test_balance_names_the_gpus_that_are_furthest_apart() -> None:
     assert "17.1 GiB on GPU 0 and 18.1 GiB on GPU 3" in chart.summary
     one = charts.of_report(make_report([make_result(profile=make_profile(1), devices=1)]))
     assert "GPU utilisation of each GPU: there is one device." in one.omitted
+
+
+def test_a_case_of_one_device_on_several_gpus_has_nothing_to_balance() -> None:
+    """Its launches ran on one GPU after the other: what they differ in is no imbalance."""
+    result = make_result(profile=make_profile(1), devices=1, memory=make_memory(1))
+    (launch,) = result.launches
+    (device,) = make_profile(1).devices
+    other = make_profile(devices=[msgspec.structs.replace(device, index=1)])
+    memory = [msgspec.structs.replace(launch.memory[0], index=1)]
+    result.launches.append(msgspec.structs.replace(launch, profile=other, memory=memory))
+    found = charts.of_report(make_report([result]))
+    assert "Memory of each GPU: there is one device." in found.omitted
+    assert "GPU utilisation of each GPU: there is one device." in found.omitted
+
+
+def test_strategies_beside_each_other_have_room_to_the_axis() -> None:
+    """The first stands left of its batch size; no batch size below 1 is ticked."""
+    for name in ("balance-memory", "accuracy"):
+        spec = _by_id(_paper())[name].spec
+        low, _ = spec["encoding"]["x"]["scale"]["domain"]
+        places = [row["b"] for row in values_of(spec) if "n" in row]
+        assert min(places) < 1
+        assert min(places) / low >= 1.2
+        assert spec["encoding"]["x"]["axis"]["values"][0] == 1
+    assert axes.batch_sizes([0.4, 1, 4])["axis"]["values"] == [1, 2, 4], "as many strategies as it takes"
 
 
 def test_cases_of_several_models_are_charts_of_their_own() -> None:

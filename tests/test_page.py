@@ -139,6 +139,16 @@ def test_options_are_told_where_they_are_not_the_defaults() -> None:
     }
 
 
+def test_an_amount_of_memory_is_told_in_gib() -> None:
+    """As the terminal does, with digits enough to tell it from another; a number of items is none."""
+    own, other = make_report(), make_report()
+    own.options = {"--llmgpu-gpu-memory": 34037615821, "--llmgpu-limit": 34037615821}
+    other.options = {"--llmgpu-gpu-memory": 34034679808}
+    told = {fact.name: (fact.value, fact.was) for fact in facts.options(own, other)}
+    assert told["--llmgpu-gpu-memory"] == ("31.7 GiB", "31.6973 GiB")
+    assert told["--llmgpu-limit"] == ("34037615821", "default")
+
+
 def test_without_pytest_no_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that only judges has no need of it; what the defaults are is then not known."""
     report = make_report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from report_factory import GIB
 from test_html_report import EVIL, row, study, verdicts
 
 from pytest_llmgpu import html_report
@@ -249,6 +252,70 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str,
     assert started.execute_script(wide) == width
     started.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert started.execute_script(wide) == width
+
+
+_LONG = "a_strategy_with_a_name"
+_TEXTS = """
+const chart = document.querySelector('[data-chart=memory] svg');
+const plot = chart.querySelector('.background').getBoundingClientRect();
+return [...chart.querySelectorAll('text')].filter((it) => it.textContent.endsWith('should fit')).map((it) => {
+  const { left, right, top, bottom } = it.getBoundingClientRect();
+  return { text: it.textContent, left: left - plot.left, right: plot.right - right, top, bottom };
+});
+"""
+"""The texts of predictions in the chart of memory, with their distance to both sides of the plot."""
+
+
+@pytest.mark.parametrize(
+    ("width", "memory_gib", "side"),
+    [(1280, 32, "left of it"), (400, 32, "left of it"), (400, 18.3, "right of it"), (400, 20, "at the left edge")],
+)
+def test_what_should_fit_is_written_within_the_plot(
+    started: Any, tmp_path: Path, width: int, memory_gib: float, side: str
+) -> None:
+    """Over no axis, and none over another; beside its line where there is room, at the left edge where there is not."""
+    report = study()
+    size = int(memory_gib * GIB)
+    report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=size) for gpu in report.environment.gpus]
+    for result in report.cases:
+        if result.case.strategy == "iok":
+            result.case = msgspec.structs.replace(result.case, strategy=_LONG)
+    path = tmp_path / "page.html"
+    path.write_text(html_report.render(report), encoding="utf-8")
+    show(started, path.as_uri(), width=width)
+    texts = started.execute_script(_TEXTS)
+    assert len({it["text"] for it in texts}) == 3
+    assert [it for it in texts if min(it["left"], it["right"]) < 0] == []
+    lines = sorted({it["text"]: (it["top"], it["bottom"]) for it in texts}.values())
+    assert all(after[0] >= line[1] - 2 for line, after in itertools.pairwise(lines))
+    [longest] = {it["left"] for it in texts if it["text"].startswith(_LONG)}
+    [short] = {it["left"] for it in texts if it["text"].startswith("mp")}
+    ends = [it["right"] for it in texts]
+    found = "at the left edge" if longest < 6 else "right of it" if longest == short else "left of it"
+    assert found == side
+    assert side != "left of it" or max(ends) - min(ends) < 1
+
+
+def test_a_caption_is_as_wide_as_there_is_room(started: Any, tmp_path: Path) -> None:
+    """That of one strategy's narrow table too, which stays narrow; on a telephone nothing juts out."""
+    report = study()
+    report.cases = [result for result in report.cases if result.case.strategy == "mp"]
+    path = tmp_path / "page.html"
+    path.write_text(html_report.render(report), encoding="utf-8")
+    sizes = (
+        "const box = (name) => document.querySelector(name).getBoundingClientRect();"
+        "const caption = document.querySelector('.study caption'), region = caption.closest('.scroll');"
+        "const lines = caption.getClientRects()[0].height / parseFloat(getComputedStyle(caption).lineHeight);"
+        "return { caption: box('.study caption').width, table: box('.study tbody').width, lines,"
+        " room: region.clientWidth, within: region.scrollWidth }"
+    )
+    for width in (1280, 400):
+        show(started, path.as_uri(), width=width)
+        found = started.execute_script(sizes)
+        assert found["caption"] >= 0.9 * min(found["room"], 62 * 16)
+        assert found["within"] <= found["room"]
+        assert found["lines"] < 2.5
+        assert width == 400 or found["table"] < found["room"] / 2
 
 
 @pytest.mark.parametrize(("width", "media"), [(600, "screen"), (768, "screen"), (794, "print")])

@@ -28,6 +28,7 @@ from report_factory import (
 from pytest_llmgpu import options, report
 from pytest_llmgpu.report import Report
 from pytest_llmgpu.result import AccuracyCheck, Outcome
+from pytest_llmgpu.result import Path as TrafficPath
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAPER = BENCHMARKS / "paper"
@@ -272,6 +273,30 @@ def test_counters_that_saw_a_part_of_the_traffic_make_no_ratio(claims: ModuleTyp
     over_both = rows["tp sends two orders more a second than mp: PCIe and NVLink TX"]
     assert over_both == (f"{1e11 / 1.01e8:.0f} to {1e11 / 1.01e8:.0f} times (at 1)", True)
     assert rows["tp sends two orders more a second than mp: sent by the program"] == ("1 to 1 times (at 1)", False)
+
+
+def test_a_link_that_was_not_counted_is_said_of_its_batch_size(claims: ModuleType) -> None:
+    """Of the largest, whose figure it is: neither hidden by the others nor said because of them."""
+    told = []
+    for largest in (1e6, 1e9):
+        cases = [
+            make_result(
+                1.0, profile=make_profile(tx=tx), traffic=make_traffic(4, 1e9 / 16), strategy="tp", batch_size=size
+            )
+            for size, tx in ((1, 1e9), (2, 1e6), (4, largest))
+        ]
+        told.append(_rows(claims, make_report(cases))["tp: PCIe TX at the largest batch size, GB/s"][0])
+    assert told == ["0.00103 (at 4); it sent more, over a link that was not counted", "1.02 (at 4)"]
+
+
+def test_charts_and_claims_hold_the_counters_against_the_account_alike(claims: ModuleType) -> None:
+    """A path over a link that was counted is one that was seen, whatever the sum."""
+    path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, TrafficPath)
+    traffic = msgspec.structs.replace(make_traffic(), path=path)
+    (case,) = make_report([make_result(1.0, profile=make_profile(tx=1e3, nvlink=1e3), traffic=traffic)]).cases
+    figures = claims.figures
+    assert figures.seen(figures.links)(case) == figures.links(case) is not None
+    assert figures.seen(figures.pcie, "pcie")(case) is None
 
 
 def test_a_reading_of_another_time_is_no_figure(claims: ModuleType) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import base64
+import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ from verdict_factory import BATCHES, with_launches
 from pytest_llmgpu import promotion
 from pytest_llmgpu.calibration import Measured, Noise
 from pytest_llmgpu.calibration_files import default_path, dump
+from pytest_llmgpu.charts import axes
 from pytest_llmgpu.charts.history import of_trends
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.metrics import derive
+from pytest_llmgpu.page.trend import render
 from pytest_llmgpu.report import Commit, Report, Session, load
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.storage import save, stored
@@ -24,6 +29,7 @@ from pytest_llmgpu.trend_tables import tables
 from pytest_llmgpu.trends import Trend, chosen, trends
 
 _STORE = Path(".llmgpu")
+_SVG_WIDTH = re.compile(r'<svg[^>]* width="([\d.]+)')
 
 
 @pytest.fixture(autouse=True)
@@ -276,8 +282,55 @@ def test_the_page_needs_no_network_and_escapes_names() -> None:
     assert "&lt;script&gt;-bs1" in page
     assert "://" not in page
     assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 2
+    assert page.count('<img src="data:image/svg+xml;base64,') == 2
     assert page.count('role="region" aria-label="') == page.count('tabindex="0"') == 4
     assert Path("site/trend-time.svg").is_file()
+
+
+def test_a_telephone_gets_a_picture_that_it_shows_whole() -> None:
+    """Of the wide one it would show the oldest half."""
+    for number in (1, 2):
+        _keep(number, _timed(1.0))
+    page = render([_trend()], "x")
+    narrow = "screen and (max-width: 34rem)"
+    sources = dict(re.findall(r'<source media="([^"]+)" srcset="data:image/svg\+xml;base64,([^"]+)">', page))
+    assert list(sources)[:2] == [f"{narrow} and (prefers-color-scheme: dark)", narrow], "the first that fits is shown"
+    widths = {media: float(_SVG_WIDTH.findall(base64.b64decode(text).decode())[0]) for media, text in sources.items()}
+    assert {media: width < 400 for media, width in widths.items()} == {media: narrow in media for media in widths}
+
+
+def test_a_change_has_one_mark_in_the_chart_and_in_the_list() -> None:
+    """The terminal's, which are characters that every terminal has, are its own."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level))
+    page = render([_trend()], "x")
+    assert "<li>\N{BLACK UP-POINTING TRIANGLE} 0002 mp-bs1: time changed by +50.0 %" in page
+    assert "<li>!" not in page
+
+
+def test_one_case_of_one_report_is_counted_as_one() -> None:
+    """In words for people."""
+    _keep(1, _timed(1.0))
+    (chart,) = of_trends([_trend()]).charts
+    assert chart.summary.startswith("1 case over 1 report of one machine")
+    _keep(2, _timed(1.0), _timed(1.0, strategy="tp"))
+    (chart,) = of_trends([_trend()]).charts
+    assert chart.summary.startswith("2 cases over 2 reports of one machine")
+
+
+@pytest.mark.parametrize("lowest", [None, 0.5])
+def test_names_of_lines_that_end_together_do_not_meet(lowest: float | None) -> None:
+    """The one below moves down a line of letters, and up again where the chart ends."""
+    levels = {"mp": 2.0, "tp": 1.0, "iok": 1.001, "other": 1.002, **({} if lowest is None else {"last": lowest})}
+    _keep(1, *(_timed(level, strategy=name) for name, level in levels.items()))
+    (chart,) = of_trends([_trend()]).charts
+    low, high = map(math.log, chart.spec["encoding"]["y"]["scale"]["domain"])
+    names = chart.spec["layer"][-1]["data"]["values"]
+    places = [axes.HEIGHT * (high - math.log(row["v"])) / (high - low) + row["d"] for row in names]
+    assert [row["s"] for row in names] == sorted(levels, key=levels.__getitem__, reverse=True)
+    assert [row["d"] for row in names[:2]] == [0, 0] or lowest is None
+    assert all(after - place >= axes.LINE - 1 for place, after in itertools.pairwise(places))
+    assert places[-1] <= axes.HEIGHT
 
 
 def test_what_is_0_throughout_has_no_chart_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ def _compared(series: dict[str, Cases]) -> Iterable[Claim]:
 def _ratios(series: dict[str, Cases]) -> Iterable[Claim]:
     """Yield the traffic of tp over mp's, by each way there is to count it."""
     ways = {
-        "PCIe TX": figures.seen(figures.pcie),
+        "PCIe TX": figures.seen(figures.pcie, "pcie"),
         "PCIe and NVLink TX": figures.seen(figures.links),
         "sent by the program": figures.sent,
     }
@@ -159,7 +159,7 @@ def _rate(name: str, cases: Cases, study: str) -> Claim:
         return claim
     size = max(over_pcie)
     text = f"{over_pcie[size] / 1e9:.3g} (at {size})"
-    if not figures.of(cases, figures.seen(figures.links)):
+    if size not in figures.of(cases, figures.seen(figures.links)):
         text += "; it sent more, over a link that was not counted"
     if links[size] > (1 + _MARGIN) * over_pcie[size]:
         text += f"; with NVLink {links[size] / 1e9:.3g}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from pytest_llmgpu.charts.panels import LINKS, LinkName, saw
 from pytest_llmgpu.profiling.figures import of_window
 from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.study_table import wrong
@@ -16,9 +17,6 @@ Cases = dict[int, CaseResult]
 """Batch size to the result of one strategy."""
 
 Figure = Callable[[CaseResult], float | None]
-
-_SEEN = 0.5
-"""Less than so much of what the program sent, and its traffic took links that were not counted."""
 
 
 def by_strategy(results: Iterable[CaseResult], names: Iterable[str]) -> dict[str, Cases]:
@@ -63,16 +61,14 @@ def sent(result: CaseResult) -> float | None:
     return result.traffic.wire_bytes_per_sequence * result.sequences_per_s
 
 
-def seen(counted: Figure) -> Figure:
-    """Return a figure of a link's counters that is None where most of what the program sent went another way."""
+def seen(counted: Figure, *names: LinkName) -> Figure:
+    """Return a figure of some links' counters that is None where most of what the program sent went another way.
 
-    def figure(result: CaseResult) -> float | None:
-        value, account = counted(result), sent(result)
-        if value is None or account is None or value * result.case.devices >= _SEEN * account:
-            return value
-        return None
-
-    return figure
+    Args:
+        counted: the figure.
+        names: of its links; none: all.
+    """
+    return lambda result: counted(result) if saw(result, names or LINKS) else None
 
 
 def busy(result: CaseResult) -> float | None:

@@ -26,7 +26,8 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     published = _published(panel, metric)
     failed = axes.failures(panel)
     expected = [] if published is None else axes.limit(published, f"{written(published)} % expected")
-    sizes = [row["n"] for row in rows] + [entry.batch_size for entry in panel.failed]
+    sizes = [place for row in rows for place in (row["n"], row["b"])]
+    sizes += [entry.batch_size for entry in panel.failed]
     values = [value for row in rows for value in (row["l"], row["h"])] + ([published] if published is not None else [])
     shared = {
         "x": axes.batch_sizes(sizes),

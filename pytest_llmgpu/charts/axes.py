@@ -52,10 +52,14 @@ def sized(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int | Spec = 
 
 
 def batch_sizes(sizes: Iterable[float]) -> Spec:
-    """Return the x channel over the field `b`: powers of two, whatever sizes there are between them."""
+    """Return the x channel over the field `b`: powers of two, whatever sizes there are between them.
+
+    Args:
+        sizes: all places that have to be seen; beside 1 too, where strategies stand beside each other.
+    """
     known = sorted(set(sizes))
     low, high = known[0], known[-1]
-    ticks = [2**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+    ticks = [2**power for power in range(max(0, math.floor(math.log2(low))), math.ceil(math.log2(high)) + 1)]
     step = math.ceil(len(ticks) / 12)
     return {
         "field": "b",

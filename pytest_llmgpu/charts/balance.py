@@ -46,7 +46,8 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of how alike a panel's GPUs do, or in a sentence why there is none."""
     for figure in _FIGURES:
         found = [(entry, figure.of_devices(entry.result)) for entry in panel.completed]
-        several = [(entry, of_devices) for entry, of_devices in found if len(of_devices) > 1]
+        # A case of one device has several where its launches ran on several GPUs, none of them beside another.
+        several = [pair for pair in found if pair[0].result.case.devices > 1 and len(pair[1]) > 1]
         if not several:
             yield f"{figure.title}: {'it was not measured' if panel.several else 'there is one device'}."
             continue
@@ -96,7 +97,7 @@ def _spec(panel: Panel, figure: _Figure, rows: list[Spec]) -> Spec:
         },
     ]
     shared = {
-        "x": axes.batch_sizes([row["n"] for row in rows]),
+        "x": axes.batch_sizes([place for row in rows for place in (row["n"], row["b"])]),
         "y": axes.levels([row["v"] for row in rows], f"{figure.axis}, a point a GPU ({figure.unit})", log=False),
     }
     return {**axes.sized(layers, rows), "encoding": shared}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from pytest_llmgpu.charts import axes
 from pytest_llmgpu.charts.chart import Chart, Spec, rounded, span, written
-from pytest_llmgpu.charts.panels import Entry, Panel, counted, device_means, fmean
+from pytest_llmgpu.charts.panels import Entry, Panel, counted, device_means, fmean, saw
 from pytest_llmgpu.charts.sweeps import Figure, curves_of, points, table
 
 __all__ = ["charts"]
@@ -61,30 +61,26 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
 
 def _elsewhere(panel: Panel) -> str:
     """Return whose traffic from GPU to GPU PCIe's counters did not see, for the end of a sentence."""
-    told, unseen = [], []
+    told = []
     for title in panel.titles:
-        if any(_is_unseen(entry) for entry in panel.completed if entry.title == title):
-            unseen.append(title)
-            continue
         traffic = [entry.result.traffic for entry in panel.of(title)]
         links = {one.path.link for one in traffic if one is not None and one.path is not None}
         if links & {"nvlink", "mixed"}:
             told.append(f"{'' if links <= {'nvlink', None} else 'a part of '}what {title} sends from GPU to GPU")
     text = f"; not in it, as it went over NVLink: {', '.join(told)}" if told else ""
-    return text + "".join(f"; {_of_another_link(title)}" for title in unseen)
+    return text + "".join(_unseen(panel, title) for title in panel.titles)
 
 
-def _is_unseen(entry: Entry) -> bool:
-    """Return whether the links that were counted carried less than half of what the program sent from GPU to GPU."""
-    traffic, rate = entry.result.traffic, entry.result.sequences_per_s
-    sent = counted(entry.result, "tx")
-    if traffic is None or rate is None or not sent or (traffic.path is not None and traffic.path.link is not None):
-        return False
-    return sum(sent.values()) < traffic.wire_bytes_per_sequence * rate / 2
-
-
-def _of_another_link(title: str) -> str:
-    return f"less than half of what {title} sent was seen, as it took a link that was not counted"
+def _unseen(panel: Panel, title: str) -> str:
+    """Return of which batch sizes the counters saw too little, for the end of a sentence; empty for none."""
+    entries = panel.of(title)
+    sizes = [entry.batch_size for entry in entries if not saw(entry.result)]
+    if not sizes:
+        return ""
+    *others, last = map(str, dict.fromkeys(sizes))
+    several = f"s {', '.join(others)} and" if others else ""
+    where = "" if len(sizes) == len(entries) else f" at batch size{several} {last}"
+    return f"; less than half of what {title} sent{where} was seen, as it took a link that was not counted"
 
 
 def _sent(panel: Panel) -> Chart | str:
@@ -122,8 +118,6 @@ def _against_utilization(panel: Panel) -> Iterator[Chart | str]:
         of_strategy = sorted((row for row in rows if row["s"] == strategy), key=lambda row: row["b"])
         if not of_strategy:
             continue
-        is_unseen = any(_is_unseen(entry) for entry in panel.completed if entry.title == strategy)
-        unseen = f"; {_of_another_link(strategy)}" if is_unseen else ""
         ends = dict.fromkeys(
             f"{written(row['u'], digits=3)} % and {written(row['v'], digits=3)} GB/s at batch size {row['b']}"
             for row in (of_strategy[0], of_strategy[-1])
@@ -131,7 +125,7 @@ def _against_utilization(panel: Panel) -> Iterator[Chart | str]:
         yield Chart(
             id=f"traffic-utilization-{number}",
             title=f"{title}: {strategy}",
-            summary=f"Means over the GPUs, points joined by batch size: {' to '.join(ends)}{unseen}.",
+            summary=f"Means over the GPUs, points joined by batch size: {' to '.join(ends)}{_unseen(panel, strategy)}.",
             spec=_path(panel, of_strategy, what),
             headers=["strategy", "batch size", "GPU utilisation (%)", f"{what} (GB/s)"],
             rows=[[strategy, str(row["b"]), written(row["u"]), written(row["v"])] for row in of_strategy],

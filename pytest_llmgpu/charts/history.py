@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
@@ -10,15 +11,17 @@ from pytest_llmgpu.charts import axes
 from pytest_llmgpu.charts.chart import Chart, Charts, Spec, rounded
 from pytest_llmgpu.charts.theme import SHAPES, domain
 from pytest_llmgpu.trend_tables import before, cell
-from pytest_llmgpu.trends import METRICS, Figure, Trend
+from pytest_llmgpu.trends import METRICS, Change, Figure, Trend
 
-__all__ = ["of_trends"]
+__all__ = ["MARKS", "of_trends"]
 
-_MARKS = {
+MARKS: dict[Change, str] = {
     "worse": "\N{BLACK UP-POINTING TRIANGLE}",
     "better": "\N{BLACK DOWN-POINTING TRIANGLE}",
     "changed": "\N{BLACK DIAMOND}",
 }
+"""What stands at a change, in a chart and in the list below it."""
+
 _FEW = 8  # lines that can all be named
 _LINEAR = ("accuracy", "memory", "utilization")
 """Metrics that are not drawn on a logarithmic axis: they move by little."""
@@ -58,7 +61,7 @@ def _chart(trend: Trend) -> Chart:
                 continue
             row: Spec = {"c": line.name, "s": line.strategy, "x": label}
             if one.change is not None:
-                row |= {"k": one.change, "m": _MARKS[one.change], "w": one.reason.partition("\n")[0][:160]}
+                row |= {"k": one.change, "m": MARKS[one.change], "w": one.reason.partition("\n")[0][:160]}
             if one.value is not None and (one.value > 0 or not log):
                 rows.append({**row, "v": rounded(one.value)})
             elif one.change is not None:
@@ -66,13 +69,16 @@ def _chart(trend: Trend) -> Chart:
                 text = f"{row['m']} {line.name}: {cell(one, None)}"
                 ended.append({**row, "o": text, "a": axes.side(labels.index(label), range(len(labels)))})
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
-    told = ", ".join(f"{count} {change} ({_MARKS[change]})" for change, count in counted.items())
+    told = ", ".join(f"{count} {change} ({MARKS[change]})" for change, count in counted.items())
     judged = METRICS[trend.metric].verdicts
     told = told or ("none that the gate is sure of" if judged else _UNMARKED.get(trend.metric, "the gate judges none"))
     return Chart(
         id=f"trend-{trend.metric}",
         title=_title(trend),
-        summary=f"{len(trend.lines)} cases over {len(labels)} reports of one machine, oldest first; changes: {told}.",
+        summary=(
+            f"{_counted(len(trend.lines), 'case')} over {_counted(len(labels), 'report')} of one machine, "
+            f"oldest first; changes: {told}."
+        ),
         spec=_spec(trend, labels, rows, ended, log=log),
         headers=["case", *labels],
         rows=[[line.name, *map(_cell, line.figures, before(line.figures), repeat(trend))] for line in trend.lines],
@@ -97,6 +103,8 @@ def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], 
         {"field": "k", "type": "nominal", "title": "change"},
         {"field": "w", "type": "nominal", "title": "why"},
     ]
+    above = _lines(ended)
+    level = axes.levels([row["v"] for row in rows], trend.title, log=log, lines=len(above))
     layers: list[Spec] = [
         {
             "mark": {"type": "line", "strokeWidth": 1.5},
@@ -109,12 +117,11 @@ def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], 
             "encoding": {"text": {"field": "m", "type": "nominal"}, "tooltip": tooltip},
         },
         {
-            "data": {"values": _names(trend, rows)},
-            "mark": {"type": "text", "style": "note", "align": "left", "dx": 9},
+            "data": {"values": _names(trend, rows, level["scale"]["domain"], log=log)},
+            "mark": {"type": "text", "style": "note", "align": "left", "dx": 9, "dy": {"expr": "datum.d"}},
             "encoding": {"color": colour, "text": {"field": "c", "type": "nominal"}},
         },
     ]
-    above = _lines(ended)
     text = {"field": "o", "type": "nominal"}
     layers += [
         {
@@ -136,15 +143,44 @@ def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], 
         "scale": {"domain": labels},
         "axis": {"labelAngle": -40, "labelOverlap": "greedy"},
     }
-    shared = {"x": report, "y": axes.levels([row["v"] for row in rows], trend.title, log=log, lines=len(above))}
-    return {**axes.sized(layers, rows), "encoding": shared}
+    return {**axes.sized(layers, rows), "encoding": {"x": report, "y": level}}
 
 
-def _names(trend: Trend, rows: Sequence[Spec]) -> list[Spec]:
-    """Return the last point of the lines that are named: those that changed, or all where they are few."""
+def _names(trend: Trend, rows: Sequence[Spec], domain: Sequence[float], *, log: bool) -> list[Spec]:
+    """Return the last point of the lines that are named: those that changed, or all where they are few.
+
+    The field `d` of each is how far below its point its name stands, in pixels, so that no two meet.
+    """
     changed = {row["c"] for row in rows if "k" in row}
     named = changed or ({line.name for line in trend.lines} if len(trend.lines) <= _FEW else set())
-    return list({row["c"]: row for row in rows if row["c"] in named}.values())
+    ends: dict[str, list[Spec]] = {}
+    for row in {row["c"]: row for row in rows if row["c"] in named}.values():
+        ends.setdefault(row["x"], []).append(row)
+    found = []
+    for of_report in ends.values():
+        below = sorted(of_report, key=lambda row: -row["v"])
+        places = [_pixels(row["v"], domain, log=log) for row in below]
+        moved = _apart(places)
+        found += [{**row, "d": round(to - at)} for row, at, to in zip(below, places, moved, strict=True)]
+    return found
+
+
+def _pixels(value: float, domain: Sequence[float], *, log: bool) -> float:
+    """Return how far below the top of the plot a value stands."""
+    low, high, at = (math.log(one) if log else one for one in (*domain, value))
+    return axes.HEIGHT * (high - at) / (high - low)
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Return places that ascend, moved a line of letters apart, and up again from below the plot."""
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + axes.LINE) if moved else place)
+    lowest: float = axes.HEIGHT
+    for number in reversed(range(len(moved))):
+        moved[number] = min(moved[number], lowest)
+        lowest = moved[number] - axes.LINE
+    return moved
 
 
 def _lines(rows: Sequence[Spec]) -> list[list[Spec]]:
@@ -157,6 +193,10 @@ def _lines(rows: Sequence[Spec]) -> list[list[Spec]]:
         else:
             free.append(row)
     return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _cell(one: Figure | None, then: float | None, trend: Trend) -> str:

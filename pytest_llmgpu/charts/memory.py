@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_llmgpu.capacity import Capacity
 from pytest_llmgpu.charts import axes
 from pytest_llmgpu.charts.chart import Chart, Spec, rounded, written
 from pytest_llmgpu.charts.panels import Entry, Panel, fmean, memory_of
@@ -13,7 +12,8 @@ from pytest_llmgpu.charts.sweeps import Figure, curves_of, points
 __all__ = ["charts"]
 
 _GIB = 2**30
-_REACH = 8  # how many times as large a batch size is where the text of a prediction no longer meets the one before
+_LETTER = 6.5  # width of a letter of a note, in pixels, in the widest of the fonts
+_ASIDE = 5  # pixels between a line and its text
 _FAR = 2.5  # a limit beyond so many times what is in use would press the curves to the ground
 
 
@@ -31,13 +31,15 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     near = limit is not None and limit <= _FAR * max(point.value for point in drawn)
     layers: list[Spec] = []
     sizes: list[int] = []
+    predicted = _predicted(panel)
+    within: list[float] = []
     if limit is not None and near:
+        within = [limit, _ground(min(point.value for point in drawn), limit, len(predicted))]
         layers = [
             *axes.limit(limit, f"{written(limit)} GiB of each GPU"),
-            *_predictions(panel, panel.capacity, limit),
+            *_predictions(panel, predicted, limit),
         ]
-        predictions = [capacity.prediction for capacity in panel.capacity]
-        sizes = [one.max_batch_size for one in predictions if one is not None and one.max_batch_size > 0]
+        sizes = [size for size, _ in predicted]
     yield Chart(
         id="memory",
         title=title,
@@ -48,7 +50,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
             title=f"memory in use by {_source(panel)}",
             unit="GiB",
             log=False,
-            within=[limit] if limit is not None and near else [],
+            within=within,
             sizes=sizes,
             more=layers,
         ),
@@ -72,36 +74,62 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     )
 
 
-def _predictions(panel: Panel, capacities: list[Capacity], limit: float) -> list[Spec]:
-    """Return a line up to the limit at the largest batch size that should fit, by strategy."""
+def _predicted(panel: Panel) -> list[tuple[int, str]]:
+    """Return the largest batch size that should fit, and whose, in the order of the sizes."""
     titles = {entry.result.case.series: entry.title for entry in panel.entries}
-    layers: list[Spec] = []
-    predicted = [
+    return sorted(
         (capacity.prediction.max_batch_size, titles[capacity.series])
-        for capacity in capacities
+        for capacity in panel.capacity
         if capacity.prediction is not None and capacity.prediction.max_batch_size > 0
+    )
+
+
+def _ground(low: float, limit: float, lines: int) -> float:
+    """Return where the axis begins, so that the texts of so many predictions have room below the curves, in GiB."""
+    return max(0.0, min(low, limit) - lines * axes.LINE / axes.HEIGHT * abs(limit - low))
+
+
+def _predictions(panel: Panel, predicted: list[tuple[int, str]], limit: float) -> list[Spec]:
+    """Return a line up to the limit at the largest batch size that should fit, by strategy, then their texts.
+
+    Each text has a line of letters of its own and stands beside its line where there is room for it, which only the
+    browser knows: to the left, else to the right, else at the left edge. Lines of other strategies pass behind it.
+    """
+    shared = {"color": axes.curves(panel), "tooltip": {"field": "t", "type": "nominal", "title": "prediction"}}
+    of_each = [
+        [{"s": title, "b": size, "v": rounded(limit), "t": f"{title}: {size:,} should fit"}]
+        for size, title in predicted
     ]
-    left, level = 0, 0
-    for size, title in sorted(predicted):
-        # On the ground, where no curve is, unless the text meets that of another strategy.
-        level = level + 1 if size < _REACH * left else 0
-        left = size
-        rows = [{"s": title, "b": size, "v": rounded(limit), "t": f"{title}: {size:,} should fit"}]
-        shared = {"color": axes.curves(panel), "tooltip": {"field": "t", "type": "nominal", "title": "prediction"}}
-        note = {"type": "text", "style": "note", "align": "right", "dx": -5, "dy": -9 - 15 * level}
-        layers += [
-            {
-                "data": {"values": rows},
-                "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 2},
-                "encoding": {**shared, "y": {"field": "v", "type": "quantitative"}, "y2": {"value": "height"}},
+    rules: list[Spec] = [
+        {
+            "data": {"values": rows},
+            "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 2},
+            "encoding": {**shared, "y": {"field": "v", "type": "quantitative"}, "y2": {"value": "height"}},
+        }
+        for rows in of_each
+    ]
+    place, room = "scale('x', datum.b)", f"({_LETTER} * length(datum.t) + {_ASIDE})"
+    on_left, on_right = f"{place} > {room}", f"width - {place} > {room}"
+    texts: list[Spec] = [
+        {
+            "data": {"values": rows},
+            "mark": {
+                "type": "text",
+                "style": style,
+                "align": {"expr": f"{on_left} ? 'right' : 'left'"},
+                "dx": {"expr": f"{on_left} ? -{_ASIDE} : {on_right} ? {_ASIDE} : {_ASIDE} - {place}"},
+                "dy": -9 - axes.LINE * level,
             },
-            {
-                "data": {"values": rows},
-                "mark": note,
-                "encoding": {**shared, "y": {"value": axes.HEIGHT}, "text": {"field": "t", "type": "nominal"}},
+            "encoding": {
+                "y": {"value": axes.HEIGHT},
+                "text": {"field": "t", "type": "nominal"},
+                **({} if style == "halo" else shared),
             },
-        ]
-    return layers
+        }
+        for level, rows in enumerate(of_each)
+        for style in ("halo", "note")
+    ]
+    return [*rules, *texts]
 
 
 def _summary(panel: Panel, limit: float | None, *, near: bool) -> str:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from pytest_llmgpu.blocks import apart, blocks, capacities, captions
 from pytest_llmgpu.capacity import Capacity
 from pytest_llmgpu.charts.theme import domain
+from pytest_llmgpu.profiling.figures import of_window
 from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import CaseResult, DeviceMemory, Launch
+from pytest_llmgpu.result import CaseResult, DeviceMemory, Launch, Link
 from pytest_llmgpu.study_table import layout
 
-__all__ = ["Entry", "Panel", "counted", "device_means", "fmean", "memory_of", "panels"]
+__all__ = ["LINKS", "Entry", "LinkName", "Panel", "counted", "device_means", "fmean", "memory_of", "panels", "saw"]
+
+LinkName = Literal["nvlink", "pcie"]
+"""A link whose bytes NVML counts."""
+
+LINKS: tuple[LinkName, ...] = get_args(LinkName)
+
+_CARRIERS: dict[Link, frozenset[LinkName]] = {
+    "nvlink": frozenset(("nvlink",)),
+    "mixed": frozenset(LINKS),
+    "pcie": frozenset(("pcie",)),
+    "host": frozenset(("pcie",)),
+}
+"""Whose counters show what took a path."""
+
+_SEEN = 0.5  # less than so much of what the program sent, and its traffic took links that were not counted
 
 
 class Entry(NamedTuple):
@@ -113,13 +129,28 @@ def memory_of(result: CaseResult) -> tuple[dict[int, float], str]:
     return _by_device(result, lambda launch: _of_memory(launch.memory, "peak_reserved_bytes")), "torch"
 
 
-def counted(result: CaseResult, way: str) -> dict[int, float]:
-    """Return device to the bytes a second of NVLink and PCIe together: what there is of both, in one direction."""
+def counted(result: CaseResult, way: str, links: Sequence[LinkName] = LINKS) -> dict[int, float]:
+    """Return device to the bytes a second of these links together: what there is of them, in one direction."""
     found: dict[int, float] = {}
-    for link in ("nvlink", "pcie"):
+    for link in links:
         for index, value in device_means(result, f"{link}_{way}_bytes_per_s").items():
             found[index] = found.get(index, 0.0) + value
     return found
+
+
+def saw(result: CaseResult, links: Sequence[LinkName] = LINKS) -> bool:
+    """Return whether the counters of these links saw what the program sent from GPU to GPU: half of it at least.
+
+    True where nothing says otherwise: no counter was read, the program's account is not known, or the links are known
+    to have carried it, whatever the sum (one that a switch computes takes fewer bytes than a ring's).
+    """
+    traffic, rate, sent = result.traffic, result.sequences_per_s, counted(result, "tx", links)
+    if traffic is None or rate is None or not sent:
+        return True
+    if traffic.path is not None and traffic.path.link is not None and _CARRIERS[traffic.path.link] <= set(links):
+        return True
+    # The mean: launches on other GPUs add devices to the counters, and none to the case.
+    return fmean(sent) * result.case.devices >= _SEEN * traffic.wire_bytes_per_sequence * rate
 
 
 def fmean(values: dict[int, float]) -> float:
@@ -138,11 +169,11 @@ def _by_device(result: CaseResult, figures: Callable[[Launch], dict[int, float]]
 def _metric_means(launch: Launch, name: str) -> dict[int, float]:
     if launch.profile is None:
         return {}
-    metrics = {device.index: device.metrics.get(name) for device in launch.profile.devices}
+    metrics = {device.index: of_window(launch.profile, device, name) for device in launch.profile.devices}
     return {
         index: metric.mean
         for index, metric in metrics.items()
-        if metric is not None and metric.mean is not None and metric.coverage != 0
+        if not isinstance(metric, str) and metric.mean is not None
     }
 
 

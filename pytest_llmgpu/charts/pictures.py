@@ -15,10 +15,11 @@ Format = Literal["png", "svg"]
 
 _WIDTH = 720
 _LETTERS = 120  # of a caption's line in that width
+_PADDING = 14  # pixels between a legend's title and its symbols
 _SCALE = 2.0  # sharp on screens of today
 
 
-def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True) -> bytes:  # noqa: A002 - what everybody calls it
+def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True, width: int = _WIDTH) -> bytes:  # noqa: A002 - what everybody calls it
     """Return a chart as a picture.
 
     Args:
@@ -26,6 +27,7 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
         format: PNG, sharp on screens of today, or SVG.
         dark: whether it is for a dark ground.
         titled: whether title and caption are in the picture.
+        width: of the plot, in pixels, to which axes and letters beside it come.
 
     Raises:
         ValueError: the format is unknown, or the extra `report` is not installed.
@@ -36,10 +38,13 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
         import vl_convert
     except ImportError:
         raise ValueError("pictures of charts need vl-convert: pip install 'pytest-llmgpu[report]'") from None
-    spec: Spec = {**chart.spec, "width": _WIDTH, "padding": 16}
+    spec: Spec = {**chart.spec, "width": width, "padding": 16}
     if titled:
         told = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _LETTERS)]
         spec["title"] = {"text": chart.title, "subtitle": told}
+    config = theme(dark=dark)
     if format == "svg":
-        return vl_convert.vegalite_to_svg(spec, config=theme(dark=dark), allowed_base_urls=[]).encode()
-    return vl_convert.vegalite_to_png(spec, config=theme(dark=dark), allowed_base_urls=[], scale=_SCALE)
+        # A browser may draw it with a wider font than it is laid out with here: a title would touch what it is of.
+        config["legend"]["titlePadding"] = _PADDING
+        return vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[]).encode()
+    return vl_convert.vegalite_to_png(spec, config=config, allowed_base_urls=[], scale=_SCALE)

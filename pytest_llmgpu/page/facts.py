@@ -13,6 +13,7 @@ __all__ = ["Fact", "libraries", "machine", "options"]
 _GIB = 2**30
 _NONE = "-"
 _DEFAULT = "default"
+_BYTES = ("--llmgpu-gpu-memory",)  # options that are amounts of memory
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +60,14 @@ def _options(report: Report) -> dict[str, str]:
         from pytest_llmgpu.options import Options
     except ImportError:
         return {}
-    defaults = {flag: _shown(value) for flag, value in Options().in_force().items()}
-    found = {flag: _shown(value) for flag, value in report.options.items()}
-    return {flag: value for flag, value in found.items() if value != defaults.get(flag, _shown(None))}
+    defaults = {flag: _shown(flag, value) for flag, value in Options().in_force().items()}
+    found = {flag: _shown(flag, value) for flag, value in report.options.items()}
+    return {flag: value for flag, value in found.items() if value != defaults.get(flag, _shown(flag, None))}
 
 
-def _shown(value: OptionValue | tuple[str | int | float, ...]) -> str:
+def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str:
+    if flag in _BYTES and isinstance(value, int):
+        return f"{value / _GIB:.6g} GiB"  # with digits enough that the baseline's other one does not look alike
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     if isinstance(value, bool):

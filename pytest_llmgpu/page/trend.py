@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.charts.chart import Chart
-from pytest_llmgpu.charts.history import of_trends
+from pytest_llmgpu.charts.history import MARKS, of_trends
 from pytest_llmgpu.charts.pictures import image
 from pytest_llmgpu.page.assets import asset, templates
-from pytest_llmgpu.trend_tables import changes
 from pytest_llmgpu.trends import Trend
 
 __all__ = ["render"]
+
+_NARROW = 240  # pixels of a plot that a telephone shows whole with its axis and names; the wide one would lose half
 
 
 def render(trends: Sequence[Trend], machine: str) -> str:
@@ -30,9 +31,12 @@ def render(trends: Sequence[Trend], machine: str) -> str:
         sections=[
             {
                 "chart": charts[name],
-                "changes": list(changes(trend)),
-                "light": _address(charts[name], dark=False),
-                "dark": _address(charts[name], dark=True),
+                "changes": list(_changes(trend)),
+                "pictures": [
+                    {"narrow": narrow, "dark": dark, "address": _address(charts[name], narrow=narrow, dark=dark)}
+                    for narrow in (True, False)
+                    for dark in (True, False)
+                ],
             }
             for trend in trends
             if (name := f"trend-{trend.metric}") in charts
@@ -41,5 +45,15 @@ def render(trends: Sequence[Trend], machine: str) -> str:
     )
 
 
-def _address(chart: Chart, *, dark: bool) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(image(chart, 'svg', dark=dark, titled=False)).decode()}"
+def _changes(trend: Trend) -> Iterator[str]:
+    """Yield a line for each change, with the mark that it has in the chart and what the gate says of it."""
+    for line in trend.lines:
+        for column, one in zip(trend.columns, line.figures, strict=True):
+            if one is not None and one.change is not None:
+                reason = " ".join(one.reason.split())
+                yield f"{MARKS[one.change]} {column.number:04} {line.name}: {reason}"
+
+
+def _address(chart: Chart, *, narrow: bool, dark: bool) -> str:
+    drawn = image(chart, "svg", dark=dark, titled=False, **({"width": _NARROW} if narrow else {}))
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawn).decode()}"
