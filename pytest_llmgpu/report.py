@@ -226,11 +226,29 @@ def parse(data: bytes, name: str) -> Report:
 
 def _decode(data: bytes, name: str) -> Report:
     try:
-        version = msgspec.json.decode(data, type=_Head).schema_version
+        report = msgspec.json.decode(data, type=Report)
+    except (ValueError, RecursionError) as error:
+        version = _version(data, name)  # what it is comes before what is wrong with it
+        _check_version(version, name)
+        raise ValueError(f"report {name}: breaks schema_version {version}: {_reason(error)}") from None
+    _check_version(report.schema_version, name)
+    try:
+        validation.check(report.cases)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"report {name}: breaks schema_version {report.schema_version}: {_reason(error)}") from None
+    return report
+
+
+def _version(data: bytes, name: str) -> int:
+    try:
+        return msgspec.json.decode(data, type=_Head).schema_version
     except msgspec.ValidationError as error:
         raise ValueError(f"report {name}: is no report of pytest-llmgpu: {_reason(error)}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"report {name}: is no JSON: {_reason(error)}") from None
+
+
+def _check_version(version: int, name: str) -> None:
     if version > SCHEMA_VERSION:
         raise ValueError(
             f"report {name}: schema_version {version} is newer than {SCHEMA_VERSION}, "
@@ -238,12 +256,6 @@ def _decode(data: bytes, name: str) -> Report:
         )
     if version < 1:
         raise ValueError(f"report {name}: schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
-    try:
-        report = msgspec.json.decode(data, type=Report)
-        validation.check(report.cases)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"report {name}: breaks schema_version {version}: {_reason(error)}") from None
-    return report
 
 
 def _text(value: Any, place: str, indent: str) -> str:
