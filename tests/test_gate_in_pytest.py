@@ -45,7 +45,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
             "mp-bs4: time REGRESSED: time changed by +300.0 % *",
             "*mp-bs4*time*REGRESSED*",
-            "noise: 20 % assumed (llmgpu calibrate)",
+            "noise: at most 20 % assumed, less where five launches a side tell (llmgpu calibrate)",
             "policy: built-in",
             "REGRESSED: 1 row of 1 case fails the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
