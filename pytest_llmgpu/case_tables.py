@@ -40,7 +40,9 @@ def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
     """Return batch sizes down and strategies across: time and accuracy, or how a case ended without them."""
     table = study_table(cases)
     body = [[name, *(_cell(cell, paint) for cell in cells)] for name, cells in table.rows]
-    legend = "   ".join(f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS)
+    told = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
+    told += ["#2: the same once more, by another test or strategy"] * any("#" in name for name, _ in table.rows)
+    legend = "   ".join(told)
     columns = ["batch size", *table.columns]
     return "\n".join([table.title, _table(columns, body, ["right"] * len(columns)), *_wrap(legend)])
 

@@ -140,7 +140,10 @@ def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[
 
 def test_a_second_measurement_has_a_row_of_its_own() -> None:
     """It does not replace the first."""
-    rows = time_table([make_result(s, batch_size=8) for s in (1.0, 2.0)], _PLAIN).splitlines()[3:5]
+    *_, first, second, legend = time_table([make_result(s, batch_size=8) for s in (1.0, 2.0)], _PLAIN).splitlines()
+    rows = [first, second]
+    assert legend.endswith("#2: the same once more, by another test or strategy")
+    assert "#2" not in time_table([make_result(1.0, batch_size=8)], _PLAIN)
     assert [row.split() for row in rows] == [["8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
 
 
