@@ -105,24 +105,21 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         verdict = "OK"
     else:
         verdict = "INCONCLUSIVE"
-    cause = other_execution(base, head)
-    outside = None if verdict == "REGRESSED" else _outside(base, head, rule)
-    if outside is not None:
+    if (outside := _outside(base, head, rule)) is not None:
         verdict = "REGRESSED"
-    if verdict == "OK":
-        cause = None
-    if cause is not None:
+    if (cause := other_execution(base, head) if verdict != "OK" else None) is not None:
         verdict = "NOT_COMPARABLE"
     changed = (
         "" if after == before else f" ({(after - before) / 2**20:+,.0f} MiB, margin {margin * before / 2**20:,.0f} MiB)"
     )
-    more = "The launches differ by more than the margin." if verdict == "INCONCLUSIVE" else cause
-    spread = "".join(f"\n{line}" for line in (outside, more) if line)
+    apart = "The launches differ by more than the margin." if verdict == "INCONCLUSIVE" else None
+    more = cause or outside or apart
     return Row.of(
         head,
         "memory",
         verdict,
-        f"peak of the fullest device is {after / 2**30:.2f} GiB, was {before / 2**30:.2f} GiB{changed}.{spread}",
+        f"peak of the fullest device is {after / 2**30:.2f} GiB, was {before / 2**30:.2f} GiB{changed}."
+        + (f"\n{more}" if more else ""),
         gated=rule.gate,
         base=before,
         head=after,

@@ -9,9 +9,12 @@ from pytest_llmgpu.metrics import inference_s, predictions_of
 from pytest_llmgpu.path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.result import Accuracy, CaseResult, Finding
 
-__all__ = ["disagreements"]
+__all__ = ["disagreements", "far_apart"]
 
 _METRICS = ("acc_norm", "acc")
+
+_TIMES_DIFFER = "launch-times-differ"
+_NAMED = 3
 
 _APART = 3.0
 """The slowest launch's time by the fastest's, from which on somebody should look. Forwards that wait for a shared CPU
@@ -33,6 +36,14 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
         *_of_execution(completed),
         *_of_times(launches),
     ]
+
+
+def far_apart(cases: Sequence[CaseResult]) -> str:
+    """Return in a line which cases took so different times that little can be told against them; empty for none."""
+    ids = [result.id for result in cases if any(found.code == _TIMES_DIFFER for found in result.findings)]
+    more = f" and {len(ids) - _NAMED:,} more" if len(ids) > _NAMED else ""
+    told = f"{', '.join(ids[:_NAMED])}{more}"
+    return f"note: launches of {told} differ so much in time that little can be told against them" if ids else ""
 
 
 def _of_answers(launches: Sequence[CaseResult]) -> Iterator[Finding]:
@@ -119,7 +130,7 @@ def _of_times(launches: Sequence[CaseResult]) -> Iterator[Finding]:
     (fast_s, fastest), (slow_s, slowest) = min(timed), max(timed)
     if slow_s >= _APART * fast_s > 0:
         yield Finding(
-            code="launch-times-differ",
+            code=_TIMES_DIFFER,
             severity="warning",
             text=f"Launches differ in time by a factor of {slow_s / fast_s:.1f}: launch {slowest} of {len(launches)} "
             f"took {slow_s:.3g} s, the slowest, and launch {fastest} {fast_s:.3g} s, the fastest.",

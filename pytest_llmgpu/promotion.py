@@ -17,14 +17,12 @@ from pytest_llmgpu.result import CaseResult
 from pytest_llmgpu.storage import Stored
 from pytest_llmgpu.verdicts import Baseline, Verdicts, worst_first
 
-__all__ = ["NAME", "Trial", "counted", "current_in", "is_same", "keep", "trial", "unfit", "unsteady"]
+__all__ = ["NAME", "Trial", "counted", "current_in", "is_same", "keep", "trial", "unfit"]
 
 NAME = references.BASELINE
 """Name of the baseline in the store."""
 
 _BAD = frozenset(("timeout", "crashed", "error", "interrupted"))
-_UNSTEADY = "launch-times-differ"
-"""Code of the finding."""
 _NAMED = 3
 
 
@@ -60,14 +58,6 @@ def unfit(candidate: Report) -> list[str]:
         if names:
             found.append(f"{word} {_listed(names)}")
     return found
-
-
-def unsteady(candidate: Report) -> str:
-    """Return in a line which cases took so different times that little can be told against them; empty for none."""
-    ids = [one.id for one in candidate.cases if any(found.code == _UNSTEADY for found in one.findings)]
-    return (
-        f"note: launches of {_listed(ids)} differ so much in time that little can be told against them" if ids else ""
-    )
 
 
 def trial(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 
@@ -34,7 +34,8 @@ def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
             body.append([line.name, *cells])
         align = ["left", *["right"] * len(trend.columns)]
         parts.append(f"{trend.title}\n" + tabulate(body, ["case", *head(trend)], disable_numparse=True, colalign=align))
-    told = [line for trend in trends for line in changes(trend)]
+    marks: dict[Change, str] = {change: mark for change, (mark, _) in _STYLES.items()}
+    told = [line for trend in trends for line in changes(trend, marks)]
     return "\n\n".join([*parts, "\n".join([_LEGEND, *told] if told else ["nothing changed that the gate is sure of"])])
 
 
@@ -62,13 +63,20 @@ def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str
     return f"{text} ({by})"
 
 
-def changes(trend: Trend) -> Iterator[str]:
-    """Yield a line for each change, with what the gate says of it."""
+def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) -> Iterator[str]:
+    """Yield a line for each change, with what the gate says of it.
+
+    Args:
+        trend: whose changes.
+        marks: what stands before each kind.
+        named: whether a line says of which metric it is.
+    """
+    metric = f" {trend.metric}" if named else ""
     for line in trend.lines:
         for column, one in zip(trend.columns, line.figures, strict=True):
             if one is not None and one.change is not None:
                 reason = " ".join(one.reason.split())
-                yield f"{_STYLES[one.change][0]} {column.number:04} {line.name} {trend.metric}: {reason}"
+                yield f"{marks[one.change]} {column.number:04} {line.name}{metric}: {reason}"
 
 
 def before(figures: Sequence[Figure | None]) -> list[float | None]:

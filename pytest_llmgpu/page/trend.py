@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pytest_llmgpu.charts.chart import Chart
 from pytest_llmgpu.charts.history import MARKS, of_trends
 from pytest_llmgpu.charts.pictures import image
 from pytest_llmgpu.page.assets import asset, templates
+from pytest_llmgpu.trend_tables import changes
 from pytest_llmgpu.trends import Trend
 
 __all__ = ["render"]
@@ -31,7 +32,7 @@ def render(trends: Sequence[Trend], machine: str) -> str:
         sections=[
             {
                 "chart": charts[name],
-                "changes": list(_changes(trend)),
+                "changes": list(changes(trend, MARKS, named=False)),
                 "pictures": [
                     {"narrow": narrow, "dark": dark, "address": _address(charts[name], narrow=narrow, dark=dark)}
                     for narrow in (True, False)
@@ -43,15 +44,6 @@ def render(trends: Sequence[Trend], machine: str) -> str:
         ],
         omitted=drawn.omitted,
     )
-
-
-def _changes(trend: Trend) -> Iterator[str]:
-    """Yield a line for each change, with the mark that it has in the chart and what the gate says of it."""
-    for line in trend.lines:
-        for column, one in zip(trend.columns, line.figures, strict=True):
-            if one is not None and one.change is not None:
-                reason = " ".join(one.reason.split())
-                yield f"{MARKS[one.change]} {column.number:04} {line.name}: {reason}"
 
 
 def _address(chart: Chart, *, narrow: bool, dark: bool) -> str:

@@ -52,7 +52,7 @@ class _Calibrate:
     def run(self, arguments: argparse.Namespace) -> int:
         from tabulate import tabulate
 
-        from pytest_llmgpu import calibration, calibration_files, launch_merging, promotion
+        from pytest_llmgpu import calibration, calibration_files, launch_findings, launch_merging
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
@@ -75,7 +75,7 @@ class _Calibrate:
         columns = ("case", "launches", "noise", "counts as", "sessions", "between them", "counts as")
         lines = [tabulate(rows, columns[: len(rows[0])], disable_numparse=True), ""]
         lines.append(f"written: {path}{f' (the one before is {replaced})' if replaced else ''}")
-        if far_apart := promotion.unsteady(report):
+        if far_apart := launch_findings.far_apart(report.cases):
             lines.append(far_apart)
         if len(sessions) == 1:
             lines.append(calibration_files.ONE_SESSION)

@@ -39,7 +39,7 @@ class _Promote:
         add_rules(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import promotion, storage
+        from pytest_llmgpu import launch_findings, promotion, storage
 
         with collector.paused():
             policy = policy_of(arguments)
@@ -69,7 +69,8 @@ class _Promote:
                 where = arguments.to or store
                 raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
             unsure = "note: whether files were changed since its commit is not known"
-            lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, promotion.unsteady(candidate)]
+            far_apart = launch_findings.far_apart(candidate.cases)
+            lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, far_apart]
             show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
             return 0
 
