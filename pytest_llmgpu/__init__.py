@@ -77,13 +77,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.case import Case as Case
-    from pytest_llmgpu.report import Report as Report
-    from pytest_llmgpu.result import CaseResult as CaseResult
+    from pytest_llmgpu.report.case import Case as Case
+    from pytest_llmgpu.report.file import Report as Report
+    from pytest_llmgpu.report.result import CaseResult as CaseResult
 
 __all__ = ["Case", "CaseResult", "Report"]
 
-_ROOMS = {"Case": "case", "CaseResult": "result", "Report": "report"}
+_ROOMS = {"Case": "report.case", "CaseResult": "report.result", "Report": "report.file"}
 
 
 def __getattr__(name: str) -> object:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu import models
-from pytest_llmgpu.group import RankGroup
-from pytest_llmgpu.launchers.local import LocalLauncher
-from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.ranks.local import LocalLauncher
 
 StubEnvironment = Callable[..., dict[str, str]]
 """`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
@@ -21,12 +21,12 @@ StubEnvironment = Callable[..., dict[str, str]]
 
 @pytest.fixture(scope="session")
 def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> StubEnvironment:
-    """Compile the NVML stub once; return what makes an environment with it. Its settings: tests/nvml_stub.c."""
+    """Compile the NVML stub once; return what makes an environment with it. Its settings: tests/support/nvml_stub.c."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("the NVML stub needs a C compiler named cc")
     folder = tmp_path_factory.mktemp("nvml_stub")
-    source, library = Path(__file__).with_name("nvml_stub.c"), folder / "libnvidia-ml.so.1"
+    source, library = Path(__file__).parent / "support" / "nvml_stub.c", folder / "libnvidia-ml.so.1"
     flags = ("-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}")
     subprocess.run([compiler, *flags, "-o", library, source], check=True)
 

@@ -28,9 +28,11 @@ from typing import Any, TypeVar
 
 from resample import asked_for
 
-from pytest_llmgpu import calibration, calibration_files, launch_merging, report
-from pytest_llmgpu.policy import Policy
-from pytest_llmgpu.report import Report
+from pytest_llmgpu.analysis import launch_merging
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.timing import calibration, calibration_file
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
 
 SIDES = {"a": False, "b": True}
 """Reports of a round, in the order in which they are launched, and whether each has the fault."""
@@ -63,8 +65,8 @@ def main() -> int:
     bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest, asked.gpus, together=asked.together)
     noise = asked.keep / "calibration.json"
     calibrated = bench.calibrating(asked.calibrating)
-    calibration_files.dump(calibration.measure(calibrated), noise)
-    in_force = calibration_files.in_force(asked.keep, calibrated, noise)
+    calibration_file.dump(calibration.measure(calibrated), noise)
+    in_force = calibration_file.in_force(asked.keep, calibrated, noise)
     assert in_force is not None, "a calibration was named"
     named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
     launches = asked.launches or min(asked.most, named or asked.most)
@@ -145,8 +147,8 @@ class Bench:
         path = self._folder / "calibrating.json.gz"
         if not path.exists():
             launched = self.dealt(launches, lambda number, gpu: self.launch(f"calibrating-{number}", gpu))
-            report.dump(launch_merging.merge(launched), path)
-        return report.load(path)
+            file.dump(launch_merging.merge(launched), path)
+        return file.load(path)
 
     def round(self, number: int, launches: int, gpu: str | None = None) -> dict[str, Path]:
         """Launch every side so many times, in turn unless together; return the reports of the sides."""
@@ -159,7 +161,7 @@ class Bench:
             for side, faulty in SIDES.items():
                 found[side].append(self.launch(f"{number}-{side}-{launch}", gpu, at_once, faulty=faulty))
         for side, path in paths.items():
-            report.dump(launch_merging.merge(found[side]), path)
+            file.dump(launch_merging.merge(found[side]), path)
         print(f"round {number + 1} is measured", file=sys.stderr)
         return paths
 
@@ -177,7 +179,7 @@ class Bench:
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
-        measured = report.load(path)
+        measured = file.load(path)
         path.unlink()  # its launch is in the report of its side
         return measured
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu.case import Case
-from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded

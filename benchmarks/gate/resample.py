@@ -24,14 +24,18 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import calibration, calibration_files, gate, launch_merging, planting, report
-from pytest_llmgpu.calibration import Calibration
-from pytest_llmgpu.metrics import derive
-from pytest_llmgpu.paired_times import PROMISED, launches_asked
-from pytest_llmgpu.policy import Policy, Rules
-from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.statistics import UNCALIBRATED_SD
+from pytest_llmgpu.analysis import launch_merging
+from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.policy import Policy, Rules
+from pytest_llmgpu.gate.selftest import injected_regressions
+from pytest_llmgpu.gate.stats.intervals import UNCALIBRATED_SD
+from pytest_llmgpu.gate.timing import calibration, calibration_file
+from pytest_llmgpu.gate.timing.calibration import Calibration
+from pytest_llmgpu.gate.timing.pairing import PROMISED, launches_asked
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import derive
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult
 
 TODAY = datetime.date(2026, 1, 1)
 """No known regression is in the policy, so that any day will do."""
@@ -56,8 +60,8 @@ def main() -> int:
     parser.add_argument("--fault", type=float, help="how much slower those are (margin and 2 points)")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    slower = None if asked.slower is None else chosen(report.load(asked.slower), asked.cases)
-    recorded = chosen(launch_merging.merge([report.load(path) for path in asked.reports]), asked.cases)
+    slower = None if asked.slower is None else chosen(file.load(asked.slower), asked.cases)
+    recorded = chosen(launch_merging.merge([file.load(path) for path in asked.reports]), asked.cases)
     found = study(
         recorded,
         asked.launches,
@@ -157,7 +161,7 @@ class Trials:
         elif slower:
             there = min(len(result.launches) for result in completed(self._slower))
             head = part(self._slower, chance.sample(range(there), self._launches))
-        said = gate.judge(base, head, self._policy, today=TODAY, calibration=noise)
+        said = judge.judge(base, head, self._policy, today=TODAY, calibration=noise)
         return [row.verdict for row in said.rows if row.metric == "time"]
 
 
@@ -178,7 +182,7 @@ def part(recorded: Report, numbers: Sequence[int]) -> Report:
 
 def slowed(recorded: Report, slowdown: float) -> Report:
     """Return a report whose batches all took longer, by a fraction."""
-    sow = planting.plants(slowdown)[0].sow
+    sow = injected_regressions.plants(slowdown)[0].sow
     cases = [sow(result, Rules()) for result in recorded.cases]
     return msgspec.structs.replace(recorded, cases=[case for case in cases if isinstance(case, CaseResult)])
 
@@ -187,8 +191,8 @@ def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
     """Return the noise as the gate takes it from `llmgpu calibrate`'s file of some launches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.json")
-        calibration_files.dump(calibration.measure(part(recorded, numbers)), path)
-        noise = calibration_files.in_force(Path(folder), recorded, path)
+        calibration_file.dump(calibration.measure(part(recorded, numbers)), path)
+        noise = calibration_file.in_force(Path(folder), recorded, path)
     assert noise is not None, "a calibration was named"
     return noise
 

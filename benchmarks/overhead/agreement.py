@@ -28,10 +28,10 @@ from typing import Any
 from known_traffic import COLLECTIVES, COPIES, KNOWN, Ranks, formula, ring_steps
 from sampler import stub_environment
 
-from pytest_llmgpu.path import pcie_bytes
+from pytest_llmgpu.analysis.traffic_path import pcie_bytes
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.profiling.window import Profiler
-from pytest_llmgpu.result import Profile
+from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.report.result import Profile
 
 __all__ = ["judged", "main"]
 

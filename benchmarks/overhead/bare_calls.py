@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.profiling.deadlines import ticks
-from pytest_llmgpu.profiling.devices import choose, open_devices
 from pytest_llmgpu.profiling.nvml import session
-from pytest_llmgpu.profiling.sampling import Sampler
+from pytest_llmgpu.profiling.sampler.deadlines import ticks
+from pytest_llmgpu.profiling.sampler.devices import choose, open_devices
+from pytest_llmgpu.profiling.sampler.sampling import Sampler
 
 NEAR_S = 0.001
 """A call this close to its time is made at once, as in a round where one follows the other."""

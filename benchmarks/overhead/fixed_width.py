@@ -12,8 +12,8 @@ import json
 import random
 from pathlib import Path
 
-from pytest_llmgpu import batching, models
-from pytest_llmgpu.tasks import hellaswag
+from pytest_llmgpu.inference import batching, models
+from pytest_llmgpu.inference.tasks import hellaswag
 
 _ENDING_WORDS = 12
 _WORDS = [a + b for a in ("ba", "de", "fi", "go", "hu", "ka", "le", "mi") for b in ("ron", "set", "tal", "vim", "lop")]

@@ -25,9 +25,9 @@ JUDGE = """
 import datetime, gc, json, sys, time
 gc.disable()  # as the command does: it ends before there is anything to collect
 from pathlib import Path
-from pytest_llmgpu.gate import exit_status, judge
-from pytest_llmgpu.policy import Policy
-from pytest_llmgpu.report import load
+from pytest_llmgpu.gate.judge import exit_status, judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.file import load
 began, cpu = time.perf_counter(), time.process_time()
 base, head = (load(Path(name)) for name in sys.argv[1:])
 read = time.perf_counter()
@@ -105,10 +105,10 @@ def measured(code: str, paths: Sequence[Path]) -> dict[str, Any]:
 
 def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int) -> None:
     """Write a report that differs from another seed's in its noise."""
-    from pytest_llmgpu.case import Case
-    from pytest_llmgpu.metrics import derive, encode
-    from pytest_llmgpu.report import Environment, Report, dump
-    from pytest_llmgpu.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Launch, Traffic
+    from pytest_llmgpu.report.case import Case
+    from pytest_llmgpu.report.derived import derive, encode
+    from pytest_llmgpu.report.file import Environment, Report, dump
+    from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Launch, Traffic
 
     chance = random.Random(seed)  # noqa: S311 - noise, no secret
     results = []

@@ -54,7 +54,7 @@ def collect_s(folder: str, *arguments: str) -> float:
 
 def imported() -> list[str]:
     """Return which heavy libraries loading the plugin imports; none is right."""
-    code = f"import sys, pytest_llmgpu.plugin; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    code = f"import sys, pytest_llmgpu.plugin.hooks; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
 
 

@@ -183,7 +183,7 @@ def _prepare(kind: str, message_bytes: int, ranks: int, place: torch.device) -> 
 
 
 def _count(kind: str, message_bytes: int, send: Callable[[], object], ranks: int) -> int:
-    from pytest_llmgpu import traffic
+    from pytest_llmgpu.ranks import traffic
 
     counted: Sequence[Any] = traffic.count(send, world_size=ranks)
     # A copy to or from the host is no traffic between ranks, and is not to be counted as such.

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from pytest_llmgpu import models, scoring
-from pytest_llmgpu.case import Case
+from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
-from pytest_llmgpu.tasks import hellaswag
 
 
 def main() -> None:

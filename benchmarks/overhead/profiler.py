@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from sampler import stub_environment
 
-from pytest_llmgpu import graphs, models, scoring
+from pytest_llmgpu.inference import cuda_graphs, models, scoring
+from pytest_llmgpu.inference.tasks import hellaswag
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.profiling.window import Profiler
-from pytest_llmgpu.tasks import hellaswag
+from pytest_llmgpu.profiling.profiler import Profiler
 
 __all__ = ["interval", "main"]
 
@@ -109,8 +109,8 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
     else:
         model = models.checkpoint(source, dtype, device_map={"": arguments.device})
     requests = scoring.encode(dataset.items, models.load_tokenizer(source), models.max_length(model.config))
-    plan = scoring.plan(requests, arguments.batch_size, multiple=1 if arguments.eager else graphs.MULTIPLE)
-    with nullcontext() if arguments.eager else graphs.GraphedDecoder(model, device):
+    plan = scoring.plan(requests, arguments.batch_size, multiple=1 if arguments.eager else cuda_graphs.MULTIPLE)
+    with nullcontext() if arguments.eager else cuda_graphs.GraphedDecoder(model, device):
         scoring.warm_up(model, plan, input_device=device, devices=[device])
         yield lambda: scoring.score(model, plan, input_device=device, devices=[device])
 

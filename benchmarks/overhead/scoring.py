@@ -5,7 +5,7 @@ Arms, interleaved so that a busy machine slows all of them down:
   else, and nothing waits for a batch to end;
 - lm_eval: lm-evaluation-harness's HFLM.loglikelihood as a user calls it, in its default settings;
 - lm_eval_tokenised: the same without tokenising, which is what ours is judged by;
-- ours: pytest_llmgpu.scoring.score on a plan, as the plugin calls it: without tokenising and planning too.
+- ours: pytest_llmgpu.inference.scoring.score on a plan, as the plugin calls it: without tokenising and planning too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import torch
 
-from pytest_llmgpu import models, scoring
-from pytest_llmgpu.tasks import hellaswag
+from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference.tasks import hellaswag
 
 RANDOM = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8}
 RANDOM["num_key_value_heads"] = RANDOM["num_attention_heads"]

@@ -16,8 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from pytest_llmgpu import report, storage
-from pytest_llmgpu.report import Report
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.store import store
 
 MEASURED = Path(__file__).parents[1] / "reports" / "mp-bundled-1xH200.json.gz"
 ITEMS = 10_042
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--reports", type=int, default=1000)
     parser.add_argument("--large-reports", type=int, default=100)
     arguments = parser.parse_args()
-    of = report.load(MEASURED)
+    of = file.load(MEASURED)
     result = {
         "json": measure(of, arguments.reports, compressed=False),
         "json_gz": measure(of, arguments.reports, compressed=True),
@@ -46,7 +47,7 @@ def main() -> None:
 def measure(of: Report, count: int, *, compressed: bool) -> dict[str, float | int]:
     """Return how large a report is and how long `llmgpu list` takes on `count` of them."""
     with tempfile.TemporaryDirectory() as folder:
-        first = storage.save(of, Path(folder), compressed=compressed)
+        first = store.save(of, Path(folder), compressed=compressed)
         for number in range(2, count + 1):
             shutil.copyfile(first, first.with_name(f"{number:04}{first.name[4:]}"))
         command = [sys.executable, "-m", "pytest_llmgpu.cli", "list", "--storage", folder]
@@ -63,12 +64,12 @@ def hellaswag(of: Report) -> Report:
     """Return a report whose every case holds the answers to the whole HellaSwag, as random as answers compress."""
     chance = base64.b64encode(b"".join(number.to_bytes(4, "big") for number in _noise(ENDINGS * ITEMS))).decode()
     chosen = [number % ENDINGS for number in _noise(ITEMS)]
-    large = json.loads(report.encode(of, compressed=False))
+    large = json.loads(file.encode(of, compressed=False))
     for case in large["cases"]:
         for launch in case["launches"]:
             names = ("predictions", "predictions_norm", "labels")
             launch["accuracy"] |= {"items": ITEMS, "loglikelihoods": chance} | dict.fromkeys(names, chosen)
-    return report.parse(json.dumps(large).encode(), "hellaswag")
+    return file.parse(json.dumps(large).encode(), "hellaswag")
 
 
 def _noise(count: int) -> list[int]:

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import figures
 from figures import Cases
 
-from pytest_llmgpu import capacity, report
-from pytest_llmgpu.report import Report
-from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.study_table import wrong
+from pytest_llmgpu.analysis import capacity
+from pytest_llmgpu.render.time_table import wrong
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult
 
 STUDY_S: dict[str, dict[int, float]] = {
     "mp": {1: 10258, 2: 6159, 4: 4622, 8: 4043, 16: 3807, 32: 3705, 64: 3800},
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     paths = parser.parse_args(arguments).reports
     try:
-        print(markdown({path.name.partition(".json")[0]: report.load(path) for path in paths}))
+        print(markdown({path.name.partition(".json")[0]: file.load(path) for path in paths}))
     except ValueError as error:
         parser.error(str(error))
 

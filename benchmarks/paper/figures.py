@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_llmgpu.charts.panels import LINKS, LinkName, saw
-from pytest_llmgpu.profiling.figures import of_window
-from pytest_llmgpu.result import CaseResult
-from pytest_llmgpu.study_table import wrong
+from pytest_llmgpu.render.charts.panels import LINKS, LinkName, saw
+from pytest_llmgpu.render.time_table import wrong
+from pytest_llmgpu.report.profile_figures import of_window
+from pytest_llmgpu.report.result import CaseResult
 
 Cases = dict[int, CaseResult]
 """Batch size to the result of one strategy."""

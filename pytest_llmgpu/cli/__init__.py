@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _version() -> int:
-    from pytest_llmgpu.environment import installed_version
+    from pytest_llmgpu.profiling.machine import installed_version
 
     show(f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}")
     return 0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.references import Source
-    from pytest_llmgpu.report import Report
+    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.store.references import Source
 
 __all__ = ["REFERENCE", "add_storage", "source", "storage_of"]
 
@@ -26,10 +26,10 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 def storage_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the store."""
-    from pytest_llmgpu import storage
+    from pytest_llmgpu.store import store
 
     given: Path | None = arguments.storage
-    return storage.DEFAULT if given is None else given
+    return store.DEFAULT if given is None else given
 
 
 def source(reference: str, arguments: argparse.Namespace, *, beside: Report | None = None) -> Source:
@@ -40,7 +40,7 @@ def source(reference: str, arguments: argparse.Namespace, *, beside: Report | No
         arguments: of `add_storage`.
         beside: a report whose machine is meant where several have one of that name.
     """
-    from pytest_llmgpu import references, storage
+    from pytest_llmgpu.store import references, store
 
-    machine = None if beside is None else storage.hardware(beside)
+    machine = None if beside is None else store.hardware(beside)
     return references.resolve(reference, storage_of(arguments), machine=machine)

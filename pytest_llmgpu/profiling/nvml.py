@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.profiling.ask import Ask, lasting
+from pytest_llmgpu.profiling.nvml_query import Ask, lasting
 from pytest_llmgpu.profiling.topology import active_links, matrix
 
 __all__ = ["Gpu", "Inventory", "NvmlMissingError", "inventory", "memory_v2", "session", "used_bytes", "visible"]

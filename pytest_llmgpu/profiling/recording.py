@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.profiling.figures import Span, moments, spans
-from pytest_llmgpu.profiling.marks import Mark, counted
+from pytest_llmgpu.profiling.counter_deltas import Mark, counted
 from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
-from pytest_llmgpu.result import DeviceProfile, Metric, Profile, Series
+from pytest_llmgpu.report.profile_figures import Span, moments, spans
+from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
 __all__ = ["HISTORY_BYTES", "SERIES_POINTS", "Reading", "Recording"]
 

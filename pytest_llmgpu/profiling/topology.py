@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_llmgpu.profiling.ask import Ask
+from pytest_llmgpu.profiling.nvml_query import Ask
 
 __all__ = ["active_links", "matrix"]
 

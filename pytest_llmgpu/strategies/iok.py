@@ -13,10 +13,11 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu import oom
-from pytest_llmgpu.case import Case
-from pytest_llmgpu.models import ModelSource
-from pytest_llmgpu.strategies import kernels, sharing, workspace
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.strategies import divisibility
+from pytest_llmgpu.strategies.deepspeed import kernels, workspace
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
 if TYPE_CHECKING:
@@ -51,12 +52,12 @@ class KernelInjection:
 
     def check_model(self, case: Case, source: ModelSource) -> None:
         """Refuse a model that the kernels would compute wrongly."""
-        fields = sharing.architecture(source)
+        fields = divisibility.architecture(source)
         wrong = _otherwise(fields)
         if wrong is not None:
             raise ValueError(f"--llmgpu-model={source.name}: strategy iok {wrong}")
         # Heads of keys and values are repeated to as many as those of queries before anything is shared out.
-        sharing.check_divisible(case, source, ("num_attention_heads", "intermediate_size"), least=1)
+        divisibility.check_divisible(case, source, ("num_attention_heads", "intermediate_size"), least=1)
         hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
         if not isinstance(hidden, int) or not isinstance(heads, int):
             return  # its class's defaults, which are the published ones
@@ -92,7 +93,7 @@ class KernelInjection:
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load this rank's part of every layer into DeepSpeed's kernels."""
-        from pytest_llmgpu.strategies.injection import inject
+        from pytest_llmgpu.strategies.deepspeed.engine import inject
 
         self.open_kernels(case)
         min_tokens = case.strategy_options.get("min_tokens")

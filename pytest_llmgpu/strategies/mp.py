@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu import models, oom
-from pytest_llmgpu.case import Case
-from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.protocol import Loaded
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.case import Case
+from pytest_llmgpu.report.case import Case
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from pytest_llmgpu.case import Case
-from pytest_llmgpu.models import ModelSource
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.report.case import Case
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu import models
-from pytest_llmgpu.case import Case
-from pytest_llmgpu.models import ModelSource
-from pytest_llmgpu.strategies import kernels, process_group, sharing
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.strategies import divisibility, process_group
+from pytest_llmgpu.strategies.deepspeed import kernels
 from pytest_llmgpu.strategies.protocol import Loaded
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TensorParallel:
         if case.devices < 2:  # noqa: PLR2004 - one device has nobody to share with
             where = _ON_CPU if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2{where}")
-        sharing.check_divisible(case, source)
+        divisibility.check_divisible(case, source)
         # Its accelerator allows float16 on some CPUs; a refusal that hangs on the machine helps nobody.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
             raise ValueError(
@@ -56,7 +57,7 @@ class TensorParallel:
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load this rank's part of every layer."""
         if case.backend == "deepspeed":
-            from pytest_llmgpu.strategies.injection import inject
+            from pytest_llmgpu.strategies.deepspeed.engine import inject
 
             return inject(case, source, replace_with_kernel_inject=False)
         import torch

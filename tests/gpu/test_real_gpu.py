@@ -13,21 +13,26 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from report_factory import make_case
+from support.report_factory import make_case
 
-from pytest_llmgpu import comparison, graphs, memory, models, rank, report, strategies
-from pytest_llmgpu.bundled.tokenizer import save_tokenizer
-from pytest_llmgpu.graphs import GraphedDecoder
-from pytest_llmgpu.group import RankGroup
-from pytest_llmgpu.launchers.local import LocalLauncher
-from pytest_llmgpu.memory import DeviceUse
-from pytest_llmgpu.metrics import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
+from pytest_llmgpu import strategies
+from pytest_llmgpu.analysis import reference
+from pytest_llmgpu.inference import cuda_graphs as graphs
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
+from pytest_llmgpu.inference.tasks import hellaswag
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.rank import RankState, ScoreReply
-from pytest_llmgpu.report import Report
-from pytest_llmgpu.strategies import kernels
+from pytest_llmgpu.ranks import device_memory, worker
+from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.worker import RankState, ScoreReply
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.strategies.deepspeed import kernels
 from pytest_llmgpu.strategies.protocol import Loaded
-from pytest_llmgpu.tasks import hellaswag
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +55,7 @@ _DUMMY = ("--llmgpu-model=llama-7b", "--llmgpu-load-format=dummy", "--llmgpu-lim
 def _run(pytester: pytest.Pytester, *arguments: str) -> tuple[pytest.RunResult, Report]:
     pytester.makepyfile(test_it=_BENCHMARK)
     result = pytester.runpytest_subprocess("-v", "-p", "no:cacheprovider", *arguments)
-    return result, report.load(pytester.path / ".llmgpu" / "last.json")
+    return result, file.load(pytester.path / ".llmgpu" / "last.json")
 
 
 def test_held_memory_leaves_the_cap(pytester: pytest.Pytester) -> None:
@@ -159,7 +164,7 @@ def test_uuids_join_nvml_and_torch() -> None:
     """The name by which a device's memory and profile are joined is the same on both sides."""
     known = {gpu.uuid for gpu in nvml.inventory().gpus}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    used = memory.usage(devices, [0] * len(devices), [0] * len(devices), [0] * len(devices))
+    used = device_memory.usage(devices, [0] * len(devices), [0] * len(devices), [0] * len(devices))
     assert {use.uuid for use in used} <= known
 
 
@@ -197,8 +202,8 @@ def _started(folder: Path, strategy: str, devices: int, backend: str, model: str
     folder.mkdir(exist_ok=True)
     group = RankGroup(LocalLauncher(folder), numbers if ranks > 1 else [{}])
     try:
-        replies: list[list[DeviceUse]] = group.ask(rank.load, case, source, place, phase="load", timeout_s=_WAIT_S)
-        group.ask(rank.give, dataset.sha256, dataset.items, phase="load", timeout_s=_WAIT_S)
+        replies: list[list[DeviceUse]] = group.ask(worker.load, case, source, place, phase="load", timeout_s=_WAIT_S)
+        group.ask(worker.give, dataset.sha256, dataset.items, phase="load", timeout_s=_WAIT_S)
         yield _Ranks(group, dataset.sha256, [use for reply in replies for use in reply])
     finally:
         group.kill()
@@ -208,12 +213,12 @@ def _score(state: RankState, sha256: str, batch_size: int, cuda_graphs: str) -> 
     """In a rank: score with or without graphs, whatever the case says."""
     assert state.case is not None
     state.case = msgspec.structs.replace(state.case, cuda_graphs=cuda_graphs)
-    return rank.score(state, sha256, batch_size)
+    return worker.score(state, sha256, batch_size)
 
 
 def _held(state: RankState) -> tuple[int, int]:
     """In a rank: bytes of live tensors, and those that torch keeps for them."""
-    rank.reset(state)
+    worker.reset(state)
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
@@ -403,7 +408,7 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path, strategy: st
 
 
 def _difference(reply: ScoreReply, right: ScoreReply) -> float:
-    difference = comparison.largest_difference(reply.accuracy.loglikelihoods, right.accuracy.loglikelihoods)
+    difference = reference.largest_difference(reply.accuracy.loglikelihoods, right.accuracy.loglikelihoods)
     assert difference is not None, "every log-likelihood is finite"
     return difference
 
@@ -413,7 +418,7 @@ def _agrees(reply: ScoreReply, right: ScoreReply) -> None:
     found, expected = reply.accuracy, right.accuracy
     numbers = [decode(one.loglikelihoods) for one in (found, expected)]
     assert typical_difference(*numbers) <= _TOLERANCE
-    assert len(comparison.flipped(found, expected, "acc_norm")) <= _FEW
+    assert len(reference.flipped(found, expected, "acc_norm")) <= _FEW
 
 
 def _need_deepspeed() -> None:

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli import launching
-from pytest_llmgpu.cli.judging import add_rules, noise_in_words, rules_of
+from pytest_llmgpu.cli import launches
+from pytest_llmgpu.cli.gate_arguments import add_rules, noise_in_words, rules_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.policy import Policy
-    from pytest_llmgpu.report import Report
-    from pytest_llmgpu.side_by_side import Both, Side
-    from pytest_llmgpu.verdicts import Verdicts
-    from pytest_llmgpu.worktrees import Worktree
+    from pytest_llmgpu.cli.worktrees import Worktree
+    from pytest_llmgpu.gate.ab import Both, Side
+    from pytest_llmgpu.gate.policy import Policy
+    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.verdicts import Verdicts
 
 __all__ = ["COMMAND"]
 
@@ -55,7 +55,7 @@ class _Ab:
             ".venv/bin/pip install .'; .venv/bin then comes first in PATH",
         )
         parser.add_argument(
-            "--launches", metavar="N", type=launching.count, default=5, help="launches of each commit (default: 5)"
+            "--launches", metavar="N", type=launches.count, default=5, help="launches of each commit (default: 5)"
         )
         parser.add_argument(
             "--again",
@@ -72,38 +72,40 @@ class _Ab:
         parser.set_defaults(in_turn=True)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import gate, verdict_tables, worktree_runs, worktrees
+        from pytest_llmgpu.cli import subprocesses, worktrees
+        from pytest_llmgpu.gate import judge
+        from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
-        launching.check(arguments.command)
+        launches.check(arguments.command)
         references = arguments.base_ref, arguments.head_ref
-        with worktree_runs.interruptible(), worktrees.checked_out(references) as trees:
+        with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
             job = _Job(arguments, trees)
             job.prepare()
             verdicts = job.measured()
             conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
             show(f"\n{verdict_tables.table(verdicts, color())}\n{job.judged_by}\n{conclusion}")
             show(f"reports, policy and logs: {_KEPT / job.kept.name}")
-        return gate.exit_status(verdicts, job.policy)
+        return judge.exit_status(verdicts, job.policy)
 
 
 class _Job:
     """Two worktrees, and what is measured in them."""
 
     def __init__(self, arguments: argparse.Namespace, trees: Sequence[Worktree]) -> None:
-        from pytest_llmgpu import worktrees
-        from pytest_llmgpu.side_by_side import SIDES
+        from pytest_llmgpu.cli import worktrees
+        from pytest_llmgpu.gate.ab import SIDES
 
         self._arguments = arguments
         self._trees: dict[Side, Worktree] = dict(zip(SIDES, trees, strict=True))
         self._environments = {side: worktrees.environment(tree) for side, tree in self._trees.items()}
         self.policy, self._policy_in_words = _policy(arguments, self._trees["base"])
-        self.kept = launching.kept(_KEPT, "_".join(tree.sha[:_LETTERS] for tree in trees))
+        self.kept = launches.kept(_KEPT, "_".join(tree.sha[:_LETTERS] for tree in trees))
         self.judged_by = ""
         """Where the noise and the policy that were judged by come from, for people."""
 
     def prepare(self) -> None:
         """Say what is going to be measured, and make each worktree's environment."""
-        from pytest_llmgpu import worktree_runs, worktrees
+        from pytest_llmgpu.cli import subprocesses, worktrees
 
         for side, tree in self._trees.items():
             show(f"{side}  {tree.reference}  {tree.sha[:_LETTERS]}")
@@ -113,26 +115,26 @@ class _Job:
         if setup is not None:
             for side, tree in self._trees.items():
                 began, log = time.monotonic(), self.kept / f"{side}-setup.log"
-                status = worktree_runs.run(("/bin/sh", "-c", setup), tree.folder, self._environments[side], log)
+                status = subprocesses.run(("/bin/sh", "-c", setup), tree.folder, self._environments[side], log)
                 show(f"{side}-setup  {time.monotonic() - began:.1f} s")
                 if status:
-                    raise ValueError(f"{side}: --setup ended with {launching.ending(status, log)}")
+                    raise ValueError(f"{side}: --setup ended with {launches.ending(status, log)}")
                 self._environments[side] = worktrees.environment(tree)
         if all("VIRTUAL_ENV" not in one or not _inside(one, tree) for one, tree in self._sides()):
             show("note: no .venv in the worktrees: both commits run with what is installed here")
 
     def measured(self) -> Verdicts:
         """Measure both sides and judge them, with the last verdicts in the head's report."""
-        from pytest_llmgpu import policy_files, side_by_side
+        from pytest_llmgpu.gate import ab, policy_file
 
-        (self.kept / "policy.toml").write_text(policy_files.dump(self.policy), encoding="utf-8")
-        _, verdicts = side_by_side.compare(
+        (self.kept / "policy.toml").write_text(policy_file.dump(self.policy), encoding="utf-8")
+        _, verdicts = ab.compare(
             self._measure, self._judge, launches=self._arguments.launches, again=self._arguments.again
         )
         return verdicts
 
     def _measure(self, side: Side, name: str, deselected: Sequence[str]) -> Report:
-        return launching.launch(
+        return launches.launch(
             self._arguments.command,
             name,
             self._trees[side].folder,
@@ -144,15 +146,16 @@ class _Job:
     def _judge(self, both: Both) -> Verdicts:
         import hashlib
 
-        from pytest_llmgpu import gate, report
-        from pytest_llmgpu.verdicts import Baseline
+        from pytest_llmgpu.gate import judge
+        from pytest_llmgpu.report import file
+        from pytest_llmgpu.report.verdicts import Baseline
 
-        data = report.encode(both.base, compressed=True)
-        report.dump(both.base, self.kept / "base.json.gz")
+        data = file.encode(both.base, compressed=True)
+        file.dump(both.base, self.kept / "base.json.gz")
         tree = self._trees["base"]
         today, noise = rules_of(self._arguments, both.head)
         self.judged_by = f"{noise_in_words(self._arguments, both.head)}\n{self._policy_in_words}"
-        both.head.verdicts = gate.judge(
+        both.head.verdicts = judge.judge(
             both.base,
             both.head,
             self.policy,
@@ -160,7 +163,7 @@ class _Job:
             calibration=noise,
             baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
         )
-        report.dump(both.head, self.kept / "head.json.gz")
+        file.dump(both.head, self.kept / "head.json.gz")
         return both.head.verdicts
 
     def _sides(self) -> list[tuple[dict[str, str], Worktree]]:
@@ -172,13 +175,13 @@ def _policy(arguments: argparse.Namespace, base: Worktree) -> tuple[Policy, str]
 
     The file that was named, else the base's, since a change may not edit its bar.
     """
-    from pytest_llmgpu import policy_files
-    from pytest_llmgpu.policy import switched
-    from pytest_llmgpu.side_by_side import split
+    from pytest_llmgpu.gate import policy_file
+    from pytest_llmgpu.gate.ab import split
+    from pytest_llmgpu.gate.policy import switched
 
-    path = policy_files.find(base.folder) if arguments.policy is None else arguments.policy
-    policy = switched(policy_files.load(path), arguments)
-    return split(policy, arguments.again), policy_files.in_words(path)
+    path = policy_file.find(base.folder) if arguments.policy is None else arguments.policy
+    policy = switched(policy_file.load(path), arguments)
+    return split(policy, arguments.again), policy_file.in_words(path)
 
 
 def _inside(environ: dict[str, str], tree: Worktree) -> bool:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli import launching
+from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.report import Report
+    from pytest_llmgpu.report.file import Report
 
 __all__ = ["COMMAND"]
 
@@ -42,7 +42,7 @@ class _Calibrate:
             "--launches what measures, after --: such as pytest benchmarks",
         )
         parser.add_argument(
-            "--launches", metavar="N", type=launching.count, help="run COMMAND so many times, and keep its reports"
+            "--launches", metavar="N", type=launches.count, help="run COMMAND so many times, and keep its reports"
         )
         parser.add_argument(
             "--output", metavar="FILE", type=Path, help="where to write (default: beside the machine's reports)"
@@ -52,7 +52,8 @@ class _Calibrate:
     def run(self, arguments: argparse.Namespace) -> int:
         from tabulate import tabulate
 
-        from pytest_llmgpu import calibration, calibration_files, launch_findings, launch_merging
+        from pytest_llmgpu.analysis import launch_findings, launch_merging
+        from pytest_llmgpu.gate.timing import calibration, calibration_file
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
@@ -60,10 +61,10 @@ class _Calibrate:
         days = _by_day([one for _, one in found]) if arguments.launches is None else []
         sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
         measured = calibration.measure(*sessions)
-        path = arguments.output or calibration_files.default_path(storage_of(arguments), measured.machine)
+        path = arguments.output or calibration_file.default_path(storage_of(arguments), measured.machine)
         try:
             replaced = _put_aside(path)
-            calibration_files.dump(measured, path)
+            calibration_file.dump(measured, path)
         except OSError as error:
             raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
         kept = measured.time.values()
@@ -78,7 +79,7 @@ class _Calibrate:
         if far_apart := launch_findings.far_apart(report.cases):
             lines.append(far_apart)
         if len(sessions) == 1:
-            lines.append(calibration_files.ONE_SESSION)
+            lines.append(calibration_file.ONE_SESSION)
         enough, least = calibration.ENOUGH, calibration.LEAST
         if few := sum(noise.launches < enough for noise in kept):
             lines.append(f"{few:,} of them have fewer than {enough} launches: more tell the noise better")
@@ -116,16 +117,17 @@ def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
 
 def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
     """Run the command as often as asked for; return each launch's name and report."""
-    from pytest_llmgpu import calibration, worktree_runs
+    from pytest_llmgpu.cli import subprocesses
+    from pytest_llmgpu.gate.timing import calibration
 
     if arguments.launches < calibration.LEAST:
         raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} are needed to differ")
-    launching.check(arguments.words)
-    into = launching.kept(storage_of(arguments) / _KEPT)
-    with worktree_runs.interruptible():
+    launches.check(arguments.words)
+    into = launches.kept(storage_of(arguments) / _KEPT)
+    with subprocesses.interruptible():
         names = [f"launch-{number}" for number in range(1, arguments.launches + 1)]
         found = [
-            (name, launching.launch(arguments.words, name, Path(), environ=os.environ, into=into)) for name in names
+            (name, launches.launch(arguments.words, name, Path(), environ=os.environ, into=into)) for name in names
         ]
     show(f"reports and logs: {into}\n")
     return found

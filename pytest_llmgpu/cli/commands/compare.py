@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from pytest_llmgpu import collector
-from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, policy_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, add_sides, judged, policy_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import collector
 
 __all__ = ["COMMAND"]
 
@@ -22,7 +22,7 @@ class _Compare:
         parser.add_argument("--all", action="store_true", help="show every case, however many there are")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import verdict_tables
+        from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
         with collector.paused():
             verdicts, judged_by = judged(arguments, policy_of(arguments))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.beside import read_verdicts, refuse_rules
-from pytest_llmgpu.cli.judging import add_rules, judged, policy_of
+from pytest_llmgpu.cli.baseline_arguments import read_verdicts, refuse_rules
+from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import save, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.exports import FORMATS
+from pytest_llmgpu.render.exports import FORMATS
+from pytest_llmgpu.report import collector
 
 __all__ = ["COMMAND"]
 
@@ -32,7 +32,7 @@ class _Export:
         add_rules(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.exports import export
+        from pytest_llmgpu.render.exports import export
 
         with collector.paused():
             report = source(arguments.head, arguments).report()

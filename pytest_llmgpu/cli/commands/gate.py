@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu import collector
-from pytest_llmgpu.cli.judging import add_rules, add_sides, judged, policy_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, add_sides, judged, policy_of
 from pytest_llmgpu.cli.output import as_json, color, save, show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import collector
 
 __all__ = ["COMMAND"]
 
@@ -40,11 +40,12 @@ class _Gate:
         parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import gate, policy_files, verdict_tables
+        from pytest_llmgpu.gate import judge, policy_file
+        from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
         in_force = policy_of(arguments)
         if arguments.dump_policy:
-            show(policy_files.dump(in_force).rstrip("\n"))
+            show(policy_file.dump(in_force).rstrip("\n"))
             return 0
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
@@ -61,7 +62,7 @@ class _Gate:
                 table = verdict_tables.table(verdicts, color(), most)
                 conclusion = verdict_tables.conclusion(verdicts, in_force, color())
                 show("\n".join(filter(None, (table, judged_by, conclusion))))
-            return gate.exit_status(verdicts, in_force)
+            return judge.exit_status(verdicts, in_force)
 
 
 COMMAND: Command = _Gate()

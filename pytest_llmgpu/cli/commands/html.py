@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.beside import add_baseline, beside
+from pytest_llmgpu.cli.baseline_arguments import add_baseline, beside
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import collector
 
 __all__ = ["COMMAND"]
 
@@ -26,8 +26,8 @@ class _Html:
         add_baseline(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import html_report
-        from pytest_llmgpu.references import public
+        from pytest_llmgpu.render.html import report as html_report
+        from pytest_llmgpu.store.references import public
 
         found = source(arguments.report, arguments)
         output: Path = arguments.output or Path(_file_name(found.name))

@@ -20,12 +20,12 @@ class _List:
         add_storage(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import listing, storage
+        from pytest_llmgpu.store import listing, store
 
         folder = storage_of(arguments)
         if arguments.storage is not None and not folder.is_dir():
             raise ValueError(f"storage {folder}: is no folder")
-        kept = storage.stored(folder)
+        kept = store.stored(folder)
         lines, broken = [], []
         for one, summary in zip(kept, listing.summarise(kept), strict=True):
             if isinstance(summary, str):

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.beside import add_baseline, beside
+from pytest_llmgpu.cli.baseline_arguments import add_baseline, beside
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import collector
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.charts import Chart
-    from pytest_llmgpu.report import Report
+    from pytest_llmgpu.render.charts import Chart
+    from pytest_llmgpu.report.file import Report
 
 __all__ = ["COMMAND"]
 
@@ -32,8 +32,8 @@ class _Plot:
         add_baseline(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import charts
-        from pytest_llmgpu.charts import files
+        from pytest_llmgpu.render import charts
+        from pytest_llmgpu.render.charts import files
 
         formats = files.formats(arguments.format)
         with collector.paused():
@@ -50,7 +50,7 @@ class _Plot:
 
 
 def _timelines(report: Report, name: str) -> list[Chart]:
-    from pytest_llmgpu import charts
+    from pytest_llmgpu.render import charts
 
     result = next((result for result in report.cases if result.id == name), None)
     if result is None:

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
-from pytest_llmgpu.cli.judging import add_rules, policy_of, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import collector
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.promotion import Trial
-    from pytest_llmgpu.references import Source
+    from pytest_llmgpu.gate.promotion import Trial
+    from pytest_llmgpu.store.references import Source
 
 __all__ = ["COMMAND"]
 
@@ -39,7 +39,9 @@ class _Promote:
         add_rules(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import launch_findings, promotion, storage
+        from pytest_llmgpu.analysis import launch_findings
+        from pytest_llmgpu.gate import promotion
+        from pytest_llmgpu.store import store as storage
 
         with collector.paused():
             policy = policy_of(arguments)
@@ -77,7 +79,8 @@ class _Promote:
 
 def _present(path: Path | None, store: Path, machine: str) -> Source | None:
     """Return the baseline that there is; None for none. A broken one is no reason to write over it."""
-    from pytest_llmgpu import promotion, references
+    from pytest_llmgpu.gate import promotion
+    from pytest_llmgpu.store import references
 
     if path is None:
         kept = promotion.current_in(store, machine)

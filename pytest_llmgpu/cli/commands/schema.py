@@ -20,7 +20,7 @@ class _Schema:
     def run(self, arguments: argparse.Namespace) -> int:  # noqa: ARG002 - as every command
         import json
 
-        from pytest_llmgpu.json_schema import schema
+        from pytest_llmgpu.report.schema import schema
 
         show(json.dumps(schema(), indent=2))
         return 0

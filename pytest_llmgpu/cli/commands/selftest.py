@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu import collector
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.judging import add_rules, policy_of, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import as_json, save, show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import collector
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.planting import Plant
-    from pytest_llmgpu.self_test import Missed, SelfTest, Trial
+    from pytest_llmgpu.gate.selftest.injected_regressions import Plant
+    from pytest_llmgpu.gate.selftest.selftest import Missed, SelfTest, Trial
 
 __all__ = ["COMMAND"]
 
@@ -48,14 +48,14 @@ class _Selftest:
         parser.add_argument("--json", metavar="PATH", help="write what was found; - prints it in place of the text")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import self_test
+        from pytest_llmgpu.gate.selftest import selftest
 
         policy = policy_of(arguments)
         losses = _chosen(arguments.slowdown, arguments.plant)
         with collector.paused():
             report = source(arguments.report, arguments).report()
             today, noise = rules_of(arguments, report)
-            found = self_test.selftest(report, policy, today=today, calibration=noise, losses=losses)
+            found = selftest.selftest(report, policy, today=today, calibration=noise, losses=losses)
         data = as_json(found)
         # Before anything is printed: whoever reads the text may leave early.
         if arguments.json not in {None, "-"}:
@@ -65,7 +65,7 @@ class _Selftest:
 
 
 def _chosen(slowdown: float, names: Sequence[str] | None) -> list[Plant]:
-    from pytest_llmgpu.planting import plants
+    from pytest_llmgpu.gate.selftest.injected_regressions import plants
 
     return [plant for plant in plants(slowdown) if names is None or plant.name in names]
 
@@ -97,7 +97,7 @@ def _control(found: SelfTest) -> str:
 
 def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[str]:
     """Yield why cases miss a loss, those of one reason together."""
-    from pytest_llmgpu.case_tables import WIDTH
+    from pytest_llmgpu.render.terminal.cases import WIDTH
 
     if not missed:
         return

@@ -20,11 +20,12 @@ class _Show:
         add_storage(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import listing, storage, terminal
+        from pytest_llmgpu.render.terminal import report as terminal
+        from pytest_llmgpu.store import listing, store
 
         found = source(arguments.report, arguments)
         report = found.report()
-        parts = [found.name, storage.hardware(report), report.created, f"commit {listing.commit(report.commit)}"]
+        parts = [found.name, store.hardware(report), report.created, f"commit {listing.commit(report.commit)}"]
         if not report.session.complete:
             parts.append("run not complete")
         show(f"{', '.join(parts)}\n\n{terminal.tables(report, color()) or 'no case'}")

@@ -28,19 +28,22 @@ class _Trend:
         parser.add_argument("--dark", action="store_true", help="pictures for a dark ground")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu import case_tables, storage, trend_tables, trends
-        from pytest_llmgpu.charts import files
+        from pytest_llmgpu.gate import trends
+        from pytest_llmgpu.render.charts import files
+        from pytest_llmgpu.render.terminal import cases
+        from pytest_llmgpu.render.terminal import trends as trend_tables
+        from pytest_llmgpu.store import store
 
         formats = files.formats(arguments.format)
         if arguments.last < 1:
             raise ValueError(f"--last {arguments.last}: a number from 1 on is needed")
-        kept = trends.chosen(arguments.folder or storage.DEFAULT, arguments.machine)
+        kept = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
         found = trends.trends(kept, last=arguments.last)
         machine, kept = kept[0].machine, kept[-arguments.last :]
-        shown = trend_tables.tables(found, case_tables.painter(color())) if found else "no case has a figure"
+        shown = trend_tables.tables(found, cases.painter(color())) if found else "no case has a figure"
         show(f"{machine}, {len(kept)} report{'s' if len(kept) > 1 else ''}\n\n{shown}")
         if arguments.output is not None:
-            from pytest_llmgpu.charts.history import of_trends
+            from pytest_llmgpu.render.charts.trends import of_trends
 
             drawn = of_trends(found)
             for path in files.write(drawn.charts, arguments.output, formats, dark=arguments.dark):
@@ -48,7 +51,7 @@ class _Trend:
             for reason in drawn.omitted:
                 show(f"left out: {reason}")
         if arguments.html is not None:
-            from pytest_llmgpu.page import trend
+            from pytest_llmgpu.render.html import trend
 
             save(trend.render(found, machine), arguments.html)
             show(str(arguments.html))

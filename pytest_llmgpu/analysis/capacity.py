@@ -1,0 +1,148 @@
+"""The largest batch size that fits: looked for, and said beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pytest_llmgpu.analysis import memory_model
+from pytest_llmgpu.analysis.memory_model import Prediction
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.result import CaseResult
+
+__all__ = ["Capacity", "capacities", "next_probe", "search"]
+
+_STEPS = 64  # of a prediction, beyond which the first step is one of so many parts
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest batch size of one series, as measured and as predicted."""
+
+    series: str
+    """`Case.series`: all that decides a measurement but its batch size."""
+    strategy: str
+    largest_fit: int | None
+    """Largest batch size that completed."""
+    smallest_oom: int | None
+    """Smallest that was out of memory; None where none was: larger ones than `largest_fit` may fit."""
+    prediction: Prediction | None
+    """Made of the cases that ran before the first that was out of memory: what came later is the truth."""
+    text: str
+    """Both in a sentence."""
+    why: dict[str, str] = {}
+    """`prediction` to the reason why there is none."""
+
+
+def capacities(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> list[Capacity]:
+    """Return the largest batch size of each series, in the order in which they appear.
+
+    Args:
+        results: of a report, in the order they ran.
+        gpus: of its environment.
+    """
+    by_series: dict[str, list[CaseResult]] = {}
+    for result in results:
+        by_series.setdefault(result.case.series, []).append(result)
+    return [_capacity(series, members, gpus) for series, members in by_series.items()]
+
+
+def search(results: Sequence[CaseResult], gpus: Sequence[Gpu], probe: Callable[[int], CaseResult | None]) -> None:
+    """Measure batch sizes until the largest that fits and the smallest that does not are neighbours.
+
+    It ends early where a case ends in another way, which says nothing of memory, and does not begin where the model
+    itself does not fit.
+
+    Args:
+        results: of one series in the order they ran, one of them out of memory.
+        gpus: those of `footprint.predict`, whose prediction is the first size that is tried.
+        probe: Measures one batch size; None where it cannot be measured.
+    """
+    failed = [result for result in results if result.outcome == "oom"]
+    if any(_while_loading(result) for result in failed):
+        return
+    high = min(result.case.batch_size for result in failed)
+    low = max((size for size in _completed(results) if size < high), default=0)
+    prediction = memory_model.predict(_before(results), gpus)
+    predicted = None if prediction is None else prediction.max_batch_size
+    while (size := next_probe(low, high, predicted)) is not None:
+        result = probe(size)
+        if result is not None and result.outcome == "completed":
+            low = size
+        elif result is not None and result.outcome == "oom" and not _while_loading(result):
+            high = size
+        else:
+            return
+
+
+def next_probe(low: int, high: int, predicted: int | None) -> int | None:
+    """Return the batch size to try next; None once `low` and `high` are neighbours.
+
+    The prediction first; beyond it steps that double, since it is seldom far off; halves from where they pass the limit
+    and wherever there is no prediction.
+
+    Args:
+        low: the largest that is known to fit, 0 for none.
+        high: the smallest that is known not to.
+        predicted: what should be the largest that fits.
+    """
+    if high - low <= 1:
+        return None
+    middle = (low + high) // 2
+    if predicted is None:
+        return middle
+    step = max(1, predicted // _STEPS)
+    if predicted <= low:
+        return min(middle, low + max(step, 2 * (low - predicted)))
+    if predicted >= high:
+        return max(middle, high - max(step, 2 * (predicted - high)))
+    return predicted
+
+
+def _capacity(series: str, results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Capacity:
+    before = _before(results)
+    prediction = memory_model.predict(before, gpus)
+    failed = [result for result in results if result.outcome == "oom"]
+    fit = max(_completed(results), default=None)
+    oom = min((result.case.batch_size for result in failed), default=None)
+    text = _truth(fit, oom, loading=any(_while_loading(result) for result in failed))
+    if prediction is not None:
+        first = f", GPU {prediction.device_index} is full first" if results[0].case.devices > 1 else ""
+        text += f" (predicted: {prediction.max_batch_size:,}{first})"
+    return Capacity(
+        series=series,
+        strategy=results[0].case.strategy,
+        largest_fit=fit,
+        smallest_oom=oom,
+        prediction=prediction,
+        text=f"{text}.",
+        why={} if prediction is not None else {"prediction": memory_model.why_not(before, gpus)},
+    )
+
+
+def _before(results: Sequence[CaseResult]) -> Sequence[CaseResult]:
+    """Return the results before the first that was out of memory; all where none was."""
+    first = next((number for number, result in enumerate(results) if result.outcome == "oom"), len(results))
+    return results[:first]
+
+
+def _truth(fit: int | None, oom: int | None, *, loading: bool) -> str:
+    if fit is None:
+        if oom is None:
+            return "The largest batch size is not known: none completed"
+        return "The model itself does not fit" if loading else f"The largest batch size is below {oom}"
+    if oom is None:
+        return f"The largest batch size is {fit} or above: nothing was out of memory"
+    if oom <= fit:
+        return f"The largest batch size is not clear: {oom} was out of memory and {fit} completed"
+    if oom == fit + 1:
+        return f"The largest batch size is {fit}: {oom} is out of memory"
+    return f"The largest batch size is between {fit}, which fits, and {oom}, which does not"
+
+
+def _completed(results: Sequence[CaseResult]) -> list[int]:
+    return [result.case.batch_size for result in results if result.outcome == "completed"]
+
+
+def _while_loading(result: CaseResult) -> bool:
+    return result.failure is not None and result.failure.phase == "load"

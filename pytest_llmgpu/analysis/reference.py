@@ -1,0 +1,180 @@
+"""The same items under mp, the plain model: which case of the session to compare with, and what differs.
+
+Every strategy computes mp's numbers in another order. What is wrong at every batch size agrees with itself, so a
+strategy is held against mp, never only against its own other cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pytest_llmgpu.report.derived import decode, measured, predictions_of, typical_difference, value_of
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
+
+__all__ = [
+    "YARDSTICK",
+    "by_chance",
+    "compare",
+    "flipped",
+    "largest_difference",
+    "lost_and_won",
+    "mcnemar",
+    "reference",
+    "why_not",
+    "written",
+]
+
+YARDSTICK = "mp"
+"""Strategy that the others are compared with."""
+
+_TINY = 1e-6
+
+_DECISIVE = (
+    "workload",
+    "model",
+    "revision",
+    "load_format",
+    "seed",
+    "dtype",
+    "dataset_sha256",
+    "tokenizer_sha256",
+    "limit",
+)
+"""Fields of a case that decide its numbers; where it ran and with how much memory does not."""
+
+
+def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
+    """Return the scored case of mp that computes the same numbers; None without one, and for mp itself.
+
+    Of the same batch size, else of the largest smaller one, else of the smallest; among those rather of the same
+    devices. One whose answers are known to be wrong only where there is no other.
+    """
+    if result.case.strategy == YARDSTICK or not _scored(result):
+        return None
+    size = result.case.batch_size
+
+    def distance(other: CaseResult) -> tuple[bool, bool, int, bool, bool]:
+        case, check = other.case, other.accuracy_check
+        wrong = check is not None and check.ok is False
+        moved = (case.device != result.case.device, case.devices != result.case.devices)
+        return (wrong, case.batch_size > size, abs(case.batch_size - size), *moved)
+
+    return min(filter(_scored, _of_yardstick(result, earlier)), key=distance, default=None)
+
+
+def why_not(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
+    """Return why `reference` has nothing for a result."""
+    if result.case.strategy == YARDSTICK:
+        return f"it is {YARDSTICK} itself"
+    if not _scored(result):
+        return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
+    if _of_yardstick(result, earlier):
+        return f"no case of {YARDSTICK} completed in this run"
+    return f"{YARDSTICK} was not measured in this run"
+
+
+def compare(result: CaseResult, reference: CaseResult, metric: str) -> Comparison:
+    """Compare a scored result with `reference`'s.
+
+    Of several launches the one with the fewest right answers counts, and the largest difference of any.
+
+    Args:
+        result: the case to compare.
+        reference: what `reference` returned for it.
+        metric: `acc` or `acc_norm`, by which items flip.
+
+    Raises:
+        ValueError: unknown metric.
+    """
+    before = measured(reference)
+    accuracies = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+    assert before is not None, "`reference` gives scored results only"
+    worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
+    lost, won = lost_and_won(worst, before, metric) or (None, None)
+    differences = [largest_difference(accuracy.loglikelihoods, before.loglikelihoods) for accuracy in accuracies]
+    finite = [difference for difference in differences if difference is not None]
+    return Comparison(
+        reference=reference.id,
+        items=worst.items,
+        flipped=flipped(worst, before, metric),
+        lost=lost,
+        won=won,
+        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
+        largest_difference=max(finite) if len(finite) == len(differences) else None,
+        typical_difference=None
+        if len(finite) < len(differences)
+        else max(
+            typical_difference(decode(accuracy.loglikelihoods), decode(before.loglikelihoods))
+            for accuracy in accuracies
+        ),
+    )
+
+
+def flipped(accuracy: Accuracy, before: Accuracy, metric: str) -> list[int]:
+    """Return the numbers of the items whose prediction differs."""
+    pairs = zip(predictions_of(accuracy, metric), predictions_of(before, metric), strict=True)
+    return [number for number, (now, then) in enumerate(pairs) if now != then]
+
+
+def lost_and_won(accuracy: Accuracy, before: Accuracy, metric: str) -> tuple[int, int] | None:
+    """Return how many items were right before and are wrong now, and the reverse; None where a side has no labels."""
+    if accuracy.labels is None or before.labels is None:
+        return None
+    now = [one == label for one, label in zip(predictions_of(accuracy, metric), accuracy.labels, strict=True)]
+    then = [one == label for one, label in zip(predictions_of(before, metric), before.labels, strict=True)]
+    pairs = list(zip(then, now, strict=True))
+    return pairs.count((True, False)), pairs.count((False, True))
+
+
+def largest_difference(loglikelihoods: str, expected: str) -> float | None:
+    """Return the largest difference as a fraction of the expected number; None where one is not finite.
+
+    Args:
+        loglikelihoods: base64 of float32, as in `Accuracy`.
+        expected: the same of as many endings.
+    """
+    pairs = list(zip(decode(loglikelihoods), decode(expected), strict=True))
+    if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
+        return None
+    # `or 1.0`: two zeros agree
+    return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
+
+
+def by_chance(lost: int, won: int) -> float:
+    """Return how likely it is that of `lost + won` items at least `lost` were lost, each lost or won by even odds.
+
+    The one-sided sign test, exact: 1.0 where nothing differs.
+    """
+    differing = lost + won
+    ways = total = 1  # to choose the items that were won: none, then one more at a time
+    for chosen in range(won):
+        ways = ways * (differing - chosen) // (chosen + 1)
+        total += ways
+    return total / (1 << differing)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Return the exact two-sided probability of McNemar's test: of a difference this large either way, by chance."""
+    return min(1.0, 2 * by_chance(max(lost, won), min(lost, won)))
+
+
+def written(probability: float) -> str:
+    """Return a probability as people read it; what is tiny is not told apart."""
+    return f"p < {_TINY:g}" if probability < _TINY else f"p = {probability:.2g}"
+
+
+def _of_yardstick(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
+    fields = [*_DECISIVE]
+    if result.case.load_format == "dummy":
+        fields.append("device")  # a GPU's random numbers are not a CPU's
+    return [
+        other
+        for other in earlier
+        if other.case.strategy == YARDSTICK
+        and all(getattr(other.case, name) == getattr(result.case, name) for name in fields)
+    ]
+
+
+def _scored(result: CaseResult) -> bool:
+    return result.outcome == "completed" and measured(result) is not None

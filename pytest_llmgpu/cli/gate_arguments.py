@@ -1,0 +1,155 @@
+"""Arguments of the commands that judge, and the verdicts that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.gate.policy import Policy
+    from pytest_llmgpu.gate.timing.calibration import Calibration
+    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.verdicts import Baseline, Verdicts
+    from pytest_llmgpu.store.references import Source
+
+__all__ = ["Judged", "add_rules", "add_sides", "judged", "policy_of", "rules_of", "verdicts_of"]
+
+
+class Judged(NamedTuple):
+    """What two reports came to."""
+
+    verdicts: Verdicts
+    judged_by: str | None
+    """Where the noise that times were judged by comes from, in a line, and then the policy; None without a baseline."""
+
+
+def add_sides(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Declare `BASE HEAD`."""
+    nargs = "?" if optional else None
+    parser.add_argument("base", metavar="BASE", nargs=nargs, help=f"the baseline: {REFERENCE}")
+    parser.add_argument("head", metavar="HEAD", nargs=nargs, help="the candidate, named likewise")
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Declare what decides on verdicts beside the reports: policy, day, calibration, store."""
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        type=Path,
+        help="a policy, as TOML, also git:REV:PATH (default: [tool.llmgpu.gate] of the next pyproject.toml that has "
+        "one, from here up to the repository's root, else the built-in one)",
+    )
+    parser.add_argument(
+        "--today", metavar="DATE", type=_date, help="day on which known regressions expire (default: today, UTC)"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help="noise between launches, also git:REV:PATH (default: what llmgpu calibrate keeps of the candidate's "
+        "machine in the store)",
+    )
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="the sides were launched in turn, as llmgpu ab does: what sessions differ by counts for nothing",
+    )
+    add_storage(parser)
+
+
+def policy_of(arguments: argparse.Namespace) -> Policy:
+    """Return the policy in force: of the file, with what the command line says otherwise; ValueError in one line."""
+    from pytest_llmgpu.gate import policy_file
+    from pytest_llmgpu.gate.policy import switched
+
+    return switched(policy_file.load(_policy_path(arguments)), arguments)
+
+
+def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool = False) -> Judged:
+    """Read BASE and HEAD and judge them.
+
+    Args:
+        arguments: of `add_sides` and `add_rules`.
+        policy: what `policy_of` returned.
+        may_lack_base: whether a baseline that is not there passes as none. A broken one never does.
+
+    Raises:
+        ValueError: one line: what cannot be read.
+    """
+    import msgspec
+
+    from pytest_llmgpu.gate import policy_file
+
+    head_source = source(arguments.head, arguments)
+    head = head_source.report()
+    base_source = _base(arguments, head, may_lack_base=may_lack_base)
+    base = base_source.report() if base_source is not None else None
+    baseline = base_source.baseline(arguments.base, base) if base_source is not None and base is not None else None
+    found = verdicts_of(arguments, policy, base, head, baseline)
+    if base_source is not None and base_source.data == head_source.data:
+        note = "baseline and candidate are the same file"
+        found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
+    if base is None:
+        return Judged(found, None)
+    noise = noise_in_words(arguments, head)
+    return Judged(found, f"{noise}\n{policy_file.in_words(_policy_path(arguments))}")
+
+
+def verdicts_of(
+    arguments: argparse.Namespace, policy: Policy, base: Report | None, head: Report, baseline: Baseline | None
+) -> Verdicts:
+    """Return what the gate says of a report, by the day and the calibration of `add_rules`; see `gate.judge`.
+
+    Raises:
+        ValueError: one line: the calibration cannot be read.
+    """
+    from pytest_llmgpu.gate import judge
+
+    today, noise = rules_of(arguments, head)
+    return judge.judge(base, head, policy, today=today, calibration=noise, baseline=baseline)
+
+
+def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
+    """Return the day and the calibration to judge a report with, as the command line says or as they are at hand."""
+    from pytest_llmgpu.gate.timing import calibration_file
+
+    today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
+    noise = calibration_file.in_force(storage_of(arguments), head, arguments.calibration)
+    return today, noise.of_one_session() if noise is not None and arguments.in_turn else noise
+
+
+def noise_in_words(arguments: argparse.Namespace, head: Report) -> str:
+    """Return that calibration for people; see `calibration_files.in_words`."""
+    from pytest_llmgpu.gate.timing import calibration_file
+
+    words = calibration_file.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
+    return "\n".join(filter(None, (words, calibration_file.left_out(rules_of(arguments, head)[1], head))))
+
+
+def _policy_path(arguments: argparse.Namespace) -> Path | None:
+    from pytest_llmgpu.gate import policy_file
+
+    path: Path | None = arguments.policy
+    return policy_file.find(Path()) if path is None else path
+
+
+def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -> Source | None:
+    from pytest_llmgpu.store import references
+
+    try:
+        return source(arguments.base, arguments, beside=head)
+    except references.AbsentError as error:
+        if may_lack_base:
+            return None
+        raise ValueError(f"{error}; --allow-no-baseline lets a first run pass") from None
+
+
+def _date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no day such as 2026-01-31") from None

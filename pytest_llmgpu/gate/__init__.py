@@ -1,0 +1,1 @@
+"""Did the run get worse than the baseline?"""

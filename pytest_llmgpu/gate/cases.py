@@ -1,0 +1,215 @@
+"""What is said of each case: its outcome first, then each metric of those that completed, then the series."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytest_llmgpu.gate import accuracy
+from pytest_llmgpu.gate.accuracy import Answered, below_floor
+from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
+from pytest_llmgpu.gate.largest_batch import OUT_OF_MEMORY, largest_batch_row, reaches, series_of, settled
+from pytest_llmgpu.gate.matching import hardware_differences, pairs, software_differences
+from pytest_llmgpu.gate.policy import Policy, Rules
+from pytest_llmgpu.gate.timing import pairing, verdicts
+from pytest_llmgpu.gate.timing.calibration import Calibration
+from pytest_llmgpu.gate.timing.pairing import Timed
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import MetricName, Row, Verdict
+
+__all__ = ["Said", "said"]
+
+_BROKEN = {"timeout": "ran into its time limit", "crashed": "crashed", "error": "ended with an error"}
+
+_NAMED = 3
+"""Most differences that a reason names."""
+
+_WIDTH = 200
+"""Most characters of a failure's message in a reason."""
+
+
+class Said(NamedTuple):
+    """What was said of all cases, and what was not."""
+
+    rows: list[Row]
+    unarmed: Counter[str]
+    """Why a metric of a case has no row, to how often."""
+    gated_unarmed: int
+    """Of those, the ones of metrics that are gated."""
+    left_out: Counter[str]
+    """Why a case has no row at all, to how often."""
+
+
+def said(base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> Said:
+    """Hold every case of a report against a baseline's; None: there is no baseline."""
+    court = _Court(base, head, policy, calibration)
+    return Said(court.rows(), court.unarmed, court.gated_unarmed, court.left_out)
+
+
+class _Court:
+    """One comparison under way: rows that are settled, cases to be judged as a family, and what is left out."""
+
+    def __init__(self, base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> None:
+        self.base, self.head, self.policy, self.calibration = base, head, policy, calibration
+        self.unarmed: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.gated_unarmed = 0
+        self._entries: list[Row | Timed | Answered] = []
+        self._plain = not policy.override
+        self._deselected = frozenset(head.session.deselected)
+        self._ran = frozenset(result.nodeid for result in head.cases)
+        environments = (base.environment if base is not None else head.environment, head.environment)
+        self._hardware = {device: hardware_differences(*environments, device) for device in ("cpu", "cuda")}
+
+    def rows(self) -> list[Row]:
+        """Return every row: case by case, then the series."""
+        before = self.base.cases if self.base is not None else []
+        matched = pairs(before, self.head.cases)
+        gone: list[CaseResult] = []
+        for pair in matched:
+            if pair.head is None:
+                assert pair.base is not None
+                gone.append(pair.base)
+            else:
+                self._case(pair.base, pair.head, pair.differing)
+        limited = any(result.outcome in OUT_OF_MEMORY for result in (*before, *self.head.cases))
+        then, now = (reaches(before), reaches(self.head.cases)) if limited else ({}, {})
+        measured_by: dict[str, set[tuple[object, ...]]] = {}
+        for result in self.head.cases if limited else ():
+            measured_by.setdefault(result.nodeid or "", set()).add(series_of(result.case))
+        for result in gone:
+            if settled(result, now, measured_by):
+                self.left_out["a probe for the largest batch size"] += 1
+            else:
+                self._gone(result)
+        for series, reach in now.items():
+            if series in then and not self._hardware[_device(reach.result)]:
+                rules = self._rules(reach.result)
+                if (row := largest_batch_row(then[series], reach, gated=rules.largest_batch.gate)) is not None:
+                    self._entries.append(row)
+        return self._judged()
+
+    def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
+        rules = self._rules(head)
+        hardware = self._hardware[_device(head)]
+        if head.outcome in _BROKEN:
+            also = ", as in the baseline" if base is not None and base.outcome == head.outcome else ""
+            message = f"\n{head.failure.message}" if head.failure is not None else ""
+            self._outcome(head, "FAILED", f"{_BROKEN[head.outcome]}{also}.{_one_line(message)}")
+        elif head.outcome == "interrupted":
+            self._outcome(head, "INVALID", "was interrupted.")
+        elif base is None:
+            nothing = self.base is None
+            reason = "there is no baseline." if nothing else "the baseline does not have this case."
+            self._alone(head, rules, "NO_BASELINE" if nothing else "NEW", reason)
+        elif differing or hardware:
+            text = "; ".join([*differing, *hardware][:_NAMED])
+            self._alone(head, rules, "NOT_COMPARABLE", f"another measurement than the baseline's: {text}.")
+        elif base.outcome in OUT_OF_MEMORY or head.outcome in OUT_OF_MEMORY:
+            self._capacity(base, head, rules)
+        elif base.outcome != "completed":
+            reason = f"the baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
+            self._alone(head, rules, "NO_BASELINE", reason)
+        else:
+            self._metrics(base, head, rules)
+
+    def _capacity(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
+        if head.outcome == "completed":
+            self._alone(head, rules, "CAPACITY_IMPROVED", "fits in memory now; the baseline's did not.")
+        elif base.outcome == "completed":
+            how = "is out of memory" if head.outcome == "oom" else "was left out since a smaller batch is out of memory"
+            message = f"\n{head.failure.message}" if head.failure is not None else ""
+            self._outcome(head, "CAPACITY_REGRESSED", f"{how}; the baseline's completed.{_one_line(message)}")
+        elif base.outcome in OUT_OF_MEMORY:
+            self._outcome(head, "OK", "is out of memory as in the baseline.")
+        else:
+            self._outcome(head, "NO_BASELINE", "is out of memory; the baseline's case had failed.")
+
+    def _metrics(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
+        noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
+        self._take("time", pairing.timed(base, head, rules.time, *noise), rules.time.gate)
+        answers = accuracy.answered(base, head, rules.accuracy)
+        if isinstance(answers, str):
+            self._floor(head, rules)
+        self._take("accuracy", answers, rules.accuracy.gate)
+        if isinstance(answers, Answered):
+            self._entries.append(accuracy.predictions_row(answers, gated=rules.predictions.gate))
+        self._take("traffic", traffic_row(base, head, gated=rules.traffic.gate), rules.traffic.gate)
+        if base.traffic is not None and head.traffic is not None:
+            self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
+        self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
+
+    def _take(self, metric: MetricName, found: Row | Timed | Answered | str, gated: bool) -> None:
+        if isinstance(found, str):
+            self.unarmed[f"{metric}: {found}"] += 1
+            self.gated_unarmed += gated
+        else:
+            self._entries.append(found)
+
+    def _alone(self, head: CaseResult, rules: Rules, verdict: Verdict, reason: str) -> None:
+        """Say why a case has no baseline; its answers may be wrong by themselves."""
+        self._outcome(head, verdict, reason)
+        self._floor(head, rules)
+
+    def _floor(self, head: CaseResult, rules: Rules) -> None:
+        if (floor := below_floor(head, rules.accuracy)) is not None:
+            self._entries.append(Row.of(head, "accuracy", "REGRESSED", floor, gated=rules.accuracy.gate))
+
+    def _outcome(self, result: CaseResult, verdict: Verdict, reason: str) -> None:
+        self._entries.append(Row.of(result, "outcome", verdict, reason))
+
+    def _gone(self, result: CaseResult) -> None:
+        session = self.head.session
+        if (excuse := self._excuse(result.nodeid)) is not None:
+            self.left_out[excuse] += 1
+        elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
+            self.left_out["the baseline's case had failed and is gone"] += 1
+        else:
+            ended = "; the run was interrupted" if session.interrupted else ""
+            self._outcome(result, "MISSING", f"the baseline has this case and the candidate does not{ended}.")
+
+    def _excuse(self, nodeid: str | None) -> str | None:
+        """Return what took a test out of the run; None where nothing did, and where it ran."""
+        if nodeid is not None and nodeid in self._deselected:
+            return "deselected in this run"
+        if nodeid is None or nodeid in self._ran:
+            return None
+        # What has no `::` is no node id: it narrowed the run without naming what it took out.
+        entries = [entry for entry in self.head.session.deselected if "::" not in entry]
+        if nodeid.partition("[")[0] in {(ran or "").partition("[")[0] for ran in self._ran}:
+            # Its function was named as a whole: only a named parameter, or --lf, leaves others out.
+            entries = [entry for entry in entries if not entry.startswith("tests not named")]
+        return next((f"left out: {entry}" for entry in entries), None)
+
+    def _rules(self, result: CaseResult) -> Rules:
+        return self.policy if self._plain else self.policy.rules(result)
+
+    def _judged(self) -> list[Row]:
+        note = self._note()
+        timed = [entry for entry in self._entries if isinstance(entry, Timed)]
+        answered = [entry for entry in self._entries if isinstance(entry, Answered)]
+        times = iter(verdicts.rows(timed, self.policy.confidence, note))
+        answers = iter(accuracy.rows(answered, self.policy.confidence, note))
+        return [
+            next(times) if isinstance(entry, Timed) else next(answers) if isinstance(entry, Answered) else entry
+            for entry in self._entries
+        ]
+
+    def _note(self) -> str:
+        if self.base is None:
+            return ""
+        soft = software_differences(self.base.environment, self.head.environment)
+        more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
+        return f"Also changed: {'; '.join(soft[:_NAMED])}{more}." if soft else ""
+
+
+def _device(result: CaseResult) -> str:
+    return "cpu" if result.case.device == "cpu" else "cuda"
+
+
+def _one_line(text: str) -> str:
+    """Return a failure's message as the second line of a reason."""
+    return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""

@@ -1,0 +1,165 @@
+"""What a report is worth against a baseline: every case and metric gets a verdict, and all of them an exit status.
+
+Outcome before numbers: a case that no longer fits in memory is a regression even where every number improved.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import msgspec
+
+from pytest_llmgpu.gate import cases as case_verdicts
+from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate.matching import other_devices, software_differences
+from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
+from pytest_llmgpu.gate.timing.calibration import Calibration
+from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import COMPARED, LOST, Armed, Baseline, Candidate, Row, Verdicts
+
+__all__ = ["exit_status", "fails", "judge"]
+
+_GOOD = frozenset(("OK", "IMPROVED", "CAPACITY_IMPROVED"))
+_MAY_BE_KNOWN = LOST | {"INCONCLUSIVE"}
+
+
+def judge(
+    base: Report | None,
+    head: Report,
+    policy: Policy,
+    *,
+    today: datetime.date,
+    calibration: Calibration | None = None,
+    baseline: Baseline | None = None,
+) -> Verdicts:
+    """Hold a report against a baseline. The same arguments give the same verdicts, to the byte.
+
+    Args:
+        base: the baseline; None where there is none.
+        head: the candidate.
+        policy: margins and what is allowed.
+        today: day on which known regressions expire.
+        calibration: noise between launches of this runner; None: as `assumed_sd` has it.
+        baseline: where `base` came from; None: only its commit is named.
+    """
+    with collector.paused():
+        return _judge(base, head, policy, today, calibration or Calibration(), baseline)
+
+
+def fails(row: Row, policy: Policy) -> bool:
+    """Return whether a row alone makes its test fail: it lost, it is gone, or it is not told and has to be."""
+    if not row.gated or row.known is not None:
+        return False
+    if row.verdict == "MISSING":
+        return not policy.allow_missing
+    if row.metric == "outcome" and row.verdict == "INVALID":
+        return True  # it was interrupted: no policy on noise lets that pass
+    if row.verdict in {"INCONCLUSIVE", "INVALID"}:
+        return policy.on_inconclusive == "fail"
+    return row.verdict in LOST or row.verdict == "NOT_COMPARABLE"
+
+
+def exit_status(verdicts: Verdicts, policy: Policy) -> int:
+    """Return the status of a gate that stands alone.
+
+    0 ok, 1 regressed, 3 inconclusive where the policy fails on it, 4 not comparable, 5 nothing compared or, where the
+    policy asks for it, something gated that was not. 2 is for bad usage and comes from whoever reads the arguments.
+    """
+    failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
+    if failing & {*LOST, "MISSING"}:
+        return 1
+    if "NOT_COMPARABLE" in failing:
+        return 4
+    if verdicts.baseline is None:
+        return 0 if policy.allow_no_baseline else 5
+    if not verdicts.armed.gated or (policy.require_armed and verdicts.armed.gated_unarmed):
+        return 5
+    return 3 if failing else 0
+
+
+def _judge(
+    base: Report | None,
+    head: Report,
+    policy: Policy,
+    today: datetime.date,
+    calibration: Calibration,
+    baseline: Baseline | None,
+) -> Verdicts:
+    said = case_verdicts.said(base, head, policy, calibration)
+    cases = [*(base.cases if base is not None else []), *head.cases]
+    known, warnings = _known(said.rows, policy, today)
+    warnings += idle_overrides(policy, cases)
+    if base is not None:
+        warnings += _strangers(policy, cases)
+        baseline = baseline or Baseline(commit=base.commit.sha)
+        soft = software_differences(base.environment, head.environment)
+        other = other_devices(base.cases, head.cases)
+        warnings = [*other, *(f"differs from the baseline: {text}" for text in soft), *warnings]
+    unarmed = said.unarmed + said.left_out
+    unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
+    armed = Armed(
+        compared=sum(row.verdict in COMPARED for row in known),
+        gated=sum(row.verdict in COMPARED and row.gated for row in known),
+        unarmed=dict(sorted(unarmed.items())),
+        gated_unarmed=said.gated_unarmed + sum(row.verdict not in COMPARED and row.gated for row in known),
+    )
+    return Verdicts(
+        baseline=baseline if base is not None else None,
+        head=Candidate(created=head.created, commit=head.commit.sha),
+        policy=policy_file.dump(policy),
+        policy_sha256=policy_file.sha256(policy),
+        calibration_sha256=calibration.sha256,
+        armed=armed,
+        warnings=warnings,
+        rows=known,
+    )
+
+
+def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
+    """Mark the rows that the policy knows; an entry that expired or that nothing needs is named.
+
+    What is inconclusive may be the known regression, in noise that hides it.
+    """
+    warnings = []
+    reasons: dict[tuple[str, str], str] = {}
+    for entry in policy.known:
+        name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
+        told = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric)]
+        open_rows = [row for row in told if row.verdict in _MAY_BE_KNOWN]
+        grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
+        if entry.expires < today:
+            warnings.append(f"{name} expired on {entry.expires}: it counts again")
+        elif entry.up_to is not None and grown > entry.up_to:
+            warnings.append(
+                f"{name} is +{100 * grown:,.0f} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+            )
+        elif open_rows:
+            reasons[entry.case, entry.metric] = entry.reason
+        elif any(row.verdict in _GOOD for row in told or _of_completed(rows, entry)):
+            # Not of a case that was left out, or could not be compared: there it may still be.
+            warnings.append(f"{name} was not seen: take it out of the policy")
+    marked = [
+        msgspec.structs.replace(row, known=reasons[row.id, row.metric])
+        if row.verdict in _MAY_BE_KNOWN and (row.id, row.metric) in reasons
+        else row
+        for row in rows
+    ]
+    return marked, warnings
+
+
+def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
+    """Return a case's rows where its outcome is what is known: one that completed has a row for each metric alone."""
+    return [row for row in rows if row.id == entry.case] if entry.metric == "outcome" else []
+
+
+def _strangers(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
+    """Return a line for each known regression of a case that neither report has: a name that is misspelt."""
+    names = {name for result in cases for name in (result.id, result.case.strategy)}
+    return [
+        f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
+        for entry in policy.known
+        if entry.case not in names
+    ]

@@ -1,0 +1,1 @@
+"""Can the gate fail? Injected regressions that it has to find."""

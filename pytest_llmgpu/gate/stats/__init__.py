@@ -1,0 +1,1 @@
+"""Statistics that the verdicts rest on."""

@@ -1,0 +1,1 @@
+"""Model, batches and tasks."""

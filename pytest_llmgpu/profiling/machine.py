@@ -1,0 +1,257 @@
+"""Where a measurement was made: the machine, its libraries, and the devices a run may use.
+
+Torch is imported in a child process only (`python -m pytest_llmgpu.profiling.machine`), so that
+pytest's own process holds no CUDA context and pays for no import.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from pytest_llmgpu import processes
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling.nvml import Gpu, Inventory
+from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.privacy import anonymous, is_secret
+
+__all__ = ["Machine", "TorchDevice", "TorchFacts", "fingerprint", "installed_version", "machine", "probe"]
+
+_DISTRIBUTIONS = (
+    *("pytest-llmgpu", "pytest", "torch", "transformers", "accelerate", "deepspeed", "ray", "datasets"),
+    *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
+)
+_VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_NUM_THREADS")
+_PROBE_TIMEOUT_S = 300.0  # a first import of torch from a cold network disk takes minutes
+
+
+class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU as CUDA sees it."""
+
+    name: str
+    uuid: str
+    """As NVML writes it, `GPU-...`."""
+    memory_bytes: int
+
+
+class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the installed torch can use."""
+
+    version: str
+    cuda: str | None = None
+    """CUDA version torch was built for, None for a CPU build."""
+    nccl: str | None = None
+    devices: list[TorchDevice] = []
+    """GPUs in CUDA's order."""
+    why: str | None = None
+    """Why CUDA cannot be used, None where it can."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices a run measures on."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    devices: int
+    gpus: list[Gpu]
+    """The chosen GPUs in CUDA's order; none on a CPU."""
+    facts: TorchFacts
+
+    def describe(self) -> str:
+        """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""
+        if self.device == "cuda":
+            return f"{_count(gpu.name for gpu in self.gpus)} (cuda)"
+        times = f"{self.devices} x " if self.devices > 1 else ""
+        return f"{times}CPU, {_cores()} cores ({_cpu()})"
+
+
+def machine(
+    device: str,
+    devices: int | None,
+    *,
+    facts: TorchFacts | None = None,
+    inventory: Inventory | None = None,
+    environ: Mapping[str, str] = os.environ,
+    device_nodes: int | None = None,
+) -> Machine:
+    """Choose the devices of a run.
+
+    Args:
+        device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, else the CPU.
+        devices: how many, None for all GPUs, or for 1 on a CPU.
+        facts: what torch can use, None to probe it.
+        inventory: what NVML shows, None to ask it.
+        environ: environment variables, for CUDA_VISIBLE_DEVICES.
+        device_nodes: number of /dev/nvidia<n>, None to count them. They show a GPU where NVML is missing.
+
+    Raises:
+        ValueError: there are fewer devices, or a GPU is there that torch cannot use. A wheel without CUDA on a
+            machine with GPUs must not pass as a green run on its CPU.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device {device!r}: allowed are auto, cuda, cpu")
+    if devices is not None and devices < 1:
+        raise ValueError(f"devices {devices}: at least 1 is needed")
+    facts = probe() if facts is None else facts
+    if device == "cpu":
+        return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
+    inventory = nvml.inventory() if inventory is None else inventory
+    if facts.devices:
+        return _cuda_machine(devices, facts, inventory, environ)
+
+    nodes = len(list(Path("/dev").glob("nvidia[0-9]*"))) if device_nodes is None else device_nodes
+    seen = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "")
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = mask is not None and mask.split(",")[0].strip() in ("", "-1", "NoDevFiles")
+    if device == "auto" and (hidden or not seen):
+        return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
+
+    if hidden:
+        remedy = f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU: unset it"
+    elif facts.cuda is None:
+        remedy = "install a build of torch with CUDA"
+    elif mask is not None:
+        remedy = f"see whether CUDA_VISIBLE_DEVICES={mask!r} names a GPU that is there"
+    else:
+        remedy = "see whether nvidia-smi works and its driver is new enough for this torch"
+    raise ValueError(
+        f"device {device}: {seen or 'no GPU'} found, and torch {facts.version} cannot use CUDA "
+        f"({facts.why}); {remedy}, or pass --llmgpu-device=cpu to measure the CPU on purpose"
+    )
+
+
+def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, environ: Mapping[str, str]) -> Machine:
+    there = len(facts.devices)
+    if devices is not None and devices > there:
+        mask = environ.get("CUDA_VISIBLE_DEVICES")
+        masked = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
+        raise ValueError(f"devices {devices}: CUDA has {there}{masked}; allowed are 1 to {there}")
+    by_uuid = {gpu.uuid: gpu for gpu in inventory.gpus}
+    chosen = facts.devices[: devices or there]
+    why = inventory.why.get("nvml", "NVML does not list this device")
+    gpus = [
+        by_uuid.get(found.uuid)
+        or Gpu(
+            index=number,
+            uuid=found.uuid,
+            name=found.name,
+            memory_bytes=found.memory_bytes,
+            why=dict.fromkeys(("pcie_gen", "pcie_width", "power_limit_w", "nvlinks"), why),
+        )
+        for number, found in enumerate(chosen)
+    ]
+    return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
+
+
+def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
+    """Ask a child process what the installed torch can use.
+
+    Raises:
+        ValueError: torch cannot be imported, with the child's last line.
+    """
+    try:
+        done = subprocess.run(
+            processes.command("pytest_llmgpu.profiling.machine"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"torch did not import and answer within {timeout_s:g} s in {sys.executable}") from None
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return msgspec.json.decode(lines[-1], type=TorchFacts)
+    last = (done.stderr.strip() or "no message").splitlines()[-1]
+    raise ValueError(f"torch cannot be used: {last} (exit status {done.returncode} of {sys.executable})")
+
+
+def _torch_facts() -> TorchFacts:
+    """Return what this process's torch can use; called in the child."""
+    import torch
+
+    found: list[TorchDevice] = []
+    why = None
+    try:
+        torch.cuda.init()
+        for number in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(number)
+            uuid = str(device.uuid)
+            uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+            found.append(TorchDevice(name=device.name, uuid=uuid, memory_bytes=device.total_memory))
+    except (RuntimeError, AssertionError) as error:
+        found, why = [], str(error).partition("\n")[0]
+    nccl = None
+    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return TorchFacts(version=str(torch.__version__), cuda=torch.version.cuda, nccl=nccl, devices=found, why=why)
+
+
+def fingerprint(
+    facts: TorchFacts, inventory: Inventory | None = None, environ: Mapping[str, str] = os.environ
+) -> Environment:
+    """Return the machine and its libraries, with nothing in it that names a host, a user or a secret."""
+    inventory = nvml.inventory() if inventory is None else inventory
+    why = {name: reason for name, reason in inventory.why.items() if name != "cuda"}  # NVML's is the driver's
+    if facts.cuda is None:
+        why |= dict.fromkeys(("cuda", "nccl"), f"torch {facts.version} is built without CUDA")
+    elif facts.nccl is None:
+        why["nccl"] = f"torch {facts.version} is built without NCCL"
+    return Environment(
+        cpu=_cpu(),
+        cores=_cores(),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        gpus=inventory.gpus,
+        topology=inventory.topology,
+        driver=inventory.driver,
+        cuda=facts.cuda,
+        nccl=facts.nccl,
+        versions={name: installed_version(name) for name in _DISTRIBUTIONS} | {"torch": facts.version},
+        variables={
+            name: anonymous(environ[name])
+            for name in sorted(environ)
+            if _VARIABLES.fullmatch(name) and not is_secret(name)
+        },
+        why=why,
+    )
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1].strip() if match else platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _count(names: Iterable[str]) -> str:
+    """Return `4 x NVIDIA H200`, with a part for each name; empty for no names."""
+    return ", ".join(f"{number} x {name}" for name, number in collections.Counter(names).items())
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(_torch_facts()).decode())

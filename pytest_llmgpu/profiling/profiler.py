@@ -1,0 +1,326 @@
+"""The test process's side of the sampler: starts it, listens, and cuts a profile for every window of time.
+
+Times are CLOCK_MONOTONIC seconds, as `time.monotonic()` gives them in every process of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import IO
+
+import msgspec
+
+from pytest_llmgpu import processes
+from pytest_llmgpu.profiling.recording import Recording
+from pytest_llmgpu.profiling.sampler.devices import Method
+from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.result import Profile
+
+__all__ = ["Profiler", "Window"]
+
+_HEADER_S = 5.0
+"""How long `start` waits for the sampler's first line; a slow driver's comes later and counts from then on."""
+_STREAM_S = 2.0
+"""How long a slice waits for the stream to pass its end."""
+_END_S = 1.0
+"""How long a sampler that was told to end may take before it is killed."""
+_FRESH_S = 0.1
+"""How long after its end a window can still be marked."""
+_FRESH = 0.01
+"""Or so much of its length, as `marks` has it."""
+_NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    """First and only line of a sampler that has nothing to read."""
+
+    error: str
+
+
+class Window:
+    """One stretch of time; `profile` is set when it ends."""
+
+    def __init__(self, start_s: float) -> None:
+        self.start_s = start_s
+        self.end_s: float | None = None
+        self.profile: Profile | None = None
+
+
+class Profiler:
+    """The session's sampler and everything it has streamed.
+
+    Readings are kept up to `recording.HISTORY_BYTES` (hours of them), and since the start of the oldest open window: a
+    slice may reach back so far. Nothing here raises for a machine without NVML or for a sampler that dies; `why` and
+    the profiles say so.
+    """
+
+    def __init__(
+        self,
+        period_s: float,
+        uuids: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        method: Method = "auto",
+    ) -> None:
+        """Prepare a profiler; nothing runs before `start`.
+
+        Args:
+            period_s: Seconds between readings.
+            uuids: GPUs to read and report, in this order; None for all in NVML's order.
+            environment: The sampler's environment; None for this process's own.
+            method: `auto` for the best sources each device has, `paper` for the calls of the paper's profiler.
+
+        Raises:
+            ValueError: The period is not a positive number of seconds.
+        """
+        if not (math.isfinite(period_s) and period_s > 0):
+            raise ValueError(f"sampling period is {period_s!r}; allowed are positive numbers of seconds")
+        self.period_s = period_s
+        self.held_bytes: Mapping[str, int] = _NOTHING_HELD
+        """UUID to bytes that are taken out of memory_used_bytes, unless a slice is told otherwise."""
+        self._method = method
+        self._uuids = None if uuids is None else list(uuids)
+        self._environment = dict(environment) if environment is not None else None
+        self._changed = threading.Condition()  # guards everything below
+        self._listener: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._recording: Recording | None = None
+        self._open: list[float] = []
+        self._marks = 0
+        self._marked_s = -math.inf
+        self._failure: str | None = None
+        self._ended = False
+        self._silent = False
+        self._closing = False
+
+    @property
+    def why(self) -> str | None:
+        """Why there are no readings, or no more; None while all is well."""
+        with self._changed:
+            if self._failure is not None or self._recording is not None:
+                return self._failure
+            if self._listener is None:
+                return "the sampler was not started"
+            return "the sampler was closed before it answered" if self._ended else "the sampler has not answered yet"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the sampler; None before it runs."""
+        with self._changed:
+            return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the sampler, unless it runs, and wait some seconds at most until it answers.
+
+        One that has ended or fallen silent on the way is replaced, and what it streamed is gone, unless a window is
+        open that began with it.
+        """
+        with self._changed:
+            if self._uuids == []:
+                self._failure = "no GPU is visible"
+                return
+            failed = self._recording is not None and (self._ended or self._silent)
+            replace = failed and not self._open and not self._closing
+        if replace:
+            self._discard()
+        with self._changed:
+            if self._listener is None:
+                self._listener = threading.Thread(target=self._listen, name="llmgpu sampler", daemon=True)
+                self._listener.start()
+            self._changed.wait_for(lambda: self._recording is not None or self._ended, _HEADER_S)
+
+    def mark(self, *, wait: bool = False) -> None:
+        """Have the sampler read the cumulative counters now: energy, throttled time, bytes over NVLink.
+
+        A slice that begins and ends near a mark has them. `window` marks both ends; a slice marks the end of a window
+        that has just ended by itself.
+
+        Args:
+            wait: Return once they are read, which takes some milliseconds a device, or after 2 s.
+        """
+        with self._changed:
+            process = self._process
+            if self._recording is None or self._ended or self._closing or process is None or process.stdin is None:
+                return
+            with suppress(OSError, ValueError):  # it has ended, which its listener is about to tell
+                os.write(process.stdin.fileno(), b"mark\n")  # nothing buffered that closing would have to write
+                self._marks += 1
+                self._marked_s = time.monotonic()
+            if wait:
+                recording, marks = self._recording, self._marks
+                self._changed.wait_for(lambda: self._ended or recording.marks >= marks, _STREAM_S)
+
+    def cpu_s(self, start_s: float, end_s: float) -> float | None:
+        """Return the CPU seconds the sampler used between two times; None where it was not sampling."""
+        with self._changed:
+            return None if self._recording is None else self._recording.cpu_s(start_s, end_s)
+
+    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+        """Return the profile between two times, waiting a little until the stream has passed the end.
+
+        Args:
+            start_s: CLOCK_MONOTONIC seconds.
+            end_s: CLOCK_MONOTONIC seconds; not in the future.
+            held_bytes: UUID to bytes to take out of memory_used_bytes; None for those of the profiler.
+
+        Raises:
+            ValueError: The end lies before the start.
+        """
+        if end_s < start_s:
+            raise ValueError(f"window ends at {end_s} s, before its start at {start_s} s")
+        if self._marked_s < end_s and time.monotonic() < end_s + max(_FRESH_S, _FRESH * (end_s - start_s)):
+            self.mark()
+        with self._changed:
+            recording = self._recording
+            if recording is not None:
+                marks = self._marks
+                self._changed.wait_for(
+                    lambda: self._ended or (recording.settled(start_s, end_s, marks) and recording.marks >= marks),
+                    _STREAM_S,
+                )
+                why = {}
+                if self._failure is not None:
+                    why = {"sampler": self._failure}
+                elif not self._ended and recording.behind(end_s):
+                    self._silent = True
+                    why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
+                held = self.held_bytes if held_bytes is None else held_bytes
+                return recording.profile(start_s, end_s, held, why)
+        return Profile(
+            period_s=self.period_s,
+            duration_s=end_s - start_s,
+            samples=0,
+            missed=0,
+            lateness_p99_s=None,
+            why={"profile": self.why or "the sampler answered only after the window"},
+        )
+
+    @contextmanager
+    def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
+        """Profile a block: `with profiler.window() as window: ...`, then `window.profile`.
+
+        The block begins when the counters have been read, which takes some milliseconds a device. Its `invalid` has
+        what the profile itself shows: whose programs ran there is not known here.
+        """
+        self.start()
+        self.mark(wait=True)
+        window = Window(time.monotonic())
+        with self._changed:
+            self._open.append(window.start_s)
+        try:
+            yield window
+        finally:
+            window.end_s = time.monotonic()
+            self.mark()
+            profile = self.slice(window.start_s, window.end_s, held_bytes)
+            window.profile = msgspec.structs.replace(profile, invalid=disturbances.invalid(profile))
+            with self._changed:
+                self._open.remove(window.start_s)
+
+    def close(self) -> None:
+        """End the sampler. What it streamed can still be sliced."""
+        with self._changed:
+            self._closing = True
+            listener, process = self._listener, self._process
+        if listener is None:
+            return
+        if process is not None and process.stdin is not None:
+            with suppress(OSError):  # it has ended already
+                process.stdin.close()
+        listener.join(_END_S)
+        if listener.is_alive() and process is not None:
+            process.kill()
+            listener.join(_END_S)
+
+    def _discard(self) -> None:
+        """Be as before the start, the sampler killed. One that hangs in the driver and cannot be killed is kept."""
+        with self._changed:
+            listener, process = self._listener, self._process
+        if process is not None:
+            process.kill()
+        if listener is not None:
+            listener.join(_END_S)
+            if listener.is_alive():
+                return
+        with self._changed:
+            self._listener = self._process = self._recording = self._failure = None
+            self._marks, self._marked_s = 0, -math.inf
+            self._ended = self._silent = False
+
+    def _listen(self) -> None:
+        """Run the sampler and take in its stream until it ends.
+
+        The sampler is started here because the signal that ends it with its parent follows the parent's thread.
+        """
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = self._spawn(errors)
+            except OSError as error:
+                self._end(f"the sampler could not be started: {error}")
+                return
+            with self._changed:
+                self._process = process
+                closing = self._closing
+            if closing and process.stdin is not None:
+                process.stdin.close()
+            with process:
+                for line in process.stdout or ():
+                    self._take(line)
+            errors.seek(0)
+            self._end(_ending(process.returncode, errors.read()))
+
+    def _spawn(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+        command = processes.command("pytest_llmgpu.profiling.sampler")
+        command += ["--period", repr(self.period_s), "--method", self._method, "--parent", str(os.getpid())]
+        if self._uuids is not None:
+            command += ["--uuids", ",".join(self._uuids)]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C in the terminal is the test process's to handle
+        )
+
+    def _take(self, line: bytes) -> None:
+        if not line.endswith(b"\n"):
+            return  # the sampler was killed while it wrote
+        with self._changed:
+            self._silent = False
+            if line.startswith(b'{"error":'):
+                self._failure = msgspec.json.decode(line, type=_Refusal).error
+            elif self._recording is None:
+                self._recording = Recording(msgspec.json.decode(line, type=Header))
+            elif line.startswith(b'{"mark":'):
+                self._recording.mark(msgspec.json.decode(line, type=MarkRecord))
+            else:
+                tick = msgspec.json.decode(line, type=TickRecord)
+                self._recording.add(tick, min(self._open, default=math.inf))
+            self._changed.notify_all()
+
+    def _end(self, failure: str) -> None:
+        with self._changed:
+            if not self._closing and self._failure is None:
+                self._failure = failure
+            self._ended = True
+            self._changed.notify_all()
+
+
+def _ending(returncode: int, errors: bytes) -> str:
+    """Say how a sampler ended that should have gone on."""
+    if returncode < 0:
+        how = f"signal {-returncode} ({signal.Signals(-returncode).name})"
+    else:
+        how = f"exit status {returncode}"
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return f"the sampler ended with {how}" + (f": {lines[-1]}" if lines else "")

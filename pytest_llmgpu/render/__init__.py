@@ -1,0 +1,1 @@
+"""How people and other tools read a report."""

@@ -1,0 +1,73 @@
+"""Bencher Metric Format: `{"benchmark": {"measure": {"value", "lower_value", "upper_value"}}}`.
+
+`latency` in nanoseconds and `throughput` are the measures that every project of Bencher has, with these units. The
+format holds numbers only, so that the outcome is two of them: `completed` and `out-of-memory`, 1 or 0. Verdicts have no
+place in it: Bencher judges by its own thresholds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from pytest_llmgpu.render.exports.figures import Figure, FigureName, figures, largest_batches, names
+from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult
+
+__all__ = ["EXPORT"]
+
+_LONGEST_BYTES = 1024  # of a benchmark's name
+_HASHED = 8
+
+_MEASURES: dict[FigureName, tuple[str, float]] = {
+    "time": ("latency", 1e9),
+    "sequences": ("throughput", 1.0),
+    "tokens": ("tokens-per-second", 1.0),
+    "accuracy": ("accuracy", 1.0),
+    "memory": ("peak-memory-bytes", 1.0),
+    "traffic": ("wire-bytes-per-sequence", 1.0),
+}
+"""A figure's measure, and what one of its units is in the measure's."""
+
+
+class _Bencher:
+    def render(self, report: Report) -> str:
+        found = {_cut(name): _measures(result) for name, result in zip(names(report.cases), report.cases, strict=True)}
+        for name, size, _ in largest_batches(report):
+            found[_cut(name)] = {"largest-batch-size": {"value": float(size)}}
+        return json.dumps(found, indent=2, allow_nan=False)
+
+
+def _measures(result: CaseResult) -> dict[str, dict[str, float]]:
+    measures = {}
+    for figure in figures(result):
+        name, factor = _MEASURES[figure.name]
+        measures[name] = _metric(figure, factor)
+    failures = sum(finding.severity == "failure" for finding in result.findings)
+    for name, number in (
+        ("completed", result.outcome == "completed"),
+        ("out-of-memory", result.outcome in {"oom", "skipped_after_oom"}),
+        ("failure-findings", failures),
+    ):
+        measures[name] = {"value": float(number)}
+    return measures
+
+
+def _metric(figure: Figure, factor: float) -> dict[str, float]:
+    metric = {"value": figure.value * factor}
+    if figure.low is not None and figure.high is not None:
+        metric |= {"lower_value": figure.low * factor, "upper_value": figure.high * factor}
+    return metric
+
+
+def _cut(name: str) -> str:
+    """Return a name that Bencher takes: a longer one is told from others by its digest."""
+    data = name.encode()
+    if len(data) <= _LONGEST_BYTES:
+        return name
+    digest = hashlib.sha256(data).hexdigest()[:_HASHED]
+    return f"{data[: _LONGEST_BYTES - _HASHED - 1].decode(errors='ignore')} {digest}"
+
+
+EXPORT: Export = _Bencher()

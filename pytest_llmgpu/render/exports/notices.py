@@ -1,0 +1,117 @@
+"""What people have to be told of a report: verdicts where there are some, else findings and outcomes; worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.render.summary import policy_of
+from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
+
+__all__ = ["Level", "Notice", "besides_rows", "level", "notices", "rows_by_id"]
+
+Level = Literal["failure", "warning", "info"]
+
+_WORTH_A_WARNING = frozenset(
+    ("FAILED", "CAPACITY_REGRESSED", "REGRESSED", "MISSING", "NOT_COMPARABLE", "INVALID", "INCONCLUSIVE")
+)
+_ORDER: tuple[Level, ...] = ("failure", "warning", "info")
+_BROKEN = frozenset(("crashed", "timeout", "error"))
+_NOTHING_COMPARED = 5
+"""Status of a gate that was not armed."""
+_REASONS = 3
+"""Most reasons that are named why something was not compared."""
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to tell."""
+
+    level: Level
+    title: str
+    """What and where, in a few words: `REGRESSED: mp-bs8, time`."""
+    text: str
+    """Two lines at most."""
+    nodeid: str | None = None
+
+
+def notices(report: Report) -> list[Notice]:
+    """Return what to tell, worst first; nothing of what is as it should be."""
+    return _sorted([*_of_gate(report.verdicts), *_of_rows(report.verdicts), *besides_rows(report)])
+
+
+def besides_rows(report: Report) -> list[Notice]:
+    """Return what to tell besides the verdicts' rows, worst first: warnings of the comparison, findings, outcomes."""
+    warnings = report.verdicts.warnings if report.verdicts is not None else []
+    return _sorted([*(Notice(level="warning", title="Comparison", text=text) for text in warnings), *_of_cases(report)])
+
+
+def level(row: Row, policy: Policy) -> Level:
+    """Return how loud a row is: what fails the gate, what a person should look at, and the rest."""
+    if judge.fails(row, policy):
+        return "failure"
+    return "warning" if row.verdict in _WORTH_A_WARNING else "info"
+
+
+def rows_by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
+    """Return the rows of each case, and of each series by its strategy, worst first."""
+    rows: dict[str, list[Row]] = {}
+    for row in worst_first(verdicts.rows) if verdicts is not None else ():
+        rows.setdefault(row.id, []).append(row)
+    return rows
+
+
+def _sorted(told: Iterable[Notice]) -> list[Notice]:
+    return sorted(told, key=lambda notice: _ORDER.index(notice.level))
+
+
+def _of_gate(verdicts: Verdicts | None) -> Iterator[Notice]:
+    """Yield why the gate fails where no row says so."""
+    if verdicts is None:
+        return
+    policy = policy_of(verdicts)
+    if judge.exit_status(verdicts, policy) == _NOTHING_COMPARED:
+        text = verdict_tables.conclusion(verdicts, policy)
+        often = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_REASONS]
+        unarmed = "; ".join(f"{count:,} x {reason}" for reason, count in often)
+        yield Notice(level="failure", title="Gate", text=f"{text}\n{unarmed}".rstrip("\n"))
+
+
+def _of_rows(verdicts: Verdicts | None) -> Iterator[Notice]:
+    if verdicts is None:
+        return
+    policy = policy_of(verdicts)
+    for row in worst_first(verdicts.rows):
+        if (loudness := level(row, policy)) == "info":
+            continue
+        known = f"\nKnown: {row.known}" if row.known is not None else ""
+        title = f"{row.verdict}: {row.id}, {row.metric.replace('_', ' ')}"
+        yield Notice(level=loudness, title=title, text=f"{row.reason}{known}", nodeid=row.nodeid)
+
+
+def _of_cases(report: Report) -> Iterator[Notice]:
+    judged = {row.key for row in report.verdicts.rows if row.metric == "outcome"} if report.verdicts else set()
+    for result in report.cases:
+        for finding in result.findings:
+            if finding.severity != "info" and not (result.key in judged and result.outcome != "completed"):
+                text = f"{finding.text}\n{finding.next_step}"
+                title = f"{finding.code}: {result.id}"
+                yield Notice(level=finding.severity, title=title, text=text, nodeid=result.nodeid)
+        if result.outcome != "completed" and not result.findings and result.key not in judged:
+            yield _of_outcome(result)
+
+
+def _of_outcome(result: CaseResult) -> Notice:
+    """Return the bare outcome of a case of which nothing else was said. Out of memory is an answer and no failure."""
+    return Notice(
+        level="failure" if result.outcome in _BROKEN else "info",
+        title=f"{result.outcome.replace('_', ' ')}: {result.id}",
+        text=result.failure.message if result.failure is not None else "The case did not complete.",
+        nodeid=result.nodeid,
+    )

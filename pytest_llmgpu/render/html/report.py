@@ -1,0 +1,194 @@
+"""The page of a report: one HTML file that needs no network, for people who open it from a CI artifact."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import errno
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.render import charts, grouping
+from pytest_llmgpu.render.charts.chart import Chart
+from pytest_llmgpu.render.html import colors, facts
+from pytest_llmgpu.render.html.templates import MISSING, asset, templates
+from pytest_llmgpu.render.html.verdict_groups import grouped
+from pytest_llmgpu.render.summary import conclude, policy_of
+from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+from pytest_llmgpu.render.time_table import study_table
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.verdicts import Verdicts
+
+__all__ = ["check", "render", "write"]
+
+_LIBRARIES = ("jinja2", "vl_convert")
+_SUFFIXES = (".html", ".htm")
+_IN_FULL = 3  # problems shown before the rest is folded away
+
+
+def check(path: Path) -> None:
+    """Raise ValueError, one line, unless a page can be made and written to `path`. Nothing is left behind.
+
+    Called before a run, which may take hours that a failing write at its end would lose.
+    """
+    if not path.name.endswith(_SUFFIXES):
+        raise ValueError(f"page {path}: the name must end in {' or '.join(_SUFFIXES)}")
+    for library in _LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            raise ValueError(MISSING)
+    target = path.resolve()
+    folder = next(parent for parent in target.parents if parent.exists())
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # A file without a name: only creating one shows quotas, read-only mounts and what root may do.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"page {path}: cannot be written: {error.strerror or error}") from None
+
+
+def write(page: str, path: Path) -> None:
+    """Write a page, and the folders that it needs; ValueError, one line, where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ValueError(f"page {path}: cannot be written: {error.strerror or error}") from None
+
+
+def render(
+    report: Report,
+    baseline: Report | None = None,
+    *,
+    name: str = "",
+    verdicts: Verdicts | None = None,
+    policy: Policy | None = None,
+) -> str:
+    """Return the page.
+
+    Args:
+        report: what was measured.
+        baseline: what to show it beside.
+        name: what people call the report: its path.
+        verdicts: what the gate says of both; None: those of the report, else by `policy` against `baseline`.
+        policy: what decides which verdicts fail; None: the one that the verdicts carry.
+
+    Raises:
+        ValueError: a library of the page is not installed: one line that says how to.
+    """
+    verdicts = verdicts or report.verdicts
+    if verdicts is None and baseline is not None:
+        today = datetime.datetime.now(datetime.timezone.utc).date()
+        verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
+    judged = msgspec.structs.replace(report, verdicts=verdicts)  # so that charts and rows tell the same
+    return _page(judged, baseline, policy or policy_of(verdicts), name)
+
+
+def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
+    library, found = _library(), templates()
+    drawn = charts.of_report(report)
+    time_lines = _time_lines(report)
+    config, colored = colors.config_and_style()
+    style, script = asset("page.css") + colored, asset("page.js")
+    specs = {chart.id: chart.spec for chart in drawn.charts}
+    verdicts = report.verdicts
+    return found.get_template("page.html").render(
+        policy_header=_content_security_policy([library, script], [style]),
+        library=library,
+        script=script,
+        style=style,
+        name=name or "pytest-llmgpu",
+        report=report,
+        conclusion=conclude(report, verdicts, policy),
+        in_full=_IN_FULL,
+        logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
+        tables=list(_tables(report)),
+        charts=drawn.charts,
+        omitted=drawn.omitted,
+        cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in time_lines],
+        verdicts=verdicts,
+        groups=None if verdicts is None else grouped(verdicts, policy),
+        notes=[] if verdicts is None else verdict_tables.notes(verdicts),
+        machine=facts.machine(report, baseline),
+        libraries=facts.libraries(report, baseline),
+        options=facts.options(report, baseline),
+        command=[shlex.quote(word) for word in ("pytest", *report.argv)],
+        data=_json({"config": config, "charts": specs, "cases": time_lines}),
+    )
+
+
+def _tables(report: Report) -> Iterator[dict[str, Any]]:
+    """Yield the study's table of each block of cases, with its caption and the largest batch sizes."""
+    found = grouping.blocks(report.cases)
+    known = grouping.capacities(report)
+    for caption, cases in zip(grouping.captions(found, report), found, strict=True):
+        series = {result.case.series for result in cases}
+        largest = [
+            f"{one.strategy}: {one.text}"
+            for one in known
+            if one.series in series and (one.smallest_oom is not None or one.prediction is not None)
+        ]
+        yield {"caption": caption, "table": study_table(cases), "largest": largest}
+
+
+def _time_lines(report: Report) -> dict[str, list[Chart]]:
+    """Return the charts of each case that has samples over time."""
+    drawn = {result.id: charts.of_case(result, report.environment) for result in report.cases}
+    return {name: found for name, found in drawn.items() if found}
+
+
+def _endings(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the id of each case and its time, as its table has it, or how it ended without one."""
+    rows = [row for cases in grouping.blocks(report.cases) for row in study_table(cases).rows]
+    times = {cell.id: cell.time for _, cells in rows for cell in cells}
+    for result in report.cases:
+        timed = result.outcome == "completed" and result.inference_s is not None
+        yield result.id, times[result.id] if timed else result.outcome.replace("_", " ")
+
+
+def _library() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script."""
+    try:
+        import vl_convert
+    except ImportError:
+        raise ValueError(MISSING) from None
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # In a string of a script this is the same, and HTML does not take it for the end of the element.
+    return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    """Return JSON that can stand inside a script element, whatever its strings hold."""
+    text = msgspec.json.encode(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """Return a policy under which nothing but these runs, and nothing can be fetched or sent."""
+    rules = {
+        "default-src": ["'none'"],
+        "script-src": [_hash(script) for script in scripts],
+        "style-src": [_hash(style) for style in styles],
+        "img-src": ["data:"],
+        "base-uri": ["'none'"],
+        "form-action": ["'none'"],
+    }
+    return "; ".join(" ".join([name, *values]) for name, values in rules.items())
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,51 @@
+"""Trends as one page that needs neither a network nor a script: pictures for light and dark, and tables."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+from pytest_llmgpu.gate.trends import Trend
+from pytest_llmgpu.render.charts.chart import Chart
+from pytest_llmgpu.render.charts.images import image
+from pytest_llmgpu.render.charts.trends import MARKS, of_trends
+from pytest_llmgpu.render.html.templates import asset, templates
+from pytest_llmgpu.render.terminal.trends import changes
+
+__all__ = ["render"]
+
+_NARROW = 240  # pixels of a plot that a telephone shows whole with its axis and names; the wide one would lose half
+
+
+def render(trends: Sequence[Trend], machine: str) -> str:
+    """Return the page.
+
+    Raises:
+        ValueError: the extra `report` is not installed.
+    """
+    template = templates().get_template("trend.html")
+    drawn = of_trends(trends)
+    charts = {chart.id: chart for chart in drawn.charts}
+    return template.render(
+        machine=machine,
+        style=asset("page.css"),
+        sections=[
+            {
+                "chart": charts[name],
+                "changes": list(changes(trend, MARKS, named=False)),
+                "pictures": [
+                    {"narrow": narrow, "dark": dark, "address": _address(charts[name], narrow=narrow, dark=dark)}
+                    for narrow in (True, False)
+                    for dark in (True, False)
+                ],
+            }
+            for trend in trends
+            if (name := f"trend-{trend.metric}") in charts
+        ],
+        omitted=drawn.omitted,
+    )
+
+
+def _address(chart: Chart, *, narrow: bool, dark: bool) -> str:
+    drawn = image(chart, "svg", dark=dark, titled=False, **({"width": _NARROW} if narrow else {}))
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawn).decode()}"

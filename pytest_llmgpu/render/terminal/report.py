@@ -1,0 +1,151 @@
+"""The report as text for a terminal: pure functions, at most 100 columns for three strategies."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from pytest_llmgpu.analysis.reference import YARDSTICK, written
+from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, listed, model
+from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table
+from pytest_llmgpu.render.time_table import layout
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import CaseResult, Comparison, Finding
+
+__all__ = ["headline", "progress", "tables"]
+
+_SAME_KIND = 3  # findings of one kind that are shown before the rest is counted
+
+_RED, _YELLOW, _BOLD = "31", "33", "1"
+_SEVERITIES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}  # worst first
+
+
+def headline(machine: Machine, cases: Sequence[Case]) -> str:
+    """Return one line that says what is going to be measured on what."""
+    parts = [machine.describe()]
+    if cases:
+        parts += listed(model(case) for case in cases)
+        parts.append(", ".join(listed(case.dtype for case in cases)))
+        parts += listed(dataset(case) for case in cases)
+        strategies = listed(case.strategy for case in cases)
+        parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
+        sizes = sorted({case.batch_size for case in cases})
+        parts.append(("batch size " if len(sizes) == 1 else "batch sizes ") + ", ".join(map(str, sizes)))
+    return f"llmgpu: {'; '.join(parts)}"
+
+
+def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: int) -> str:
+    """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`.
+
+    Args:
+        name: id of the case.
+        done: finished batches.
+        total: batches of the case.
+        elapsed_s: seconds since the first batch could start.
+        batch_size: sequences per batch.
+    """
+    line = f"{name}  {done}/{total} batches"
+    if not done or elapsed_s <= 0:
+        return f"{line}  {_clock(elapsed_s)}"
+    rate = done * batch_size / elapsed_s
+    digits = 0 if rate >= 10 else 2  # noqa: PLR2004 - two significant digits at least
+    return f"{line}  {rate:,.{digits}f} seq/s  ETA {_clock(elapsed_s / done * (total - done))}".replace(",", " ")
+
+
+def tables(report: Report, color: bool = False) -> str:
+    """Return the report as tables: time, accuracy and agreement, then the devices, then the findings, worst first.
+
+    Cases that differ in more than strategy and batch size get a block of their own, under a caption.
+    """
+    paint = painter(color)
+    tabled = blocks(report.cases)
+    parts: list[str] = []
+    for caption, cases in zip(captions(tabled, report), tabled, strict=True):
+        timed = "\n".join([time_table(cases, paint), *_comparisons(cases)])
+        largest = "\n".join(_capacities(cases, report))
+        parts += [paint(caption, _BOLD), timed, device_tables(cases, report.environment), largest]
+    return "\n\n".join(filter(None, [*parts, *_findings(report.cases, paint)]))
+
+
+def _capacities(cases: Sequence[CaseResult], report: Report) -> Iterator[str]:
+    """Yield the largest batch size of each series of a block, where there is more to say than that all fitted."""
+    asked = report.options.get("--llmgpu-find-max-batch") is True
+    series = {result.case.series for result in cases}
+    for capacity in capacities(report):
+        known = capacity.smallest_oom is not None or capacity.prediction is not None
+        if capacity.series in series and (asked or known):
+            yield textwrap.fill(f"{capacity.strategy}: {capacity.text}", WIDTH, subsequent_indent="  ")
+
+
+def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
+    """Yield how each strategy differs from mp, at the batch size where it does most."""
+    columns, rows = layout(cases)
+    for title in columns:
+        results = [row[title] for row in rows.values() if title in row]
+        compared = [(result, result.comparison) for result in results if result.comparison is not None]
+        if not compared:
+            continue
+        result, worst = max(compared, key=lambda pair: _severity(*pair))
+        where = f" at batch size {result.case.batch_size}"
+        if len(compared) > 1:
+            where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
+        first, *rest = _differences(result, worst)
+        line = f"{title} against {YARDSTICK}{where}: {first}"
+        text = ", ".join([line, *rest])
+        yield text if len(text) <= WIDTH else ",\n  ".join([line, *rest])
+
+
+def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
+    """Return by what a strategy's worst case is found: numbers of random weights, answers of others."""
+    difference = comparison.largest_difference
+    if result.case.load_format == "dummy":
+        return (difference is None, 0, 0, difference or 0.0)
+    return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
+
+
+def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
+    parts = []
+    if result.case.load_format != "dummy":
+        text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
+        if comparison.mcnemar_p is not None:
+            text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {written(comparison.mcnemar_p)})"
+        parts.append(text)
+    # What is judged: of random weights the largest difference, of trained ones the typical, since one near 0 is large.
+    dummy = result.case.load_format == "dummy"
+    difference = comparison.largest_difference if dummy else comparison.typical_difference
+    if difference is None:
+        parts.append("not all log-likelihoods are finite")
+    elif not difference:
+        parts.append("log-likelihoods equal")
+    else:
+        how = "within" if dummy else "typically"
+        parts.append(f"log-likelihoods {how} {100 * difference:.2g} %{'' if dummy else ' apart'}")
+    return parts
+
+
+def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
+    """Yield the findings, worst first; those that ask for the same step share it."""
+    kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
+    for result in cases:
+        for finding in result.findings:
+            kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
+    worst_first = list(_SEVERITIES)
+    for (severity, _, next_step), found in sorted(kinds.items(), key=lambda kind: worst_first.index(kind[0][0])):
+        lines = [f"{name}: {finding.text}" for name, finding in found[:_SAME_KIND]]
+        if more := [name for name, _ in found[_SAME_KIND:]]:
+            lines.append(f"The same of {', '.join(more)}: see the report.")
+        lines.append(f"-> {next_step}")
+        indent = " " * 9
+        text = "\n".join(
+            textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            for line in lines
+        )
+        yield paint(severity.upper().ljust(9), _SEVERITIES[severity]) + text[9:]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,1 @@
+"""The records of a report and their file."""

@@ -1,0 +1,152 @@
+"""The numbers derived from what was recorded; nothing here is stored that could not be derived again."""
+
+from __future__ import annotations
+
+import base64
+import math
+import operator
+import statistics
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
+
+__all__ = [
+    "LOGLIKELIHOOD_TOLERANCES",
+    "decode",
+    "derive",
+    "encode",
+    "explained",
+    "inference_s",
+    "measured",
+    "peaks_bytes",
+    "predictions_of",
+    "proportion_stderr",
+    "typical_difference",
+    "upper_bound",
+    "value_of",
+]
+
+LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+"""Largest rounding, as a fraction of |log-likelihood|, that padding and kernels of another shape or order may cause."""
+
+_LEAST_FOREIGN = 1e-3
+"""Least typical difference of log-likelihoods that is not put down to rounding, whatever the dtype."""
+
+_COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
+
+
+def inference_s(launch: Launch) -> float:
+    """Return the seconds a launch spent in batches: the sum of their latencies."""
+    return math.fsum(launch.batches.latency_s)
+
+
+def peaks_bytes(result: CaseResult) -> list[int]:
+    """Return the peak of the fullest device for each launch that knows it: live tensors, and workspace beside them."""
+    peaks = []
+    for launch in result.launches:
+        sizes = [
+            device.peak_allocated_bytes + (device.workspace_bytes or 0)
+            for device in launch.memory
+            if device.peak_allocated_bytes
+        ]
+        if sizes:
+            peaks.append(max(sizes))
+    return peaks
+
+
+def derive(result: CaseResult) -> None:
+    """Fill in the derived figures of a completed case: medians over its launches.
+
+    A case that did not complete gets none, since a total over some of the batches is not comparable.
+    """
+    launches = [launch for launch in result.launches if launch.batches.latency_s]
+    if result.outcome != "completed" or not launches:
+        return
+    seconds = [inference_s(launch) for launch in launches]
+    result.inference_s = statistics.median(seconds)
+    timed = [(launch.batches, s) for launch, s in zip(launches, seconds, strict=True) if s > 0]
+    if timed:  # a file may hold latencies of 0.0
+        result.sequences_per_s = statistics.median(sum(batches.sequences) / s for batches, s in timed)
+        result.tokens_per_s = statistics.median(sum(batches.tokens) / s for batches, s in timed)
+    accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
+    if accuracies:
+        result.acc = statistics.median(accuracy.acc for accuracy in accuracies)
+        result.acc_norm = statistics.median(accuracy.acc_norm for accuracy in accuracies)
+
+
+def proportion_stderr(fraction: float, items: int) -> float | None:
+    """Return the standard error of a fraction of items, as lm-evaluation-harness gives it; None with one item."""
+    return math.sqrt(fraction * (1 - fraction) / (items - 1)) if items > 1 else None
+
+
+def upper_bound(fraction: float, items: int, z: float = 1.645) -> float:
+    """Return the one-sided 95 % upper bound of a fraction seen on `items` items.
+
+    Wilson's score interval, which stays inside [0, 1] and holds for small samples.
+    """
+    centre = fraction + z * z / (2 * items)
+    spread = z * math.sqrt(fraction * (1 - fraction) / items + z * z / (4 * items * items))
+    return min(1.0, (centre + spread) / (1 + z * z / items))
+
+
+def measured(result: CaseResult) -> Accuracy | None:
+    """Return the accuracy record of the first launch that has one."""
+    return next((launch.accuracy for launch in result.launches if launch.accuracy is not None), None)
+
+
+def decode(loglikelihoods: str) -> array[float]:
+    """Return the numbers behind `Accuracy.loglikelihoods`."""
+    values = array("f")
+    values.frombytes(base64.b64decode(loglikelihoods))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def encode(values: Iterable[float]) -> str:
+    """Return numbers as `Accuracy.loglikelihoods` holds them: base64 of float32, least byte first."""
+    numbers = array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def value_of(accuracy: Accuracy, metric: str) -> float:
+    """Return `acc` or `acc_norm` by name; ValueError for another name."""
+    _column_of(metric)
+    return accuracy.acc if metric == "acc" else accuracy.acc_norm
+
+
+def predictions_of(accuracy: Accuracy, metric: str) -> list[int]:
+    """Return the predictions that `acc` or `acc_norm` counts; ValueError for another name."""
+    predictions: list[int] = getattr(accuracy, _column_of(metric))
+    return predictions
+
+
+def _column_of(metric: str) -> str:
+    if metric not in _COLUMNS:
+        raise ValueError(f"accuracy metric {metric!r}: allowed are {', '.join(_COLUMNS)}")
+    return _COLUMNS[metric]
+
+
+def explained(dtype: str) -> float:
+    """Return the largest typical difference of log-likelihoods that is put down to rounding, as a fraction.
+
+    Of a dtype that is not known, the largest of those that are.
+    """
+    tolerances = LOGLIKELIHOOD_TOLERANCES
+    return max(tolerances.get(dtype, max(tolerances.values())), _LEAST_FOREIGN)
+
+
+def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite.
+
+    Raises:
+        ValueError: there are not as many of both.
+    """
+    if len(values) != len(expected):
+        raise ValueError(f"{len(values)} numbers are compared with {len(expected)}")
+    total = math.fsum(map(abs, expected))
+    return math.fsum(map(abs, map(operator.sub, values, expected))) / (total or 1.0)

@@ -1,0 +1,113 @@
+"""What the text of an option means: one function a kind of value, ValueError with what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+__all__ = [
+    "batch_sizes",
+    "fraction",
+    "memory_size",
+    "names",
+    "one_of",
+    "save_name",
+    "seconds",
+    "switch",
+    "text",
+    "whole",
+]
+
+_UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma list, each once."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError("a comma list of strategies is needed")
+    return tuple(dict.fromkeys(names))
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return what takes one of these words only."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"allowed are {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def whole(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise ValueError("a whole number of at least 1 is needed")
+    return int(text)
+
+
+def switch(text: str) -> bool:
+    """Return whether a word is true."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError("allowed are true and false")
+    return text.lower() == "true"
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Return the batch sizes of a comma list, ascending, each once."""
+    try:
+        sizes = {whole(part.strip()) for part in text.split(",")}
+    except ValueError:
+        raise ValueError("a comma list of whole numbers of at least 1 is needed, such as 1,2,4") from None
+    return tuple(sorted(sizes))
+
+
+def seconds(text: str) -> float:
+    """Return seconds; a fraction such as 1/6 will do."""
+    above, _, below = text.partition("/")
+    try:
+        value = float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("seconds above 0 are needed, such as 0.5 or 1/6")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Return a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise ValueError("a fraction from 0 to 1 is needed, such as 0.82")
+    return value
+
+
+def memory_size(text: str) -> int:
+    """Return the bytes of a size such as 32GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError("a size such as 32GiB, 24GB or 8192MiB is needed")
+    return round(float(match[1]) * unit)
+
+
+def text(text: str) -> str:
+    """Return a text that is not empty."""
+    if not text.strip():
+        raise ValueError("a value is needed")
+    return text
+
+
+def save_name(text: str) -> str:
+    """Return a name that the store can find a report by; empty for none."""
+    # Imported here: this module is read with the plugin, in every test run.
+    from pytest_llmgpu.store.store import check_name
+
+    if text:
+        check_name(text)
+    return text

@@ -1,0 +1,73 @@
+"""The JSON Schema of a report, for other people's tools: every field with what its docstring says of it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu.report.file import SCHEMA_VERSION, Report
+
+__all__ = ["schema"]
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a report as this version writes it: every field is there. `load` takes older ones."""
+    described = msgspec.json.schema(Report)
+    documented = {record.__name__: _docstrings(record) for record in _records(msgspec.inspect.type_info(Report))}
+    for name, record in described["$defs"].items():
+        properties = record.get("properties", {})
+        if properties:
+            record["required"] = list(properties)
+        for field, text in documented.get(name, {}).items():
+            properties[field]["description"] = text
+    described["$defs"]["Report"]["properties"]["schema_version"]["const"] = SCHEMA_VERSION
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"pytest-llmgpu report, version {SCHEMA_VERSION}",
+    } | described
+
+
+def _records(part: object) -> Iterator[type]:
+    """Yield the records that a type is made of, itself included, from msgspec's description of it."""
+    if isinstance(part, msgspec.inspect.StructType):
+        yield part.cls
+        for field in part.fields:
+            yield from _records(field.type)
+    elif isinstance(part, msgspec.inspect.UnionType):
+        for choice in part.types:
+            yield from _records(choice)
+    elif isinstance(part, msgspec.inspect.ListType):
+        yield from _records(part.item_type)
+    elif isinstance(part, msgspec.inspect.DictType):
+        yield from _records(part.value_type)
+
+
+def _docstrings(record: type) -> dict[str, str]:
+    """Return the text under each field of a record that has one. Python keeps them in the source only."""
+    module = sys.modules[record.__module__]
+    classes = [node for node in _tree(module).body if isinstance(node, ast.ClassDef) and node.name == record.__name__]
+    found = {}
+    for node in classes:
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                found[field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def _tree(module: ModuleType) -> ast.Module:
+    try:
+        return ast.parse(inspect.getsource(module))
+    except OSError:  # installed without sources: the schema is whole, only without these texts
+        return ast.Module(body=[], type_ignores=[])

@@ -1,0 +1,1 @@
+"""How one run goes from options to a report."""

@@ -1,0 +1,56 @@
+"""Which source was measured: git's word, else what the CI system says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pytest_llmgpu.report.file import Commit
+from pytest_llmgpu.report.privacy import anonymous
+from pytest_llmgpu.store import git
+
+__all__ = ["commit"]
+
+_TIMEOUT_S = 5.0
+
+_NOT_STORED = ":(exclude,top,glob)**/.llmgpu/**"
+
+_VARIABLES = {
+    "LLMGPU_COMMIT": ("LLMGPU_BRANCH",),
+    "GITHUB_SHA": ("GITHUB_HEAD_REF", "GITHUB_REF_NAME"),
+    "CI_COMMIT_SHA": ("CI_COMMIT_REF_NAME",),
+}
+"""Variable that names the commit to those that name its branch; the one a person sets on purpose comes first."""
+
+
+def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
+    """Return the commit of a working tree: from git, else from the variables that CI systems set, else why not."""
+    try:
+        sha, branch = _git(rootdir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").split()
+    except ValueError as error:
+        for name, branches in _VARIABLES.items():
+            if value := environ.get(name, "").strip():
+                return Commit(sha=value, branch=_first(environ, branches), source=name, why={"dirty": str(error)})
+        return Commit(why={"sha": f"{error}; none of {', '.join(_VARIABLES)} is set"})
+    if branch == "HEAD":  # detached: CI checks out a commit, not a branch
+        named = _first(environ, (name for branches in _VARIABLES.values() for name in branches))
+    else:
+        named = branch
+    try:
+        # The store is not what was measured: a run writes to it, and it may be kept in git.
+        dirty = bool(_git(rootdir, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED))
+    except ValueError as error:
+        return Commit(sha=sha, branch=named, source="git", why={"dirty": str(error)})
+    return Commit(sha=sha, branch=named, dirty=dirty, source="git")
+
+
+def _git(rootdir: Path, *arguments: str) -> str:
+    try:
+        return git.output(rootdir, *arguments, timeout_s=_TIMEOUT_S)
+    except ValueError as error:
+        raise ValueError(anonymous(str(error))) from None
+
+
+def _first(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)

@@ -1,0 +1,264 @@
+"""From options to cases: everything that can be refused is refused here, before a process or a model is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pytest_llmgpu import strategies
+from pytest_llmgpu.inference import logits, models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import Dataset, Item
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.profiling.sampler import devices
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.session.runner import Request
+from pytest_llmgpu.strategies.protocol import Strategy
+
+__all__ = ["Planner"]
+
+_EXTRAS = ("deepspeed",)
+"""Libraries that an extra of this package brings, in a version that is known to work."""
+
+
+class Planner:
+    """Turns options into requests; datasets, models and machines are looked up once each.
+
+    Every method raises ValueError in one line that names the value and what is allowed.
+    """
+
+    def __init__(
+        self, rootdir: Path, find_machine: Callable[[str, int | None], Machine], known: Mapping[str, str]
+    ) -> None:
+        """Make one that knows these strategies by name: name to `module:attribute` (see `strategies.merge`)."""
+        self._known = known
+        # A name in a report stands for one place, chosen by it or not: equal cases are compared.
+        self._places = dict(known)
+        self._strategies: dict[str, tuple[str, Strategy]] = {}
+        self._rootdir = rootdir
+        self._find_machine = find_machine
+        self._machines: dict[tuple[str, int | None], Machine] = {}
+        self._datasets: dict[tuple[str, int | None], Dataset] = {}
+        self._sources: dict[tuple[object, ...], ModelSource] = {}
+        self._caps: set[tuple[int, tuple[str, ...]]] = set()
+        self._period_checked = False
+
+    def machine(self, options: Options) -> Machine:
+        """Return the devices that the options choose."""
+        wanted = (options.device, options.devices)
+        if wanted not in self._machines:
+            self._machines[wanted] = self._find_machine(*wanted)
+        return self._machines[wanted]
+
+    def dataset(self, options: Options) -> Dataset:
+        """Return the items that the options choose."""
+        wanted = (options.dataset, options.limit)
+        if wanted not in self._datasets:
+            try:
+                self._datasets[wanted] = hellaswag.load(options.dataset, rootdir=self._rootdir, limit=options.limit)
+            except ValueError as error:
+                raise ValueError(f"--llmgpu-dataset={options.dataset}: {error}") from None
+        return self._datasets[wanted]
+
+    def request(
+        self, options: Options, strategy_name: str, batch_size: int, items: Dataset | Sequence[Item] | None = None
+    ) -> Request:
+        """Return one case with all that is needed to measure it.
+
+        Args:
+            options: Those in force for the test.
+            strategy_name: One of `options.strategy`; the case has the strategy's own name.
+            batch_size: Sequences per forward.
+            items: What to score; None for what the options choose.
+        """
+        place, strategy = self._strategy(strategy_name)
+        backend, strategy_options = _backend_and_options(strategy, options)
+        if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
+            package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
+            chosen_by = (
+                f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
+            )
+            raise ValueError(f"{chosen_by} needs {backend}: pip install {package}")
+        selected = self.dataset(options)
+        if items is None or items is selected:
+            chosen, limit = selected, options.limit
+        else:
+            chosen, limit = items if isinstance(items, Dataset) else Dataset.of("custom", items), None
+        sequences = sum(len(item.endings) for item in chosen.items)
+        if batch_size > sequences:
+            limited = f" (--llmgpu-limit={limit})" if limit else ""
+            # With items of its own a test has chosen the number too, and no flag is to blame.
+            remedy = f": pass --llmgpu-batch-sizes with at most {sequences}" if items is None else ""
+            raise ValueError(
+                f"batch size {batch_size} is more than the {sequences} sequences of {chosen.name}{limited}{remedy}"
+            )
+        machine = self.machine(options)
+        self._check_device(options, machine)
+        self._check_processes(options, machine)
+
+        def case_of(source: ModelSource) -> Case:
+            # On a CPU devices are processes, and a strategy of one process leaves the others alone.
+            processes = strategy.ranks(machine.devices)
+            recorded = options.cuda_graphs == "on" and (processes > 1 or machine.devices == 1)
+            return Case(
+                strategy=strategy.name,
+                backend=backend,
+                strategy_options=strategy_options,
+                batch_size=batch_size,
+                workload=logits.WORKLOADS[options.scoring],
+                model=source.name,
+                revision=source.revision,
+                load_format=options.load_format,
+                dtype=_dtype(options.dtype, machine.device),
+                device=machine.device,
+                devices=machine.devices if machine.device == "cuda" else processes,
+                cuda_graphs=options.cuda_graphs,
+                execution="cuda_graphs" if recorded else "eager",
+                gpu_memory_bytes=options.gpu_memory,
+                dataset=chosen.name,
+                dataset_sha256=chosen.sha256,
+                tokenizer_sha256=source.tokenizer_sha256,
+                limit=limit,
+            )
+
+        if options.load_format != "dummy" and not models.is_preset(options.model):
+            # Asked of the config alone first: what cannot work must not cost a download of weights.
+            outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
+            strategy.check(case_of(outline), outline)
+        source = self._source(options, chosen)
+        case = case_of(source)
+        strategy.check(case, source)
+        return Request(
+            case=case,
+            machine=machine,
+            source=source,
+            strategy=place,
+            items=chosen.items,
+            timeout_s=options.timeout,
+            load_timeout_s=options.load_timeout,
+        )
+
+    def _strategy(self, written: str) -> tuple[str, Strategy]:
+        """Return the place and the object of a strategy, as `--strategy` has it."""
+        if written in self._strategies:
+            return self._strategies[written]
+        try:
+            place = strategies.find(written, self._known)
+            strategy = strategies.make(place)
+        except ValueError as error:
+            raise ValueError(f"--strategy: {error}") from None
+        if written in self._known and strategy.name != written:
+            raise ValueError(f"--strategy: {place} is registered as {written!r} and names itself {strategy.name!r}")
+        other = self._places.setdefault(strategy.name, place)
+        if other != place:
+            raise ValueError(
+                f"--strategy: {place} and {other} are both named {strategy.name!r}; each needs a name of its own"
+            )
+        self._strategies[written] = place, strategy
+        return place, strategy
+
+    def _check_processes(self, options: Options, machine: Machine) -> None:
+        """Refuse devices that nobody takes: on a CPU they are processes."""
+        if machine.device == "cpu" and machine.devices > 1:
+            chosen = [self._strategy(name)[1] for name in options.strategy]
+            if all(strategy.ranks(machine.devices) == 1 for strategy in chosen):
+                names = ", ".join(strategy.name for strategy in chosen)
+                raise ValueError(
+                    f"--llmgpu-devices={machine.devices}: on a CPU they are processes, and {names} has 1: allowed is 1"
+                )
+
+    def _source(self, options: Options, dataset: Dataset) -> ModelSource:
+        wanted = (options.model, options.revision, options.tokenizer, options.load_format, dataset.sha256)
+        if wanted not in self._sources:
+            try:
+                self._sources[wanted] = models.resolve(
+                    options.model,
+                    revision=options.revision,
+                    tokenizer=options.tokenizer,
+                    load_format=options.load_format,
+                    texts=dataset.texts(),
+                    rootdir=self._rootdir,
+                )
+            except ValueError as error:
+                raise ValueError(f"{_flag_of(str(error), options)}: {error}") from None
+        return self._sources[wanted]
+
+    def _check_device(self, options: Options, machine: Machine) -> None:
+        dummy_preset = models.is_preset(options.model) and options.load_format == "dummy"
+        if dummy_preset and machine.device == "cpu" and options.device != "cpu":
+            raise ValueError(
+                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch can use none here; "
+                "--llmgpu-device=cpu runs it on the CPU all the same"
+            )
+        if options.cuda_graphs == "on" and machine.device == "cpu":
+            raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
+        if options.cuda_graphs == "on" and options.scoring == "harness":
+            raise ValueError(
+                "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
+            )
+        cap = options.gpu_memory
+        uuids = tuple(gpu.uuid for gpu in machine.gpus)
+        # Asked once, before anything runs: later on, what is in use is our own.
+        if cap is not None and (cap, uuids) not in self._caps:
+            _check_cap(cap, machine)
+            self._caps.add((cap, uuids))
+        if uuids and not self._period_checked:
+            try:
+                devices.check_period(options.sample_period, uuids, options.profile_method)
+            except ValueError as error:
+                raise ValueError(f"--llmgpu-sample-period: {error}") from None
+            self._period_checked = True
+
+
+def _backend_and_options(
+    strategy: Strategy, options: Options
+) -> tuple[str, dict[str, str | int | float | bool | None]]:
+    """Return the library of a strategy and the options that are its alone: those whose names begin with its own.
+
+    Only strategies of this package have any: another that is called `load` must not take `load_format` for its own.
+    """
+    prefix = f"{strategy.name}_"
+    fields = dataclasses.asdict(options) if strategy.name in strategies.BUILT_IN else {}
+    own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    return own.pop("backend", strategy.backend), own
+
+
+def _flag_of(complaint: str, options: Options) -> str:
+    """Return the flag, with its value, that a complaint of `models.resolve` is about."""
+    # A tokenizer is looked for as a model is, and reported missing as one.
+    named = re.match(rf"tokenizer |.* (has|is) no tokenizer\b|model {re.escape(repr(options.tokenizer))}", complaint)
+    if options.tokenizer in (None, options.model) or not named:
+        return f"--llmgpu-model={options.model}"
+    return f"--llmgpu-tokenizer={options.tokenizer}"
+
+
+def _check_cap(cap: int, machine: Machine) -> None:
+    if machine.device == "cpu":
+        raise ValueError(f"--llmgpu-gpu-memory={_gib(cap)}: there is no GPU to cap, the run is on the CPU")
+    used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
+    for gpu in machine.gpus:
+        if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
+            raise ValueError(
+                f"--llmgpu-gpu-memory={_gib(cap)}: more than the {_gib(gpu.memory_bytes)} of GPU {gpu.index}"
+            )
+        if used.get(gpu.uuid, 0) >= cap:
+            raise ValueError(
+                f"--llmgpu-gpu-memory={_gib(cap)}: GPU {gpu.index} has {_gib(used[gpu.uuid])} in use already, "
+                "by other programs; a larger cap or an idle GPU is needed"
+            )
+
+
+def _dtype(option: str, device: str) -> str:
+    if option != "auto":
+        return option
+    return "float16" if device == "cuda" else "float32"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,282 @@
+"""What was measured in this session: every result is judged, kept and written as soon as it is there."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from pytest_llmgpu.analysis import accuracy_check, capacity, findings, launch_findings, reference, traffic_path
+from pytest_llmgpu.analysis.launch_merging import merge_results
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import machine
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.report import derived, file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.privacy import anonymous, short_paths
+from pytest_llmgpu.report.result import CaseResult, Failure
+from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.session.commit import commit
+from pytest_llmgpu.store import store
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Keeps the report of a session, and its file as complete as the session is."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        storage_path: Path,
+        rootdir: Path,
+        options: Options,
+        arguments: Sequence[str],
+        page_path: Path | None = None,
+    ) -> None:
+        """Prepare a report.
+
+        Args:
+            path: Where it goes; None for nowhere.
+            storage_path: Folder of the store, for a run that is to be kept there.
+            rootdir: Folder that relative paths in the report start from, and that the commit is read from.
+            options: Those of the run, without any test's markers.
+            arguments: pytest's own.
+            page_path: Where a page for a browser goes; None for nowhere.
+
+        Raises:
+            ValueError: The report cannot be written there, or not be kept in the store; no page can be made.
+        """
+        self._rootdir = rootdir
+        self._storage_path = storage_path
+        self._options = options
+        self._arguments = arguments
+        self.path = path
+        self.report: Report | None = None
+        """The report so far; None until the first case is there."""
+        self._unwritten: str | None = None
+        """Why the file is not what the report is."""
+        self._unsaved: str | None = None
+        """Why the store does not have it."""
+        self._saved: Path | None = None
+        self._counts: Counter[tuple[str, str]] = Counter()
+        """Node id and key of a case to how often it was measured in this launch."""
+        self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
+        """Those and which of a test's measurements it is, to its place in the report and a result per launch."""
+        self._page_path = page_path
+        self._unmade: str | None = None
+        """Why there is no page."""
+        if path is not None:
+            file.check_writable(path)
+        if page_path is not None:
+            from pytest_llmgpu.render.html import report  # with its charts, for those who want it
+
+            report.check(page_path)
+        if options.save is not None or options.autosave:
+            file.check_writable(storage_path / "0001.json")
+
+    @property
+    def troubles(self) -> list[str]:
+        """Return why a file is not what the report is, or not there; a line each."""
+        return [trouble for trouble in (self._unwritten, self._unsaved, self._unmade) if trouble is not None]
+
+    def whereabouts(self) -> list[str]:
+        """Return where the report is, or why it is not there; a line each."""
+        if self.path is None:
+            lines = ["no report was written (--llmgpu-json=)"]
+        else:
+            lines = [self._unwritten or f"report: {self._shown(self.path)}"]
+        if self._unsaved is not None:
+            lines.append(self._unsaved)
+        elif self._saved is not None:
+            lines.append(f"saved: {self._shown(self._saved)}")
+        if self._page_path is not None:
+            lines.append(self._unmade or f"page: {self._shown(self._page_path)}")
+        return lines
+
+    def start_launch(self) -> None:
+        """Let the results that follow be further launches of the cases before."""
+        self._counts.clear()
+
+    def add(self, result: CaseResult, options: Options, nodeid: str, facts: TorchFacts) -> CaseResult:
+        """Judge a result against its baseline and those before it, and write the report.
+
+        Returns:
+            The case's result: where it was measured in earlier launches, of all of them.
+        """
+        if self.report is None:
+            self.report = self._start(facts)
+        result.nodeid = nodeid
+        if result.failure is not None:
+            # Before anything quotes it.
+            result.failure = _publishable(result.failure, self._rootdir)
+        if result.traffic is not None and (profile := result.launches[-1].profile) is not None:
+            carried = traffic_path.of_case(result.traffic, profile, self.report.environment)
+            result.traffic = msgspec.structs.replace(result.traffic, path=carried)
+        number, launches = self._launches_of(result)
+        if len(launches) > 1:
+            result = merge_results(launches)
+            self.report.cases[number] = result
+        else:
+            derived.derive(result)
+            result.id = file.next_id(self.report, result.case)
+            self.report.cases.append(result)
+        self._judge(result, self.report.cases[:number], options)
+        result.findings += launch_findings.disagreements(launches)
+        self.report.capacity = capacity.capacities(self.report.cases, self.report.environment.gpus)
+        self._write()
+        return result
+
+    def _launches_of(self, result: CaseResult) -> tuple[int, list[CaseResult]]:
+        """Return which case of the report a result is of, and the results of all its launches.
+
+        The second measurement of a test is another case than its first, in each launch.
+        """
+        assert self.report is not None
+        measured = (result.nodeid or "", result.key)
+        name = (*measured, self._counts[measured])
+        self._counts[measured] += 1
+        number, launches = self._measured.setdefault(name, (len(self.report.cases), []))
+        launches.append(result)
+        return number, launches
+
+    def _judge(self, result: CaseResult, earlier: Sequence[CaseResult], options: Options) -> None:
+        mp = reference.reference(result, earlier)
+        if mp is None:
+            result.comparison = None
+            result.why["comparison"] = reference.why_not(result, earlier)
+        else:
+            result.comparison = reference.compare(result, mp, options.accuracy_metric)
+            result.why.pop("comparison", None)
+        result.accuracy_check = accuracy_check.check(
+            result,
+            earlier,
+            given=options.accuracy_baseline,
+            metric=options.accuracy_metric,
+            tolerance=options.accuracy_tolerance,
+        )
+        result.findings = findings.findings(result, earlier, searching=options.find_max_batch)
+
+    def conclude(
+        self,
+        exit_status: int | None,
+        judge: Callable[[Report], Verdicts] | None,
+        *,
+        interrupted: bool,
+        expected: Sequence[str],
+        deselected: Sequence[str],
+    ) -> None:
+        """Say how the session went, judge the report and write it; without a case there is none."""
+        if self.report is None:
+            return
+        done = {result.nodeid for result in self.report.cases}
+        self.report.session = file.Session(
+            complete=not interrupted and done.issuperset(expected),
+            interrupted=interrupted,
+            exit_status=exit_status,
+            collected=len(expected),
+            deselected=list(deselected),
+        )
+        if judge is not None:
+            self.report.verdicts = judge(self.report)
+        self._write()
+        self._rescue()
+
+    def save(self) -> None:
+        """Keep the concluded report in the store, if that was asked for."""
+        if self.report is None:
+            return
+        green = self.report.session.complete and self.report.session.exit_status == 0
+        if self._options.save is not None or (self._options.autosave and green):
+            self._save(self.report)
+
+    def write_page(self, baseline: Report | None) -> None:
+        """Write the concluded report as a page, if that was asked for, beside what it was compared with."""
+        if self.report is None or self._page_path is None:
+            return
+        from pytest_llmgpu.render.html import report
+
+        name = "" if self.path is None else self._shown(self.path)
+        try:
+            report.write(report.render(self.report, baseline, name=name), self._page_path)
+        except ValueError as error:
+            self._unmade = f"no page: {error}"
+
+    def _save(self, finished: Report) -> None:
+        try:
+            self._saved = store.save(finished, self._storage_path, self._options.save or None)
+        except OSError as error:
+            shown = self._shown(self._storage_path)
+            self._unsaved = f"the report could not be kept in {shown}: {error.strerror or error}"
+
+    def _shown(self, where: Path) -> str:
+        """Return a path as people write it."""
+        return _relative(str(where), self._rootdir)
+
+    def _start(self, facts: TorchFacts) -> Report:
+        return Report(
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            plugin_version=machine.installed_version("pytest-llmgpu"),
+            argv=[_argument(argument, self._rootdir) for argument in self._arguments],
+            options={
+                flag: _argument(value, self._rootdir) if isinstance(value, str) else _plain(value)
+                for flag, value in self._options.in_force().items()
+            },
+            environment=machine.fingerprint(facts),
+            commit=commit(self._rootdir),
+        )
+
+    def _write(self) -> None:
+        if self.report is None or self.path is None:
+            return
+        try:
+            file.dump(self.report, self.path)
+            self._unwritten = None
+        except OSError as error:
+            # A full disk must not end the measuring: it is tried again after the next case.
+            self._unwritten = f"{self._shown(self.path)} could not be written: {error.strerror or error}"
+
+    def _rescue(self) -> None:
+        """Keep a report that could not be written where temporary files go: it may be of hours."""
+        if self._unwritten is None or self.report is None or self.path is None:
+            return
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="llmgpu-"))
+            try:
+                file.dump(self.report, folder / self.path.name)
+            except OSError:
+                folder.rmdir()
+            else:
+                self._unwritten += f"; the report is {folder / self.path.name}"
+
+
+def _publishable(failure: Failure, rootdir: Path) -> Failure:
+    """Return a failure whose texts, a library's and a traceback's, tell neither this machine's folders nor its user."""
+    log = failure.log_tail
+    return msgspec.structs.replace(
+        failure,
+        message=anonymous(short_paths(failure.message, rootdir)),
+        log_tail=None if log is None else anonymous(short_paths(log, rootdir)),
+    )
+
+
+def _plain(value: file.OptionValue | tuple[str | int, ...]) -> file.OptionValue:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _argument(argument: str, rootdir: Path) -> str:
+    """Return a command-line argument without what is private: a path becomes relative, else its basename."""
+    name, equals, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
+    return anonymous(f"{name}{equals}{_relative(value, rootdir)}")
+
+
+def _relative(text: str, rootdir: Path) -> str:
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(rootdir)) if path.is_relative_to(rootdir) else path.name

@@ -1,0 +1,1 @@
+"""Which report is meant, and where it is kept."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's kernels and what they need."""

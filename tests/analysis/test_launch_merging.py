@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_answers, make_failed, make_report, make_result
+from support.verdict_factory import make_traffic, with_launches
+
+from pytest_llmgpu.analysis.launch_merging import extend, merge, merge_results
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.file import Commit, Report, Session, encode, parse
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
+
+
+def _seconds(result: CaseResult) -> list[float]:
+    return [launch.batches.latency_s[0] for launch in result.launches]
+
+
+def _measured(*cases: CaseResult, sha: str | None = "a" * 40, **session: Any) -> Report:
+    report = make_report(cases)
+    report.commit = Commit(sha=sha)
+    report.session = Session(**{"complete": True, "exit_status": 0, **session})
+    return report
+
+
+def _check(ok: bool | None) -> AccuracyCheck:
+    return AccuracyCheck(metric="acc", value=0.5, baseline=0.5, source="x", tolerance=0.01, ok=ok, text=f"it is {ok}")
+
+
+def test_launches_of_a_case_become_its_launches() -> None:
+    """In the order they ran, with derived figures over all of them; the reports themselves stay as they are."""
+    reports = [
+        _measured(with_launches([level], sequences=20), with_launches([2 * level], sequences=40, batch_size=2))
+        for level in (1.0, 3.0, 1.1)
+    ]
+    merged = merge(reports)
+    assert [result.id for result in merged.cases] == ["mp-bs1", "mp-bs2"]
+    assert [_seconds(result) for result in merged.cases] == [[1.0, 3.0, 1.1], [2.0, 6.0, 2.2]]
+    assert merged.cases[0].inference_s == pytest.approx(1.1 * 210)
+    assert [len(result.launches) for report in reports for result in report.cases] == [1] * 6
+    assert parse(encode(merged, compressed=False), "merged") == merged
+
+
+def test_one_report_is_merged_to_itself() -> None:
+    """Nothing is lost or added, but verdicts, which were about one launch."""
+    report = _measured(with_launches([1.0], traffic=make_traffic(), accuracy=make_answers([True] * 4)))
+    derived = merge([report])
+    assert derived.cases[0].launches == report.cases[0].launches
+    assert (derived.session, derived.commit, derived.created) == (report.session, report.commit, report.created)
+    assert merge([derived]) == derived
+    assert merge([_measured(with_launches([1.0, 9.0]))]).cases[0].findings == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "worst"),
+    [
+        (["completed", "oom", "completed"], "oom"),
+        (["oom", "crashed"], "crashed"),
+        (["completed", "skipped_after_oom"], "skipped_after_oom"),
+        (["interrupted", "completed"], "interrupted"),
+        (["interrupted", "oom"], "oom"),
+        (["timeout", "error"], "error"),
+    ],
+)
+def test_the_worst_outcome_counts(outcomes: Sequence[Any], worst: str) -> None:
+    """Out of memory in one launch is out of memory; no total is derived, finished batches stay."""
+    sides = [make_result() if outcome == "completed" else make_failed(outcome) for outcome in outcomes]
+    merged = merge_results(sides)
+    assert merged.outcome == worst
+    assert merged.inference_s is None
+    assert sum(bool(launch.batches.latency_s) for launch in merged.launches) == outcomes.count("completed")
+
+
+def test_the_second_of_a_key_is_merged_with_the_second() -> None:
+    """A case that was measured twice in a run stays two cases."""
+    twice = [
+        _measured(with_launches([a]), msgspec.structs.replace(with_launches([b]), id="mp-bs1#2"))
+        for a, b in ((1.0, 5.0), (1.1, 5.1))
+    ]
+    assert [_seconds(result) for result in merge(twice).cases] == [[1.0, 1.1], [5.0, 5.1]]
+
+
+def test_launches_of_other_cases_are_refused() -> None:
+    """One line names what only one side has."""
+    with pytest.raises(ValueError, match=r"^base-1 and base-2 measured other cases") as caught:
+        merge([_measured(make_result()), _measured(make_result(batch_size=2))], ["base-1", "base-2"])
+    assert str(caught.value).endswith(": base-1 alone has mp-bs1; base-2 alone has mp-bs2")
+    with pytest.raises(ValueError, match=r"launch 2 alone has mp-bs1#2$"):
+        merge(
+            [_measured(make_result()), _measured(make_result(), msgspec.structs.replace(make_result(), id="mp-bs1#2"))]
+        )
+    with pytest.raises(ValueError, match="one report at least"):
+        merge([])
+
+
+def test_launches_of_other_commits_or_machines_are_refused() -> None:
+    """They are no replicates; a commit that is not known is no other commit."""
+    with pytest.raises(ValueError, match=f"launch 2 measured commit {'b' * 40} and launch 1 {'a' * 40}"):
+        merge([_measured(make_result()), _measured(make_result(), sha="b" * 40)])
+    assert merge([_measured(make_result()), _measured(make_result(), sha=None)]).commit.sha == "a" * 40
+    other = _measured(make_result())
+    other.environment.gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA L4")]
+    with pytest.raises(ValueError, match="launch 2 ran on another machine than launch 1: GPUs 4 -> 1; GPU model"):
+        merge([_measured(make_result()), other])
+
+
+def test_traffic_that_differs_between_launches_is_not_known() -> None:
+    """It is exact, so one of them is wrong; the reason says how much each sent. A path that one launch saw counts."""
+    same = [with_launches([1.0], traffic=traffic) for traffic in (None, make_traffic(), make_traffic(link="nvlink"))]
+    merged = merge_results(same)
+    assert merged.traffic == make_traffic(link="nvlink")
+    ways = [with_launches([1.0], traffic=make_traffic(link=link)) for link in ("nvlink", "pcie", "mixed", "nvlink")]
+    merged = merge_results(ways)
+    assert merged.traffic == make_traffic(link="pcie"), "the slowest, wherever it stands"
+    differing = merge_results([with_launches([1.0], traffic=make_traffic(calls)) for calls in (64, 65)])
+    assert differing.traffic is None
+    assert differing.why["traffic"] == "launches of the same thing sent 131,072 and 133,120 bytes on the wire"
+
+
+def test_what_is_said_of_launches_is_said_once() -> None:
+    """A failed check of the answers wins; a finding of one code and a reason for what is known are not repeated."""
+    first, second = make_result(), make_result(traffic=make_traffic())
+    first.accuracy_check, second.accuracy_check = _check(None), _check(False)
+    first.findings = [Finding(code="a", severity="info", text="1 %", next_step="")]
+    second.findings = [Finding(code=code, severity="info", text="2 %", next_step="") for code in "ab"]
+    first.why = {"traffic": "no", "comparison": "first"}
+    second.why = {"comparison": "second"}
+    merged = merge_results([first, second])
+    assert merged.accuracy_check == _check(False)
+    assert [(finding.code, finding.text) for finding in merged.findings] == [("a", "1 %"), ("b", "2 %")]
+    assert merged.why == {"comparison": "first"}
+
+
+def _apart(result: CaseResult) -> list[str]:
+    return [finding.text.split(":")[0] for finding in result.findings if finding.code == "launch-times-differ"]
+
+
+def test_launches_of_several_reports_are_held_against_each_other() -> None:
+    """However few a report has of its own; of another case nothing is said."""
+    quiet = make_result(batch_size=2)
+    reports = [_measured(make_result(seconds), quiet) for seconds in (1.0, 1.1, 3.2)]
+    slow, same = merge(reports).cases
+    [finding] = slow.findings
+    assert (finding.code, finding.text.split(":")[1]) == (
+        "launch-times-differ",
+        " launch 3 of 3 took 3.2 s, the slowest, and launch 1 1 s, the fastest.",
+    )
+    assert same.findings == []
+    assert [result.findings for report in reports for result in report.cases] == [[]] * 6
+    answers = [make_answers(right) for right in ([True, True], [True, False])]
+    first, second = (_measured(make_result(accuracy=accuracy)) for accuracy in answers)
+    assert [finding.code for finding in merge([first, second]).cases[0].findings] == ["launches-answer-otherwise"]
+
+
+def test_what_a_report_says_of_its_launches_is_said_anew_of_all() -> None:
+    """Once, by the number of the launch among all; what cannot be seen any more is kept."""
+    told = merge([_measured(make_result(seconds)) for seconds in (1.0, 3.0)])
+    assert _apart(told.cases[0]) == ["Launches differ in time by a factor of 3.0"]
+    merged = merge([told, _measured(make_result(0.5))])
+    assert _apart(merged.cases[0]) == ["Launches differ in time by a factor of 6.0"]
+    assert "launch 2 of 3 took 3 s, the slowest, and launch 3 0.5 s" in merged.cases[0].findings[0].text
+    again = extend(told, _measured(make_result(9.0)), {told.cases[0].key})
+    assert _apart(again.cases[0]) == ["Launches differ in time by a factor of 9.0"]
+    assert merge([told]) == told
+    failed = merge([told, _measured(make_failed("skipped_after_oom"))])
+    [finding] = failed.cases[0].findings
+    assert "launch 2 of 3" in finding.text, "one that failed has a number, too"
+
+
+def test_what_launches_do_not_show_any_more_is_still_said() -> None:
+    """Traffic that differed is left out of the report that says so."""
+    sent = merge([_measured(with_launches([1.0], traffic=make_traffic(calls))) for calls in (64, 65)])
+    known = merge([sent, _measured(with_launches([1.0], traffic=make_traffic()))])
+    assert [finding.code for finding in known.cases[0].findings] == ["launches-send-otherwise"]
+
+
+def test_the_session_is_as_whole_as_its_launches() -> None:
+    """Incomplete, interrupted or red in one launch is that of all; a changed tree in one launch is changed."""
+    last = _measured(make_result(), complete=False, interrupted=True, exit_status=1, deselected=["a", "b"])
+    last.commit = Commit(sha="a" * 40, dirty=True)
+    session = merge([_measured(make_result(), deselected=["a"]), last])
+    assert session.session == Session(complete=False, interrupted=True, exit_status=1, deselected=["a", "b"])
+    assert session.commit.dirty is True
+
+
+def test_capacity_is_that_of_all_launches() -> None:
+    """A batch size that failed once is the limit."""
+    sizes = [make_result(batch_size=1), make_result(batch_size=2)]
+    merged = merge([_measured(*sizes), _measured(sizes[0], make_failed(batch_size=2))])
+    assert [(one.largest_fit, one.smallest_oom) for one in merged.capacity] == [(1, 2)]
+
+
+def test_cases_measured_again_add_their_launches() -> None:
+    """Only those that were asked for; the rest of the report and its session stay as they are."""
+    cases = [with_launches([1.0, 1.2], batch_size=size) for size in (1, 2, 4)]
+    report = _measured(*cases, exit_status=0)
+    later = [with_launches([9.0], batch_size=size) for size in (2, 4, 8)]
+    again = _measured(*later, complete=False, deselected=["t[mp-bs1]"])
+    extended = extend(report, again, {cases[1].key})
+    assert [_seconds(result) for result in extended.cases] == [[1.0, 1.2], [1.0, 1.2, 9.0], [1.0, 1.2]]
+    assert extended.session == report.session
+    again.commit = Commit(sha="b" * 40)
+    with pytest.raises(ValueError, match="what was measured again measured commit b"):
+        extend(report, again, set())

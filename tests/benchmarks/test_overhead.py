@@ -1,0 +1,310 @@
+"""The judgements that benchmarks/overhead makes of what it measures."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "overhead"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a script by its name, with those beside it."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+@pytest.fixture
+def agreement(script: Callable[[str], ModuleType]) -> ModuleType:
+    """Import agreement.py."""
+    return script("agreement")
+
+
+def step(kind: str, message_bytes: int, wire_bytes: int, **counted: list[int | None]) -> dict[str, Any]:
+    """Return a step of two ranks that sent the message ten times."""
+    return {
+        "kind": kind,
+        "message_bytes": message_bytes,
+        "ranks": 2,
+        "nvlink": True,
+        "wire_bytes_of_one": wire_bytes,
+        "expected_bytes": 10 * wire_bytes,
+        "devices": counted,
+        "why_not_counted": ["nvlink_tx_bytes: refused"],
+    }
+
+
+def over_nvlink(tx: int | None, message_bytes: int = 4 * MIB, wire_bytes: int = 4 * MIB) -> dict[str, Any]:
+    """Return an all-reduce of which the second device's counter says that."""
+    rx = 10 * wire_bytes
+    return step("all_reduce", message_bytes, wire_bytes, nvlink_tx_bytes=[rx, tx], nvlink_rx_bytes=[rx, rx])
+
+
+@pytest.mark.parametrize(
+    ("off", "ok"), [(0.0009, True), (-0.0009, True), (0.001 + 4090 / (4 * MIB), True), (0.002, False), (-0.0011, False)]
+)
+def test_a_collective_agrees_within_a_thousandth_and_its_protocol(agreement: ModuleType, off: float, ok: bool) -> None:
+    """One device's counter that is off by more than 2 KiB a step of the ring beside that is enough to fail."""
+    answer = agreement.judged(over_nvlink(round(40 * MIB * (1 + off))))
+    assert answer["ok"] is ok
+    assert answer["ratios"]["nvlink_tx_bytes"] == pytest.approx([1, 1 + off], abs=2e-6)
+    assert answer["bound"] == (0.999, pytest.approx(1.001 + 4096 / (4 * MIB), abs=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message_mib", "repetitions", "counted", "beyond"),
+    [
+        ("all_reduce", 4, 6953, 43_811_240_960, 9600),
+        ("all_reduce", 64, 1450, 145_975_699_456, 9600),
+        ("all_gather", 4, 7009, 22_083_398_656, 4992),
+        ("all_gather", 64, 2408, 121_210_631_168, 4993),
+    ],
+)
+def test_what_the_protocol_adds_is_told_by_the_message(
+    agreement: ModuleType, kind: str, message_mib: int, repetitions: int, counted: int, beyond: float
+) -> None:
+    """Counts of 4 GPUs: the ratio falls as messages grow, the bytes beside each stay, and all are within the bound."""
+    wire_bytes = agreement.formula(kind, message_mib * MIB, 4)
+    given = {
+        **step(kind, message_mib * MIB, wire_bytes, nvlink_tx_bytes=[counted], nvlink_rx_bytes=[counted]),
+        "ranks": 4,
+        "expected_bytes": repetitions * wire_bytes,
+    }
+    answer = agreement.judged(given)
+    assert answer["beyond_bytes_of_one"] == pytest.approx(beyond, abs=1)
+    assert answer["ok"] is True
+    assert agreement.judged({**given, "wire_bytes_of_one": wire_bytes + 1})["ok"] is False
+
+
+def test_a_large_message_is_allowed_little_beside_a_thousandth(agreement: ModuleType) -> None:
+    """The allowance is bytes, not a wider ratio: 0.15 % too much of 64 MiB fails."""
+    counted = round(640 * MIB * 1.0015)
+    assert agreement.judged(over_nvlink(counted, 64 * MIB, 64 * MIB))["ok"] is False
+
+
+def test_small_messages_are_shown_and_not_judged(agreement: ModuleType) -> None:
+    """At 1 MiB flags weigh too much for the bound: there is a ratio, no verdict, and the reason for that."""
+    answer = agreement.judged(over_nvlink(11 * MIB, MIB, MIB))
+    assert answer["ok"] is None
+    assert answer["ratios"]["nvlink_tx_bytes"] == [1.0, 1.1]
+    assert "1 MiB" in answer["why"]
+
+
+def test_what_was_not_counted_does_not_agree(agreement: ModuleType) -> None:
+    """A counter that gave nothing fails the step with the reason that the device told."""
+    answer = agreement.judged(over_nvlink(None))
+    assert answer["ok"] is False
+    assert answer["why"] == "nvlink_tx_bytes: refused"
+
+
+@pytest.mark.parametrize(
+    ("shown", "ok", "why"),
+    [
+        ([40 * MIB, 44 * MIB], True, "there is no NVLink: held against PCIe"),
+        ([40 * MIB, 100 * MIB], True, "there is no NVLink: held against PCIe"),
+        ([39 * MIB, 44 * MIB], False, "there is no NVLink: held against PCIe; a ratio lies outside of the bound"),
+        ([40 * MIB, None], None, "there is no NVLink, and PCIe was not counted: nvlink_tx_bytes: refused"),
+    ],
+)
+def test_without_nvlink_a_collective_is_held_against_pcie(
+    agreement: ModuleType, shown: list[int | None], ok: bool | None, why: str
+) -> None:
+    """At least what was sent shows there; how much more is the way's. A machine that cannot count it does not fail."""
+    given = step("all_reduce", 4 * MIB, 4 * MIB, pcie_tx_bytes=shown, pcie_rx_bytes=shown, nvlink_tx_bytes=[None, None])
+    answer = agreement.judged({**given, "nvlink": False})
+    assert (answer["ok"], answer["why"], answer["bound"]) == (ok, why, (0.99, None))
+
+
+def test_the_package_and_the_formula_must_count_the_same(agreement: ModuleType) -> None:
+    """Counters that agree with a wrong account are no agreement."""
+    answer = agreement.judged(over_nvlink(80 * MIB, wire_bytes=8 * MIB))
+    assert answer["ok"] is False
+    assert "formula" in answer["why"]
+
+
+@pytest.mark.parametrize(("ratio", "ok"), [(0.98, False), (1.0, True), (1.14, True), (1.16, False)])
+def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, ratio: float, ok: bool) -> None:
+    """What goes to the device is received: at least the payload, at most that with packet headers."""
+    counted = round(160 * MIB * ratio)
+    given = step("host_to_device", 16 * MIB, 16 * MIB, pcie_rx_bytes=[counted, counted], pcie_tx_bytes=[0, 0])
+    assert agreement.judged(given)["ok"] is ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "wire_bytes"),
+    [("all_reduce", 4, 96), ("all_gather", 4, 48), ("all_reduce", 2, 64), ("device_to_host", 4, 64)],
+)
+def test_the_formulas_are_those_of_rings(agreement: ModuleType, kind: str, ranks: int, wire_bytes: int) -> None:
+    """Of 64 bytes an all-reduce sends 2 (n-1)/n, an all-gather of 64 in all (n-1)/n, a copy all."""
+    assert agreement.formula(kind, 64, ranks) == wire_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "most", "confidence"), [(3, 1, 3, 0.75), (10, 2, 9, 0.9785), (20, 6, 15, 0.9586)]
+)
+def test_the_interval_of_a_median_is_that_of_the_sign_test(
+    script: Callable[[str], ModuleType], count: int, least: int, most: int, confidence: float
+) -> None:
+    """Tables of the binomial give the same order statistics and confidence."""
+    values = list(range(count, 0, -1))
+    assert script("profiler").interval(values) == (least, most, pytest.approx(confidence, abs=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("median", "least", "most", "device", "ok", "sure", "status"),
+    [
+        (0.05, -0.1, 0.15, "cuda", True, True, 0),
+        (0.05, -0.1, 0.9, "cuda", True, False, 0),
+        (0.3, 0.1, 0.5, "cuda", False, False, 1),
+        (-0.3, -0.5, -0.1, "cuda", False, False, 1),
+        (0.3, 0.1, 0.5, "cpu", False, False, 0),
+        (0.3, 0.25, 0.5, "cpu", False, False, 1),
+    ],
+)
+def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
+    script: Callable[[str], ModuleType],
+    median: float,
+    least: float,
+    most: float,
+    device: str,
+    ok: bool,
+    sure: bool,
+    status: int,
+) -> None:
+    """By the median; on a CPU, whose noise is larger than the limit, only where there is no doubt."""
+    profiler = script("profiler")
+    assert profiler.judged(median, least, most) == {"ok": ok, "sure": sure}
+    assert profiler.status(median, least, device) == status
+
+
+@pytest.mark.parametrize(
+    ("flags", "eager"), [(["cpu"], True), (["cuda"], False), (["cuda", "--eager"], True), (["cpu", "--eager"], True)]
+)
+def test_graphs_are_for_gpus_unless_they_are_declined(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, flags: list[str], eager: bool
+) -> None:
+    """What is profiled runs eagerly on a CPU, and where that is asked for."""
+    profiler = script("profiler")
+    monkeypatch.setattr(sys, "argv", ["profiler.py", "--device", *flags])
+    assert profiler.parse().eager is eager
+
+
+def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Its time from start to end, and memory that whoever started it does not add to."""
+    judging = script("gate")
+    for seed, name in enumerate(("base", "head")):
+        judging.write(tmp_path / name, seed, cases=1, batches=2, items=1, launches=1)
+    held = b"x" * (256 * MIB)
+    for code in (judging.JUDGE, judging.COMPARE):
+        found = judging.measured(code, [tmp_path / "base", tmp_path / "head"])
+        assert 10 < found["peak_mb"] < len(held) / MIB
+    assert min(found["wall_s"], found["cpu_s"]) > 0
+    with pytest.raises(subprocess.CalledProcessError):
+        judging.measured(judging.COMPARE, [tmp_path / "base", tmp_path / "nowhere"])
+
+
+def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], ModuleType]) -> None:
+    """A hundred ticks of which one is missing and one late: one missed, the late one the largest, the 99th small."""
+    ticks = [{"k": k, "t_s": 5 + k * 0.1 + 0.001, "cpu_s": 0.01 * k} for k in range(101) if k != 7]
+    ticks[50]["t_s"] += 0.05
+    figures = script("sampler").figures({"t0_s": 5.0, "period_s": 0.1}, ticks)
+    assert figures["missed"] == 1
+    assert figures["lateness_max_s"] == pytest.approx(0.051)
+    assert figures["lateness_p99_s"] == pytest.approx(0.001)
+    assert figures["cpu_s_per_s"] == pytest.approx(0.1)
+
+
+class Nvml:
+    """A library with a call that is refused, and one whose samples take turns."""
+
+    class NVMLError(Exception):
+        """What it raises."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[object, ...]] = []
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802 - NVML's name
+        """Answer for device 0 only."""
+        self.made.append(("power", handle))
+        if handle:
+            raise self.NVMLError
+        return 1
+
+    def nvmlGpmMetricsGet(self, question: Any) -> None:  # noqa: N802 - NVML's name
+        """Take down which samples it was asked about."""
+        self.made.append(("gpm", question.sample1, question.sample2))
+
+
+class Rounds:
+    """A sampler that asks both devices, and GPM about samples a and b in turn."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+        self.question = SimpleNamespace(sample1="a", sample2="b")
+
+    def round(self, _now_s: float) -> None:
+        """Make the calls of a tick."""
+        for handle in (0, 1):
+            with suppress(Nvml.NVMLError):
+                self.nvml.nvmlDeviceGetPowerUsage(handle)
+        self.nvml.nvmlGpmMetricsGet(self.question)
+        self.question.sample1, self.question.sample2 = self.question.sample2, self.question.sample1
+
+    def poll(self) -> None:
+        """Say that nothing is due between ticks."""
+
+
+def test_the_calls_made_again_are_those_of_the_sampler(script: Callable[[str], ModuleType]) -> None:
+    """Refused ones too, and GPM's with the samples of their own round, whatever its question holds by then."""
+    bare, nvml = script("bare_calls"), Nvml()
+    listening = bare.Listening(nvml)
+    rounds = bare.record(Rounds(listening), listening, 0.001, 2)
+    nvml.made.clear()
+    cpu_s_per_s, calls_per_s = bare.repeat(rounds, nvml, 0.001, 0.004)
+    assert nvml.made[:6] == [
+        *(("power", 0), ("power", 1), ("gpm", "b", "a")),
+        *(("power", 0), ("power", 1), ("gpm", "a", "b")),
+    ]
+    assert nvml.made[6:] == nvml.made[:6]
+    assert cpu_s_per_s > 0
+    assert calls_per_s == {"nvmlDeviceGetPowerUsage": 2000, "nvmlGpmMetricsGet": 1000}
+    assert [len(each) for each in rounds] == [3, 3]
+
+
+def test_the_cost_of_a_call_is_told_by_gpu_and_second(script: Callable[[str], ModuleType]) -> None:
+    """Two GPUs, two rounds of a second: three calls of 2 ms and one of 1 ms, the dearest first."""
+    bare = script("bare_calls")
+
+    def made(name: str, cpu_s: float) -> Any:
+        return bare.Made(0.0, lambda: None, name, False, cpu_s, 2 * cpu_s)
+
+    rounds = [[made("cheap", 0.001), made("dear", 0.002)], [made("dear", 0.001), made("dear", 0.003)]]
+    found = bare.costs(rounds, 2, 1.0)
+    assert list(found) == ["dear", "cheap"]
+    assert found["dear"] == {"us": 4000.0, "cpu_us": 2000.0, "per_gpu_per_s": 0.75, "cpu_ms_per_gpu_per_s": 1.5}
+
+
+def test_a_sampler_that_is_not_installed_is_said_to_be(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures are not left out without a word."""
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "nvitop"])
+    script("peers").main()
+    assert json.loads(capsys.readouterr().out) == {"installed": None, "why": "nvitop is not installed"}

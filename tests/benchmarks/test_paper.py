@@ -1,0 +1,370 @@
+"""The study's experiment in benchmarks/paper: its settings, that it stands apart, and the claims beside a report."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+from support import tiny_model
+from support.report_factory import (
+    GIB,
+    PAPER_S,
+    make_accuracy,
+    make_failed,
+    make_profile,
+    make_report,
+    make_result,
+    make_traffic,
+    paper_results,
+)
+
+from pytest_llmgpu.plugin import options
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import AccuracyCheck, Outcome
+from pytest_llmgpu.report.result import Path as TrafficPath
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PAPER = BENCHMARKS / "paper"
+REPORTS = (
+    PAPER / "results" / "paper-4xH200.json.gz",
+    BENCHMARKS / "reports" / "llama-30b-4xH200-no-p2p.json.gz",
+    BENCHMARKS / "reports" / "llama-30b-4xH200.json.gz",
+)
+VARIABLE = "NCCL_P2P_DISABLE"
+
+
+@pytest.fixture(autouse=True)
+def _peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is not set, and is not once the test is over."""
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a dataset: made before pytester, which forgets what is imported meanwhile."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model.write_model(folder / "model")
+    tiny_model.write_dataset(folder / "items.jsonl")
+    return folder
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import claims.py, with what is beside it."""
+    monkeypatch.syspath_prepend(PAPER)
+    return importlib.import_module("claims")
+
+
+def _chosen(pytester: pytest.Pytester, *flags: str) -> options.Options:
+    return options.resolve(pytester.parseconfigure(str(PAPER), *flags))
+
+
+def _collected(result: pytest.RunResult) -> list[str]:
+    return [line for line in result.outlines if "::" in line]
+
+
+def test_the_settings_are_the_studys(pytester: pytest.Pytester) -> None:
+    """What the command leaves out is in one file: the study's server, harness and profiler."""
+    chosen = _chosen(pytester)
+    assert chosen.strategy == ("mp", "tp", "iok")
+    assert (chosen.model, chosen.load_format, chosen.dtype) == ("llama-30b", "dummy", "float16")
+    assert (chosen.device, chosen.devices) == ("cuda", 4)
+    assert chosen.gpu_memory == pytest.approx(32 * GIB, rel=0.02)
+    assert chosen.gpu_memory is not None
+    assert chosen.gpu_memory < 31.75 * GIB, "what a card of 32 GB has"
+    assert (chosen.scoring, chosen.cuda_graphs, chosen.iok_min_tokens) == ("harness", "off", 1)
+    assert chosen.profile_method == "paper"
+    assert chosen.sample_period == pytest.approx(1 / 6)
+    assert os.environ[VARIABLE] == "1"
+
+
+def test_batch_sizes_double_from_1_to_beyond_the_studys(pytester: pytest.Pytester) -> None:
+    """They go on until one is out of memory, and the stand-in's items make up the largest of them."""
+    chosen = _chosen(pytester)
+    assert chosen.batch_sizes == tuple(2**power for power in range(len(chosen.batch_sizes)))
+    assert chosen.limit is not None
+    assert max(PAPER_S["mp"]) < max(chosen.batch_sizes) <= 4 * chosen.limit
+
+
+def test_weights_of_ones_own_are_measured_on_the_whole_dataset(pytester: pytest.Pytester) -> None:
+    """The same command with --llmgpu-model gives the study's whole table: nothing stands in for anything."""
+    chosen = _chosen(pytester, "--llmgpu-model=huggyllama/llama-30b")
+    assert (chosen.model, chosen.load_format) == ("huggyllama/llama-30b", "auto")
+    assert (chosen.dataset, chosen.limit) == ("hellaswag", None)
+    assert chosen.scoring == "harness"
+
+
+def test_a_flag_wins_over_every_setting(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the ini file, those of the stand-in, and a variable that is set."""
+    monkeypatch.setenv(VARIABLE, "0")
+    chosen = _chosen(pytester, "--strategy=tp", "--llmgpu-limit=60", "--llmgpu-scoring=lean")
+    assert (chosen.strategy, chosen.limit, chosen.scoring) == (("tp",), 60, "lean")
+    assert (chosen.model, chosen.load_format) == ("llama-30b", "dummy")
+    assert os.environ[VARIABLE] == "0"
+
+
+def test_the_main_job_leaves_the_experiment_alone(pytester: pytest.Pytester) -> None:
+    """`pytest benchmarks` collects none of it, and none of its settings are in force."""
+    result = pytester.runpytest_inprocess(str(BENCHMARKS), "--collect-only", "-q", "-p", "no:cacheprovider")
+    tests = _collected(result)
+    assert tests
+    assert all("test_inference.py::test_hellaswag[mp-bs" in test for test in tests)
+    assert VARIABLE not in os.environ
+
+
+def test_its_own_command_collects_the_experiment(pytester: pytest.Pytester) -> None:
+    """Every strategy at every batch size, and nothing else."""
+    flags = ("--strategy=mp,tp,iok", "--collect-only", "-q", "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess(str(PAPER), *flags)
+    sizes = [2**power for power in range(11)]
+    expected = [f"study.py::test_hellaswag[{name}-bs{size}]" for name in ("mp", "tp", "iok") for size in sizes]
+    assert _collected(result) == expected
+
+
+def test_the_command_measures(tiny: Path, pytester: pytest.Pytester) -> None:
+    """On a CPU, which has no memory to cap, the experiment runs and its report holds what was set."""
+    folder = pytester.path / "paper"
+    shutil.copytree(PAPER, folder, ignore=shutil.ignore_patterns("__pycache__", "*.json.gz"))
+    settings = (folder / "pytest.ini").read_text()
+    (folder / "pytest.ini").write_text(settings.replace("llmgpu_gpu_memory = 31.7GiB\n", ""))
+    of_the_server = ("--llmgpu-device=cpu", "--llmgpu-devices=1", "--llmgpu-dtype=float32")
+    flags = (
+        "--strategy=mp",
+        f"--llmgpu-model={tiny / 'model'}",
+        f"--llmgpu-dataset={tiny / 'items.jsonl'}",
+        "--llmgpu-batch-sizes=2,8",
+    )
+    # A process of its own: pytester would forget the parts of torch that are imported on the way.
+    result = pytester.runpytest_subprocess("paper", *flags, *of_the_server, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2)
+    told = file.load(folder / "report.json.gz")
+    assert [(case.id, case.case.workload) for case in told.cases] == [
+        ("mp-bs2", "loglikelihood_full_logits"),
+        ("mp-bs8", "loglikelihood_full_logits"),
+    ]
+    assert told.environment.variables[VARIABLE] == "1"
+    assert told.options["--llmgpu-scoring"] == "harness"
+
+
+def _rows(claims: ModuleType, told: Report) -> dict[str, tuple[str, bool | None]]:
+    """Return what is said of each claim, and whether it holds."""
+    return {one.text: (one.ours, one.holds) for one in claims.claims(told)}
+
+
+def test_the_studys_own_figures_bear_its_claims_out(claims: ModuleType) -> None:
+    """Its Table 2 as a report: whatever it says of times, thresholds and accuracy holds of it."""
+    results = [
+        msgspec.structs.replace(one, case=msgspec.structs.replace(one.case, gpu_memory_bytes=32 * GIB))
+        for one in [
+            *paper_results(),
+            make_failed(strategy="mp", batch_size=128),
+            make_failed(strategy="tp", batch_size=128),
+        ]
+    ]
+    rows = _rows(claims, make_report(results))
+    expected = {
+        "mp: best batch size": ("32 (3705.00 s)", True),
+        "tp: best batch size": ("64 (4079.00 s)", True),
+        "iok: best batch size": ("16 (4027.00 s)", True),
+        "order at batch size 1": ("iok 4959.00 s, tp 6548.00 s, mp 10258.00 s", True),
+        "mp passes iok as the batch grows": ("at 8", True),
+        "iok gains least by batching (time at 1 over the best)": ("mp 2.77, tp 1.61, iok 1.23", True),
+        "mp: largest batch size in 32 GiB a GPU": ("between 64, which fits, and 128, which does not", True),
+        "tp: largest batch size in 32 GiB a GPU": ("between 64, which fits, and 128, which does not", True),
+        "iok: largest batch size in 32 GiB a GPU": ("between 32, which fits, and 64, which does not", True),
+        "mp: accuracy over batch sizes": ("82.8 %", True),
+        "tp: accuracy over batch sizes": ("82.8 %", True),
+        "iok: accuracy over batch sizes": ("26.0 to 82.8 %", True),
+    }
+    assert {text: rows[text] for text in expected} == expected
+    assert rows["tp: PCIe TX at the largest batch size, GB/s"] == ("6.87 (at 64)", None)
+    assert rows["iok: memory in use grows with the batch"][1] is True
+    assert rows["tp sends two orders more a second than mp: PCIe TX"] == ("79 to 79 times (at 1)", False)
+
+
+def test_a_wrong_answer_is_no_best_time(claims: ModuleType) -> None:
+    """However fast: it is no achievement, and its cell says why it is not the best."""
+    results = [
+        make_result(seconds, make_accuracy(right), strategy="iok", batch_size=size)
+        for size, seconds, right in ((16, 60.0, 0.82), (32, 1.0, 0.26))
+    ]
+    results[1].accuracy_check = AccuracyCheck(
+        metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=False, text="wrong"
+    )
+    told = make_report(results)
+    assert _rows(claims, told)["iok: best batch size"][0] == "16 (60.00 s)"
+    lines = claims.markdown({"a": told}).splitlines()
+    assert [line.rpartition(" | ")[2] for line in lines if line.startswith(("| 16 |", "| 32 |"))] == [
+        "**60.00** |",
+        "1.00 (26 %) |",
+    ]
+
+
+def test_a_part_of_the_experiment_judges_no_claim_on_the_rest(claims: ModuleType) -> None:
+    """One batch size of one strategy is no series; what is not there is said so."""
+    told = make_report([make_result(60.0, make_accuracy(0.5), strategy="iok", batch_size=16)])
+    rows = _rows(claims, told)
+    assert {holds for _, holds in rows.values()} == {None}
+    assert rows["iok: best batch size"][0] == "16 (60.00 s)"
+    assert rows["mp: best batch size"][0] == rows["order at batch size 1"][0] == "not shown"
+
+
+@pytest.mark.parametrize(
+    ("cap", "ours", "holds"),
+    [
+        (32, "", False),
+        (31.75, " (with 31.75 GiB)", False),
+        (17, " (with 17 GiB)", None),
+        (None, " (with no cap)", None),
+    ],
+)
+def test_a_threshold_is_held_against_the_studys_at_its_cap_only(
+    claims: ModuleType, cap: float | None, ours: str, holds: bool | None
+) -> None:
+    """Another amount of memory has another threshold."""
+    fields: dict[str, Any] = {"strategy": "mp", "gpu_memory_bytes": cap and int(cap * GIB)}
+    told = make_report([make_result(batch_size=1, **fields), make_failed(batch_size=2, **fields)])
+    text = f"1: 2 is out of memory{ours}"
+    assert _rows(claims, told)["mp: largest batch size in 32 GiB a GPU"] == (text, holds)
+
+
+@pytest.mark.parametrize(("largest", "holds"), [(64, None), (128, False)])
+def test_more_than_fitted_in_the_study_is_another_threshold(
+    claims: ModuleType, largest: int, holds: bool | None
+) -> None:
+    """Even where nothing was out of memory; as much as in the study is no threshold yet."""
+    told = make_report([make_result(60.0, sequences=128, batch_size=largest, strategy="tp", gpu_memory_bytes=32 * GIB)])
+    assert _rows(claims, told)["tp: largest batch size in 32 GiB a GPU"][1] is holds
+
+
+@pytest.mark.parametrize(
+    ("busy", "holds"), [((90.0, 60.0, 40.0, 30.0), True), ((40.0, 60.0, 80.0, 90.0), False), ((90.0,) * 4, False)]
+)
+def test_utilisation_is_held_against_traffic(claims: ModuleType, busy: tuple[float, ...], holds: bool) -> None:
+    """It falls as traffic grows, or it does not; one that stays does not fall."""
+    told = make_report(
+        [
+            make_result(profile=make_profile(tx=(1 + number) * 1e9, busy=value), strategy="tp", batch_size=2**number)
+            for number, value in enumerate(busy)
+        ]
+    )
+    assert _rows(claims, told)["tp: utilisation falls as traffic grows"][1] is holds
+
+
+def test_counters_that_saw_a_part_of_the_traffic_make_no_ratio(claims: ModuleType) -> None:
+    """Mp's copies may take NVLink where tp is kept from it: PCIe shows a host's chatter then, and a wild ratio."""
+    wire_bytes, cases = 40e6, []
+    for strategy, tx, nvlink in (("mp", 1e6, 1e8), ("tp", 1e11, 0.0)):
+        profile = make_profile(tx=tx, nvlink=nvlink)
+        cases.append(make_result(1.0, profile=profile, traffic=make_traffic(4, wire_bytes / 8), strategy=strategy))
+    rows = _rows(claims, make_report(cases))
+    assert rows["tp sends two orders more a second than mp: PCIe TX"] == (
+        "not shown: mp's copies took another link",
+        None,
+    )
+    over_both = rows["tp sends two orders more a second than mp: PCIe and NVLink TX"]
+    assert over_both == (f"{1e11 / 1.01e8:.0f} to {1e11 / 1.01e8:.0f} times (at 1)", True)
+    assert rows["tp sends two orders more a second than mp: sent by the program"] == ("1 to 1 times (at 1)", False)
+
+
+def test_a_link_that_was_not_counted_is_said_of_its_batch_size(claims: ModuleType) -> None:
+    """Of the largest, whose figure it is: neither hidden by the others nor said because of them."""
+    told = []
+    for largest in (1e6, 1e9):
+        cases = [
+            make_result(
+                1.0, profile=make_profile(tx=tx), traffic=make_traffic(4, 1e9 / 16), strategy="tp", batch_size=size
+            )
+            for size, tx in ((1, 1e9), (2, 1e6), (4, largest))
+        ]
+        told.append(_rows(claims, make_report(cases))["tp: PCIe TX at the largest batch size, GB/s"][0])
+    assert told == ["0.00103 (at 4); it sent more, over a link that was not counted", "1.02 (at 4)"]
+
+
+def test_charts_and_claims_hold_the_counters_against_the_account_alike(claims: ModuleType) -> None:
+    """A path over a link that was counted is one that was seen, whatever the sum."""
+    path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, TrafficPath)
+    traffic = msgspec.structs.replace(make_traffic(), path=path)
+    (case,) = make_report([make_result(1.0, profile=make_profile(tx=1e3, nvlink=1e3), traffic=traffic)]).cases
+    figures = claims.figures
+    assert figures.seen(figures.links)(case) == figures.links(case) is not None
+    assert figures.seen(figures.pcie, "pcie")(case) is None
+
+
+def test_a_reading_of_another_time_is_no_figure(claims: ModuleType) -> None:
+    """A case that was over before the first sample has none, though its profile holds the nearest."""
+    cases = [
+        make_result(profile=make_profile(tx=1e9 * size, samples=0), strategy="tp", batch_size=size)
+        for size in (1, 2, 4, 8)
+    ]
+    assert _rows(claims, make_report(cases))["tp: utilisation falls as traffic grows"] == ("not shown", None)
+
+
+def test_random_weights_say_nothing_of_accuracy(claims: ModuleType) -> None:
+    """But a workspace that was cut short is named, whatever the weights are."""
+    told = make_report(
+        [
+            make_result(accuracy=make_accuracy(value), strategy="iok", batch_size=size, load_format="dummy")
+            for size, value in ((16, 0.25), (32, 0.31))
+        ]
+    )
+    launch = told.cases[1].launches[0]
+    launch.tokens_requested, launch.tokens_granted = 88, 23
+    said = _rows(claims, told)["iok: accuracy over batch sizes"]
+    assert said == ("25.0 to 31.0 %; 23 of 88 tokens at 32 (random weights: chance)", None)
+
+
+@pytest.mark.parametrize(("outcome", "cell"), [("oom", "OoM"), ("skipped_after_oom", ""), ("timeout", "timeout")])
+def test_how_a_case_ended_stands_where_its_time_would(claims: ModuleType, outcome: Outcome, cell: str) -> None:
+    """A row of the table beside the study's says what happened."""
+    told = make_report(
+        [make_result(60.0, strategy="tp", batch_size=32), make_failed(outcome, strategy="tp", batch_size=64)]
+    )
+    lines = claims.markdown({"a": told}).splitlines()
+    assert "| 32 | **3,705** | 4,087 | 4,201 (26 %) | **60.00** |" in lines
+    assert f"| 64 | 3,800 | **4,079** | OoM | {cell} |" in lines
+
+
+def test_the_command_prints_the_tables(claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report for a column, after a line that says what was measured."""
+    told = make_report(paper_results())
+    told.environment.variables[VARIABLE] = "1"
+    file.dump(told, tmp_path / "study.json.gz")
+    claims.main([str(tmp_path / "study.json.gz")])
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "study: huggyllama/llama-30b, real weights, float16, on 4 NVIDIA H200, NCCL_P2P_DISABLE=1; "
+        "10,042 items of hellaswag, lean scoring.\n"
+    )
+    assert "| order at batch size 1 | iok 4,959 s, tp 6,548 s, mp 10,258 s | holds: iok 4959.00 s, tp" in printed
+
+
+def test_another_report_is_refused(claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says why, with argparse's status."""
+    file.dump(make_report([make_result(strategy="mine")]), tmp_path / "mine.json")
+    with pytest.raises(SystemExit, match="2"):
+        claims.main([str(tmp_path / "mine.json")])
+    assert "mine: no case of mp, tp, iok is in this report" in capsys.readouterr().err
+
+
+def test_the_readme_has_the_figures_of_the_reports(claims: ModuleType) -> None:
+    """Its table is what the script says of the runs that there are; a new run needs a new table."""
+    readme = (PAPER / "README.md").read_text().splitlines()
+    told = {path.name: file.load(path) for path in REPORTS}
+    table = claims.markdown(told).splitlines()
+    rows = table[table.index(f"| claim | study | {' | '.join(told)} |") + 2 :]
+    assert len(rows) > 20
+    assert [row for row in rows if row not in readme] == []
+    seconds = claims.markdown({REPORTS[0].name: told[REPORTS[0].name]}).splitlines()
+    times = [line.split("|")[5:-1] for line in seconds if re.match(r"\| \d", line)]
+    shown = [line.split("|")[5:-1] for line in readme if re.match(r"\| \d+ \|", line)]
+    assert [[cell.strip(" s") for cell in row] for row in shown] == [[cell.strip() for cell in row] for row in times]

@@ -1,0 +1,1 @@
+"""Generators of the bundled model, its tokenizer and its dataset; not part of the installed package."""

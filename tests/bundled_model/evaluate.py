@@ -1,0 +1,132 @@
+"""Accuracy of the bundled model on the bundled items, as JSON: `python -m bundled_model.evaluate [MODEL_DIR]`.
+
+The yardstick by which the model is trained and registered. It is deliberately apart from the scoring that the plugin
+measures, and as plain as can be: every logit, right padding with id 0, no attention mask.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bundled_model.dataset import Item, evaluation_items
+from pytest_llmgpu.inference.bundled import model_directory
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+__all__ = ["TRUNCATED_TOKENS", "Score", "evaluate", "load", "score"]
+
+TRUNCATED_TOKENS = 23
+"""Length of context at which the task falls to chance."""
+
+
+class Score(NamedTuple):
+    """How well a model does on some items."""
+
+    acc: float
+    """Fraction of items whose right ending has the largest log-likelihood."""
+    acc_norm: float
+    """The same with log-likelihoods divided by the ending's length in characters."""
+    choices: list[int]
+    """[items] index of the ending with the largest log-likelihood."""
+    margins: list[float]
+    """[items] log-likelihood of the right ending less that of the best wrong one."""
+    loglikelihoods: list[float]
+    """[items * 4] of every ending."""
+
+
+def load(directory: Path, dtype: str = "float32") -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Return the model, in a dtype of torch by name, and the tokenizer of a directory, without the network."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = LlamaForCausalLM.from_pretrained(directory, local_files_only=True, dtype=getattr(torch, dtype))
+    return model.eval(), tokenizer
+
+
+def score(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    items: list[Item],
+    *,
+    batch_size: int = 64,
+    context_tokens: int | None = None,
+) -> Score:
+    """Score items as HellaSwag is scored.
+
+    Args:
+        model: On the CPU, in any dtype; log-probabilities are taken in float32.
+        tokenizer: Its default special tokens are used.
+        items: At least one.
+        batch_size: Sequences per forward; an item is 4.
+        context_tokens: Keep only this many last tokens of each context; None keeps all.
+    """
+    requests = []
+    for item in items:
+        context = tokenizer(item.prompt)["input_ids"]
+        kept = context if context_tokens is None else context[-context_tokens:]
+        for ending in item.endings:
+            whole = tokenizer(f"{item.prompt} {ending}")["input_ids"]
+            requests.append((kept, whole[len(context) :]))
+    loglikelihoods: list[float] = []
+    for start in range(0, len(requests), batch_size):
+        loglikelihoods += _loglikelihoods(model, requests[start : start + batch_size])
+    choices, hits_norm, margins = [], 0, []
+    for number, item in enumerate(items):
+        values = loglikelihoods[4 * number : 4 * number + 4]
+        by_character = [value / len(ending) for value, ending in zip(values, item.endings, strict=True)]
+        choices.append(values.index(max(values)))
+        hits_norm += by_character.index(max(by_character)) == item.label
+        right = values.pop(item.label)
+        margins.append(right - max(values))
+    hits = sum(choice == item.label for choice, item in zip(choices, items, strict=True))
+    return Score(hits / len(items), hits_norm / len(items), choices, margins, loglikelihoods)
+
+
+def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], list[int]]]) -> list[float]:
+    """Return the log-likelihood of each continuation given its context, from one forward."""
+    import torch
+
+    rows = [context + continuation[:-1] for context, continuation in requests]
+    longest = max(map(len, rows))
+    input_ids_BS = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    with torch.inference_mode():
+        logprobs_BSV = model(input_ids_BS, use_cache=False).logits.float().log_softmax(-1)
+    return [
+        logprobs_SV[len(context) - 1 : len(row)].gather(1, torch.tensor(continuation)[:, None]).sum().item()
+        for logprobs_SV, row, (context, continuation) in zip(logprobs_BSV, rows, requests, strict=True)
+    ]
+
+
+def write_loglikelihoods(directory: Path) -> None:
+    """Write those of the evaluation items in float32, little-endian, beside a directory's model."""
+    full = score(*load(directory, "float32"), evaluation_items())
+    values = array("f", full.loglikelihoods)
+    if sys.byteorder == "big":
+        values.byteswap()
+    (directory / "loglikelihoods.f32").write_bytes(values.tobytes())
+
+
+def evaluate(directory: Path, dtype: str = "float32") -> dict[str, object]:
+    """Return the accuracies of a directory's model on the evaluation items, with all of the context and truncated."""
+    model, tokenizer = load(directory, dtype)
+    items = evaluation_items()
+    full = score(model, tokenizer, items)
+    truncated = score(model, tokenizer, items, context_tokens=TRUNCATED_TOKENS)
+    return {
+        "dtype": dtype,
+        "items": len(items),
+        "acc": full.acc,
+        "acc_norm": full.acc_norm,
+        "smallest_margin": min(map(abs, full.margins)),
+        "truncated": {"tokens": TRUNCATED_TOKENS, "acc": truncated.acc, "acc_norm": truncated.acc_norm},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(evaluate(Path(sys.argv[1]) if sys.argv[1:] else model_directory()), indent=2))

@@ -1,0 +1,194 @@
+"""Train the bundled model and its tokenizer: `python -m bundled_model.train OUT_DIR`.
+
+Everything is drawn from seeds, but sums of floats differ between machines and versions of torch: a rebuilt model is as
+good as the committed one, not bit-equal to it. After a rebuild, update `MODEL_SHA256` and `ACCURACY` in
+`pytest_llmgpu.inference.bundled` from the JSON that this script prints.
+
+Looking up who takes what needs two heads in a row: one that hands each token its predecessor, one that goes from a
+name to the token whose predecessor it was. Left to itself a model stays at one in four for thousands of steps before it
+finds both, so half the heads are shown where to look by a loss on their attention; a few hundred steps then suffice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bundled_model.dataset import Item, training_items
+from bundled_model.evaluate import evaluate, write_loglikelihoods
+from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+__all__ = ["Settings", "batches", "main", "train"]
+
+_NONE = -100
+"""No token: the target that torch's cross entropy leaves out."""
+
+_TINY = 1e-9
+"""Keeps the logarithm of an attention of 0 finite."""
+
+
+class Settings(NamedTuple):
+    """How long and how hard to train; the defaults made the committed model."""
+
+    seed: int = 1
+    vocabulary_size: int = 896
+    tokenizer_items: int = 4000
+    steps: int = 400
+    rows: int = 32
+    """Sequences per step."""
+    learning_rate: float = 2e-3
+    warmup_steps: int = 30
+    text_weight: float = 0.1
+    """Weight of the loss on every token; the loss on the answers weighs 1."""
+    looking_weight: float = 0.1
+    """Weight of the loss on where the shown heads look."""
+    shown_heads: int = 4
+    """Heads per layer, of 8, that are shown where to look."""
+
+
+class Batch(NamedTuple):
+    """One step's sequences, padded on the right."""
+
+    input_ids_BS: torch.Tensor
+    next_ids_BS: torch.Tensor
+    """The token that follows, -100 where there is none."""
+    sources_BS: torch.Tensor
+    """Where the list has the token that follows, -100 where that token is no part of an answer."""
+
+
+def _text(item: Item, rng: random.Random) -> str:
+    """Return the item with its right ending, then the other three facts as further questions and answers."""
+    others = rng.sample([fact for fact in item.facts if fact is not item.asked], len(item.facts) - 1)
+    return " ".join([f"{item.prompt} {item.endings[item.label]}", *(f"{fact}." for fact in others)])
+
+
+def _encode(item: Item, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the token ids of a text and, for the tokens of its answers, where the list has them (else -100)."""
+    ids, sources = [tokenizer.bos_token_id], [_NONE]
+    things = "|".join(f" {fact.thing}" for fact in item.facts)
+    listed: dict[str, int] = {}
+    # Pieces begin with their space, so that their tokens are those of the whole text.
+    for piece in re.split(f"({things})(?=[,.])", text):
+        if not piece:
+            continue
+        tokens = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if piece in listed:
+            sources += range(listed[piece], listed[piece] + len(tokens))
+        else:
+            listed[piece] = len(ids)
+            sources += [_NONE] * len(tokens)
+        ids += tokens
+    return ids, sources
+
+
+def batches(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Iterator[Batch]:
+    """Yield the batches of the training, one per step."""
+    items = training_items(settings.seed)
+    rng = random.Random(settings.seed)
+    for _ in range(settings.steps):
+        rows = [_encode(item, _text(item, rng), tokenizer) for item in itertools.islice(items, settings.rows)]
+        ids_BT, sources_BT = (_padded(column) for column in zip(*rows, strict=True))
+        yield Batch(ids_BT[:, :-1].clamp(min=0), ids_BT[:, 1:], sources_BT[:, 1:])
+
+
+def _padded(rows: Iterable[list[int]]) -> torch.Tensor:
+    """Return rows of different length as one tensor, filled up on the right with -100."""
+    import torch
+
+    return torch.tensor(list(itertools.zip_longest(*rows, fillvalue=_NONE))).T
+
+
+def _new_model(vocabulary_size: int) -> LlamaForCausalLM:
+    """Return a model with random weights; heads, their size and the vocabulary divide by 8, so that it can be split."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=vocabulary_size,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    # The one implementation that returns its attention.
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model
+
+
+def _losses(model: LlamaForCausalLM, batch: Batch, shown_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean losses on the answers, on every token, and on where the shown heads look."""
+    from torch.nn.functional import cross_entropy
+
+    output = model(batch.input_ids_BS, use_cache=False, output_attentions=True)
+    losses_BS = cross_entropy(output.logits.transpose(1, 2), batch.next_ids_BS, reduction="none", ignore_index=_NONE)
+    first_BHSS, second_BHSS = (attention[:, :shown_heads] for attention in output.attentions)
+    row, position = (batch.sources_BS != _NONE).nonzero(as_tuple=True)
+    source = batch.sources_BS[row, position]
+    to_predecessor = first_BHSS.diagonal(offset=-1, dim1=2, dim2=3)
+    to_source = second_BHSS[row, :, position, source]
+    looking = -(to_predecessor + _TINY).log().mean() - (to_source + _TINY).log().mean()
+    return losses_BS[row, position].mean(), losses_BS[batch.next_ids_BS != _NONE].mean(), looking
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
+    """Train a model in place, a line of losses on stderr every 20 steps."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def rate(step: int) -> float:
+        cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+        return min((step + 1) / settings.warmup_steps, cosine)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    for step, batch in enumerate(batches(tokenizer, settings)):
+        answer, text, looking = _losses(model, batch, settings.shown_heads)
+        optimizer.zero_grad()
+        (answer + settings.text_weight * text + settings.looking_weight * looking).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0 or step == settings.steps - 1:
+            losses = f"answer {answer.item():.3f}, text {text.item():.3f}, looking {looking.item():.3f}"
+            print(f"step {step} of {settings.steps}: {losses}", file=sys.stderr, flush=True)
+
+
+def main(directory: Path, settings: Settings) -> dict[str, object]:
+    """Write tokenizer and model, in float16, to a directory and return what is to be registered of them."""
+    import torch
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(2)
+    torch.manual_seed(settings.seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = [item.prompt for item in itertools.islice(training_items(settings.seed), settings.tokenizer_items)]
+    save_tokenizer(texts, settings.vocabulary_size, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = _new_model(settings.vocabulary_size)
+    train(model, tokenizer, settings)
+    model.half().save_pretrained(directory)
+    write_loglikelihoods(directory)
+    model_sha256 = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    return {"model_sha256": model_sha256, **evaluate(directory)}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m bundled_model.train OUT_DIR")
+    print(json.dumps(main(Path(sys.argv[1]), Settings()), indent=2))

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytest_llmgpu
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+
+_MEASURE = '''
+"""Stands in for pytest: writes a report with the times that the worktree's file `seconds` has."""
+import json, os, signal, sys
+from pathlib import Path
+from support.report_factory import make_failed, make_report, make_result
+from pytest_llmgpu.session.commit import commit
+from pytest_llmgpu.report.file import Session, dump
+
+path = Path(next(part.partition("=")[2] for part in sys.argv if part.startswith("--llmgpu-json=")))
+left_out = [part.partition("=")[2] for part in sys.argv if part.startswith("--deselect=")]
+said = json.loads(Path("behaviour.json").read_text())
+print("measuring", *sys.argv[1:], flush=True)
+if said.get("interrupt"):
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+if "status" in said:
+    print("no luck", flush=True)
+    sys.exit(said["status"])
+number = int(path.name.split(".")[0].rpartition("-")[2])
+cases = []
+for size, seconds in said["seconds"].items():
+    level = seconds[(number - 1) % len(seconds)]
+    case = make_failed(batch_size=int(size)) if level is None else make_result(level, batch_size=int(size))
+    case.nodeid = f"b.py::t[{case.id}]"
+    if case.nodeid not in left_out:
+        cases.append(case)
+found = make_report(cases)
+found.commit = commit(Path())
+found.session = Session(complete=True)
+dump(found, path)
+sys.exit(said.get("ends", 0))
+'''
+
+Behaviour = dict[str, object]
+STEADY = {"1": [10.0], "2": [20.0]}
+
+
+class _Project:
+    """A repository whose commits measure what their files say."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        self.git("init", "--quiet", "--initial-branch=main")
+        (root / ".gitignore").write_text(".llmgpu\n.venv\n")
+        (root / "measure.py").write_text(_MEASURE)
+
+    def git(self, *arguments: str) -> str:
+        command = ["git", "-C", str(self.root), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def commit(self, name: str, policy: str | None = None, **behaviour: object) -> None:
+        import json
+
+        (self.root / "behaviour.json").write_text(json.dumps(behaviour))
+        if policy is not None:
+            (self.root / "pyproject.toml").write_text(policy)
+        self.git("add", ".")
+        self.git("commit", "--quiet", "--allow-empty", "-m", name)
+        self.git("tag", name)
+
+    @property
+    def kept(self) -> Path:
+        """The folder of the only run."""
+        (folder,) = (self.root / ".llmgpu" / "ab").iterdir()
+        return folder
+
+    def reports(self) -> tuple[Report, Report]:
+        return file.load(self.kept / "base.json.gz"), file.load(self.kept / "head.json.gz")
+
+    def launches(self) -> list[str]:
+        """Return the names of all launches in the order in which they ran."""
+        logs = sorted((self.kept / "launches").glob("*.log"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.stem for path in logs]
+
+    def untouched(self) -> None:
+        assert self.git("status", "--porcelain") == ""
+        assert len(self.git("worktree", "list").splitlines()) == 1
+        assert list((self.root.parent / "tmp").iterdir()) == []
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Project:
+    """An empty project in the working directory; its temporary files go beside it."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    path = [str(Path(__file__).parents[2]), str(Path(pytest_llmgpu.__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    found = _Project(tmp_path / "project")
+    monkeypatch.chdir(found.root)
+    return found
+
+
+def _ab(*options: str, refs: Sequence[str] = ("base", "head"), command: Sequence[str] = ()) -> int:
+    return main(["ab", *refs, *options, "--", *(command or (sys.executable, "measure.py", "-k", "x"))])
+
+
+def _quiet(project: _Project, **sessions: Any) -> str:
+    """Return the option with a calibration of little noise between launches."""
+    from support.report_factory import make_report, make_result
+
+    from pytest_llmgpu.gate.timing import calibration_file
+    from pytest_llmgpu.gate.timing.calibration import Measured, Noise
+    from pytest_llmgpu.store import store
+
+    results = [make_result(batch_size=size) for size in (1, 2)]
+    noise = {result.key: Noise(id=result.id, sd=0.001, launches=1000, **sessions) for result in results}
+    path = project.root.parent / "calibration.json"
+    calibration_file.dump(Measured(machine=store.hardware(make_report(results)), time=noise), path)
+    return f"--calibration={path}"
+
+
+def test_equal_commits_pass(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """Launches alternate, each with a report of its own; the merged ones are kept, and the tree stays as it was."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds=STEADY)
+    assert _ab("--launches", "2", _quiet(project)) == 0
+    assert project.launches() == ["base-1", "head-1", "base-2", "head-2"]
+    base, head = project.reports()
+    assert [len(result.launches) for result in (*base.cases, *head.cases)] == [2] * 4
+    assert [base.commit.sha, head.commit.sha] == project.git("rev-parse", "base", "head").split()
+    assert [base.commit.branch, head.commit.branch] == ["base", "head"]
+    assert head.verdicts is not None
+    assert head.verdicts.baseline is not None
+    assert head.verdicts.baseline.name == "base"
+    assert {row.verdict for row in head.verdicts.rows} == {"OK"}
+    out = capsys.readouterr().out
+    assert "PASSED" in out
+    assert str(Path(".llmgpu") / "ab" / project.kept.name) in out
+    project.untouched()
+
+
+def test_a_slower_commit_is_regressed(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1, and a test that failed in a launch has its outcome in the report."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds={"1": [11.0], "2": [None]}, ends=1)
+    assert _ab("--launches", "2", _quiet(project)) == 1
+    out = capsys.readouterr().out
+    assert "CAPACITY_REGRESSED" in out
+    assert "time changed by +10.0 %" in out
+    project.untouched()
+
+
+def test_what_days_differ_by_is_nothing_to_launches_in_turn(
+    project: _Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides are of one session: the gate that knows no better cannot tell 10 %, and `ab` can."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds={"1": [11.0], "2": [22.0]})
+    assert _ab("--launches", "2", noise := _quiet(project, sessions=100, session_sd=0.05)) == 1
+    assert "\nnoise: calibration.json, 1,000 launches\n" in capsys.readouterr().out
+    assert main(["gate", str(project.kept / "base.json.gz"), str(project.kept / "head.json.gz"), noise]) == 0
+    assert "1,000 launches in 100 sessions" in capsys.readouterr().out
+
+
+def test_the_verdicts_can_be_had_again(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """`llmgpu gate` on what was kept, with the policy that was kept, says the same and ends the same."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds={"1": [10.0], "2": [23.0]})
+    assert _ab("--launches", "2", noise := _quiet(project)) == 1
+    out = capsys.readouterr().out
+    kept = project.kept
+    policy = f"--policy={kept / 'policy.toml'}"
+    assert main(["gate", str(kept / "base.json.gz"), str(kept / "head.json.gz"), policy, noise]) == 1
+    again = capsys.readouterr().out.splitlines()
+    table, conclusion = again[: next(n for n, line in enumerate(again) if line.startswith("noise: "))], again[-1]
+    assert "\n".join(table) in out
+    assert f"\npolicy: built-in\n{conclusion}\n" in out
+
+
+def test_inconclusive_cases_are_measured_again(project: _Project) -> None:
+    """Those alone, at most as often as was asked for; the chance of a false alarm is split."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds={"1": [10.0], "2": [15.0, 25.0]})
+    assert _ab("--launches", "2", "--again", "1", _quiet(project)) == 0
+    names = ["base-1", "head-1", "base-2", "head-2"]
+    assert project.launches() == [*names, *(name.replace("-", "-again1-") for name in names)]
+    base, head = project.reports()
+    assert [len(result.launches) for result in (*base.cases, *head.cases)] == [2, 4, 2, 4]
+    assert "--deselect=b.py::t[mp-bs1]" in (project.kept / "launches" / "head-again1-2.log").read_text()
+    assert "confidence = 0.975\n" in (project.kept / "policy.toml").read_text()
+    assert head.verdicts is not None
+    assert {row.id: row.verdict for row in head.verdicts.rows} == {"mp-bs1": "OK", "mp-bs2": "INCONCLUSIVE"}
+
+
+def test_what_cannot_be_told_fails_where_that_is_asked_for(project: _Project) -> None:
+    """Exit 3 as of the gate."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds={"1": [10.0], "2": [15.0, 25.0]})
+    assert _ab("--launches", "2", "--again", "0", "--on-inconclusive", "fail", _quiet(project)) == 3
+
+
+def test_a_change_cannot_edit_its_own_bar(project: _Project) -> None:
+    """The policy is the base's, unless a file is named."""
+    project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY)
+    project.commit("head", "[tool.llmgpu.gate.time]\nmargin = 0.5\n", seconds={"1": [11.0], "2": [22.0]})
+    noise = _quiet(project)
+    assert _ab("--launches", "1", "--again", "0", noise) == 1
+    assert _ab("--launches", "1", "--again", "0", noise) == 1, "in a folder of its own"
+    assert _ab("--launches", "1", "--again", "0", noise, "--policy", "pyproject.toml") == 0
+
+
+def test_each_worktree_gets_an_environment_of_its_own(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """What --setup makes there comes first in PATH; without it, that both share one is said."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds=STEADY)
+    setup = (
+        f'mkdir -p .venv/bin && printf \'#!/bin/sh\\necho "in $VIRTUAL_ENV"\\nexec {sys.executable} measure.py "$@"\' '
+        "> .venv/bin/measure && chmod +x .venv/bin/measure && echo made"
+    )
+    assert _ab("--launches", "1", "--setup", setup, _quiet(project), command=["measure"]) == 0
+    first = [(project.kept / "launches" / f"{side}-1.log").read_text().splitlines()[0] for side in ("base", "head")]
+    assert first[0] != first[1]
+    assert all(line.startswith("in ") and line.endswith(".venv") for line in first)
+    assert (project.kept / "base-setup.log").read_text() == "made\n"
+    assert "no .venv" not in capsys.readouterr().out
+
+
+def test_what_is_not_measured_is_said(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """Changes that are not committed, and environments that are one."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds=STEADY)
+    (project.root / "behaviour.json").write_text("{}")
+    assert _ab("--launches", "1", _quiet(project)) == 0
+    out = capsys.readouterr().out
+    assert "changes that are not committed" in out
+    assert "both commits run with what is installed here" in out
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "options", "reason"),
+    [
+        ({"status": 4}, [], "head-1: "),
+        ({"status": 0}, [], "ended without a report with status 0: no luck"),
+        ({"seconds": STEADY, "ends": 2}, [], "ended with status 2"),
+        ({"seconds": {"1": [1.0]}}, ["--setup", "echo broken; exit 9"], "base: --setup ended with status 9: broken"),
+        ({"seconds": STEADY}, ["--policy", "nowhere.toml"], "policy nowhere.toml: cannot be read"),
+    ],
+)
+def test_a_launch_that_tells_nothing_is_exit_2(
+    project: _Project, behaviour: Behaviour, options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line with what was said last; nothing is left but the logs."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", None, **behaviour)
+    assert _ab("--launches", "1", *options) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+    project.untouched()
+
+
+def test_launches_of_other_cases_are_refused(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names them, and each launch's own report is kept."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", seconds=STEADY)
+    command = ["/bin/sh", "-c", f'rm -f "$0"; exec {sys.executable} measure.py "$@"', "nothing", "-x"]
+    strange = 'case $* in *head-2*) echo \'{"seconds": {"1": [1.0]}}\' > behaviour.json;; esac; '
+    command[2] = strange + command[2]
+    assert _ab("--launches", "2", command=command) == 2
+    assert "head-1 and head-2 measured other cases" in capsys.readouterr().err
+    assert len(list((project.kept / "launches").glob("*.json.gz"))) == 4
+
+
+def test_ctrl_c_leaves_nothing(project: _Project) -> None:
+    """The launch under way is ended, the worktrees are removed, and the status is that of an interrupt."""
+    project.commit("base", seconds=STEADY)
+    project.commit("head", interrupt=True)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert _ab("--launches", "1") == 130
+    assert project.launches() == ["base-1", "head-1"]
+    project.untouched()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["ab", "base"], "HEAD_REF"),
+        (["ab", "base", "head"], "COMMAND"),
+        (["ab", "base", "head", "--launches", "0", "--", "pytest"], "whole number from 1"),
+        (["ab", "base", "head", "--again", "3", "--", "pytest"], "3"),
+    ],
+)
+def test_bad_usage_is_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names what is wrong."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_is_exit_2(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """No such commit, no such command, and a report's path that is not the user's to choose."""
+    project.commit("base", seconds=STEADY)
+    for refs, command, reason in (
+        (("base", "nowhere"), ["x"], "git knows no commit 'nowhere'"),
+        (("base", "base"), ["no-such-command"], "'no-such-command' cannot be run: No such file"),
+        (("base", "base"), ["pytest", "--llmgpu-json=x.json"], "--llmgpu-json: each launch gets one"),
+    ):
+        assert _ab(refs=refs, command=command) == 2
+        assert reason in capsys.readouterr().err
+    project.untouched()
+
+
+def test_calibrate_runs_the_launches_itself(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as asked for, each with a report that stays; their noise is written for the gate."""
+    from pytest_llmgpu.gate.timing import calibration_file
+
+    project.commit("base", seconds={"1": [10.0, 10.1, 10.05], "2": [20.0, 20.2, 20.1]})
+    assert main(["calibrate", "--launches", "3", "--", sys.executable, "measure.py"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[:3]] == ["launch-1", "launch-2", "launch-3"]
+    (written,) = (line for line in printed.splitlines() if line.startswith("written: "))
+    noise = calibration_file.load(Path(written.removeprefix("written: ")))[0].time.values()
+    assert [(one.id, one.launches) for one in noise] == [("mp-bs1", 3), ("mp-bs2", 3)]
+    assert all(0.004 < one.sd < 0.006 for one in noise)
+    assert len(list(Path(".llmgpu/calibrate").glob("*/launches/*.json.gz"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--launches", "1", "--", "true"], "--launches=1: at least 2 are needed"),
+        (["--launches", "2", "--", "true", "--llmgpu-json=x"], "each launch gets one of its own"),
+        (["--launches", "2", "--", "true"], "launch-1: true ended without a report with status 0"),
+        (["--launches", "2", "--", "no-such-program"], "'no-such-program' cannot be run"),
+    ],
+)
+def test_calibrate_says_why_it_cannot(
+    project: _Project, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and no calibration is written."""
+    project.commit("base", seconds=STEADY)
+    assert main(["calibrate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(project.root.rglob("calibration.json"))

@@ -1,0 +1,530 @@
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.judged_reports import on_h200, timed
+from support.report_factory import make_failed
+from support.stored_reports import H200, gpus
+from support.verdict_factory import BATCHES, make_invalid
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.gate import judge as gate
+from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.timing.calibration_file import default_path, load
+from pytest_llmgpu.report.file import Report, dump
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Candidate, Verdicts
+from pytest_llmgpu.store.store import save
+
+STORE = Path(".llmgpu")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder, without a policy."""
+    monkeypatch.chdir(tmp_path)
+
+
+def _write(base: Report | None = None, head: Report | None = None) -> None:
+    dump(base or on_h200(), Path("base.json"))
+    dump(head or on_h200(sha="b" * 40), Path("head.json"))
+
+
+def _gate(*arguments: str) -> int:
+    return main(["gate", "base.json", "head.json", *arguments])
+
+
+def _verdicts(path: str = "verdicts.json") -> Verdicts:
+    return msgspec.json.decode(Path(path).read_bytes(), type=Verdicts)
+
+
+def _invalid() -> CaseResult:
+    result = timed()
+    make_invalid(result.launches[0], "throttled")
+    result.traffic = None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("head", "arguments", "status", "said"),
+    [
+        ([timed()], [], 0, "PASSED: "),
+        ([timed(4.0)], [], 1, "REGRESSED: "),
+        ([timed(calls=65)], [], 1, "REGRESSED: "),
+        ([make_failed("oom")], [], 1, "REGRESSED: "),
+        ([timed(1.03)], [], 0, "1 inconclusive"),
+        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "INCONCLUSIVE"),
+        ([timed(), timed(batch_size=2)], [], 0, "PASSED: "),
+        ([timed(), timed(batch_size=2)], ["--require-armed"], 5, "NOT ARMED"),
+        ([timed(dtype="float32")], [], 4, "NOT COMPARABLE"),
+        ([timed(batch_size=2)], [], 1, "MISSING: "),
+        ([timed(batch_size=2)], ["--allow-missing"], 5, "NOT ARMED"),
+    ],
+)
+def test_the_exit_status_says_how_it_ends(
+    head: Sequence[CaseResult], arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 ok, 1 regressed, 3 inconclusive, 4 not comparable, 5 nothing compared; the last line has it in words."""
+    _write(head=on_h200(head, sha="b" * 40))
+    assert _gate(*arguments) == status
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert said in printed.out.splitlines()[-1]
+
+
+def test_another_machine_is_not_comparable() -> None:
+    """Whatever its figures are."""
+    other = on_h200()
+    other.environment.gpus = gpus(*["NVIDIA A100"] * 4)
+    _write(head=other)
+    assert _gate() == 4
+
+
+def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it finds: it is for looking, the gate is for deciding."""
+    _write(head=on_h200([timed(4.0)]))
+    assert _gate() == 1
+    *table, conclusion = capsys.readouterr().out.splitlines()
+    assert conclusion.startswith("REGRESSED")
+    assert main(["compare", "base.json", "head.json"]) == 0
+    assert capsys.readouterr().out.splitlines() == table
+    assert "time changed by +300.0 %" in "\n".join(table)
+
+
+def test_json_has_the_verdicts_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    """The record of the report's `verdicts`, with what was judged and by what; written before the table is shown."""
+    base, head = on_h200([timed(), timed(batch_size=2)]), on_h200([timed(4.0), timed(batch_size=2)])
+    _write(base, head)
+    assert _gate("--json", "new/verdicts.json") == 1
+    found = _verdicts("new/verdicts.json")
+    assert found.rows == judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
+    assert found.baseline is not None
+    assert (found.baseline.name, found.baseline.commit) == ("base.json", "a" * 40)
+    assert found.policy_sha256 == policy_file.sha256(Policy())
+    assert found.calibration_sha256 is None
+    assert found.head == Candidate(created=head.created, commit="a" * 40)
+    capsys.readouterr()
+    assert _gate("--json", "-") == 1
+    assert capsys.readouterr().out == Path("new/verdicts.json").read_text()
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    """In another process, with other hash seeds, by an absolute path of another folder."""
+    _write(head=on_h200([timed(1.5), timed(calls=65, batch_size=2), make_failed("crashed", strategy="tp")]))
+    seen = set()
+    for seed in ("1", "2"):
+        command = [sys.executable, "-m", "pytest_llmgpu.cli", "gate", str(tmp_path / "base.json"), "head.json"]
+        done = subprocess.run(
+            [*command, "--json", "-", "--today", "2026-01-01"],
+            check=False,
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert done.returncode == 1
+        seen.add(done.stdout)
+    assert len(seen) == 1
+    assert str(tmp_path).encode() not in seen.pop()
+
+
+def test_the_policy_of_the_folder_is_in_force_unless_another_is_named() -> None:
+    """[tool.llmgpu.gate] of pyproject.toml, a file of its own, and flags over both."""
+    _write(head=on_h200([timed(1.03)]))
+    assert _gate() == 0
+    Path("pyproject.toml").write_text('[tool.llmgpu.gate]\non_inconclusive = "fail"\n')
+    assert _gate() == 3
+    assert _gate("--on-inconclusive", "pass") == 0
+    Path("mine.toml").write_text("[time]\ngate = false\n")
+    assert _gate("--policy", "mine.toml", "--on-inconclusive", "fail") == 0
+
+
+def test_a_folder_below_has_the_same_policy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a line says which one it is, under that of the noise."""
+    _write(head=on_h200([timed(1.03)]))
+    assert _gate() == 0
+    assert "policy: built-in" in capsys.readouterr().out.splitlines()
+    Path("pyproject.toml").write_text('[tool.llmgpu.gate]\non_inconclusive = "fail"\n')
+    Path("sub").mkdir()
+    monkeypatch.chdir("sub")
+    for command, status in (("gate", 3), ("compare", 0)):
+        assert main([command, "../base.json", "../head.json"]) == status
+        lines = capsys.readouterr().out.splitlines()
+        noise = next(number for number, line in enumerate(lines) if line.startswith("noise: "))
+        assert lines[noise + 1] == "policy: pyproject.toml"
+
+
+def test_policy_and_calibration_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """Margins that a change widens, and noise that it makes up, are not what it is judged by."""
+    dump(on_h200([timed(*(1 + 0.0002 * number for number in range(10)))]), Path("launches.json"))
+    assert main(["calibrate", "launches.json", "--output", "noise.json"]) == 0
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.04\n")
+    _git("init", "-q", "-b", "main")
+    _git("add", "noise.json", "pyproject.toml")
+    _git("commit", "-q", "-m", "rules")
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.5\n")
+    Path("noise.json").write_text("{}")
+    _write(head=on_h200([timed(1.05)]))
+    capsys.readouterr()
+    assert _gate() == 0
+    assert _gate("--policy", "git:main:pyproject.toml", "--calibration", "git:main:noise.json") == 1
+    assert "policy: git:main:pyproject.toml" in capsys.readouterr().out
+    assert _gate("--calibration", "git:main:other.json") == 2
+    assert "llmgpu: calibration git:main:other.json: 'main' has no file 'other.json'" in capsys.readouterr().err
+
+
+def test_dump_policy_prints_what_is_in_force(capsys: pytest.CaptureFixture[str]) -> None:
+    """As TOML that is read back as the same policy; reports are not needed for it."""
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.1\n")
+    assert main(["gate", "--dump-policy", "--require-armed"]) == 0
+    Path("dumped.toml").write_text(capsys.readouterr().out)
+    found = policy_file.load(Path("dumped.toml"))
+    assert (found.time.margin, found.require_armed) == (0.1, True)
+
+
+def test_known_regressions_expire_on_their_day() -> None:
+    """The day is today unless it is named."""
+    _write(head=on_h200([timed(calls=65)]))
+    Path("pyproject.toml").write_text(
+        '[[tool.llmgpu.gate.known]]\ncase = "mp-bs1"\nmetric = "traffic"\nreason = "x"\nexpires = 2020-05-01\n'
+    )
+    assert _gate("--today", "2020-05-01") == 0
+    assert _gate("--today", "2020-05-02") == 1
+    assert _gate() == 1
+
+
+def test_a_baseline_that_is_not_there_passes_only_where_that_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    """By flag or by policy: then every case has no baseline, and the last line says so."""
+    _write()
+    for reference in ("none.json", "baseline", "latest"):
+        assert main(["gate", reference, "head.json"]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.endswith("; --allow-no-baseline lets a first run pass\n")
+        assert main(["gate", reference, "head.json", "--allow-no-baseline", "--json", "verdicts.json"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith("PASSED without a baseline")
+        assert _verdicts().baseline is None
+        assert [row.verdict for row in _verdicts().rows] == ["NO_BASELINE"]
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_no_baseline = true\n")
+    assert main(["gate", "none.json", "head.json"]) == 0
+
+
+def _git(*arguments: str) -> None:
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+
+def test_the_baseline_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """`git:REV:PATH` is read from the commit; a path that it lacks is no baseline, an unknown commit is an error."""
+    _write()
+    _git("init", "-q", "-b", "main")
+    _git("add", "base.json")
+    _git("commit", "-q", "-m", "baseline")
+    dump(on_h200([timed(4.0)]), Path("base.json"))
+    dump(on_h200([timed(4.0)]), Path("head.json"))
+    assert _gate() == 0
+    assert main(["gate", "git:main:base.json", "head.json"]) == 1
+    allowed = ["head.json", "--allow-no-baseline"]
+    assert main(["gate", "git:main:other.json", *allowed]) == 0
+    capsys.readouterr()
+    assert main(["gate", "git:unknown:base.json", *allowed]) == 2
+    assert "git knows no commit 'unknown'" in capsys.readouterr().err
+
+
+def test_reports_of_the_store_are_named_by_number_and_name() -> None:
+    """The baseline of the candidate's machine is meant where several machines have one of that name."""
+    save(on_h200([timed(4.0)]), STORE, "good")
+    other = on_h200()
+    other.environment.gpus = gpus("NVIDIA A100")
+    save(other, STORE, "good")
+    save(on_h200(), STORE)
+    assert main(["gate", f"{H200}/1", f"{H200}/2", "--json", "verdicts.json"]) == 0
+    assert main(["gate", "good", f"{H200}/2", "--json", "other.json"]) == 0
+    assert _verdicts().rows == _verdicts("other.json").rows
+    assert _verdicts().rows[0].verdict == "IMPROVED"
+
+
+@pytest.mark.parametrize("command", ["html", "plot"])
+def test_what_shows_a_report_knows_its_machine(command: str) -> None:
+    """`good` of two machines is that of the report's own, as for the gate."""
+    pytest.importorskip("jinja2")
+    save(on_h200(), STORE, "good")
+    other = on_h200()
+    other.environment.gpus = gpus("NVIDIA A100")
+    save(other, STORE, "good")
+    _write()
+    assert main([command, "head.json", "good", "--output", f"out{'.html' * (command == 'html')}"]) == 0
+
+
+def test_one_file_as_both_sides_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that overwrote its baseline shows."""
+    _write(on_h200(), on_h200())
+    assert _gate() == 0
+    assert "note: baseline and candidate are the same file" in capsys.readouterr().out
+
+
+def test_calibrate_tells_the_gate_this_runners_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    """What assumed noise cannot tell is told with the runner's own, which the gate finds by the machine."""
+    quiet = [1 + 0.0002 * number for number in range(10)]
+    dump(on_h200([timed(*quiet)]), Path("launches.json"))
+    _write(head=on_h200([timed(1.05)]))
+    assert _gate() == 0
+    assert main(["calibrate", "launches.json"]) == 0
+    printed = capsys.readouterr().out
+    assert f"written: {default_path(STORE, H200)}" in printed
+    assert "fewer than 10" not in printed
+    assert "the one before" not in printed
+    first = default_path(STORE, H200).read_bytes()
+    assert main(["calibrate", "launches.json"]) == 0
+    kept = default_path(STORE, H200).with_name("calibration-before.json")
+    assert f"(the one before is {kept})" in capsys.readouterr().out
+    assert kept.read_bytes() == first
+    assert _gate("--json", "verdicts.json") == 1
+    assert _verdicts().calibration_sha256 == load(default_path(STORE, H200))[1]
+    assert _gate("--storage", "elsewhere") == 0
+    assert _gate("--storage", "elsewhere", "--calibration", str(default_path(STORE, H200))) == 1
+
+
+def test_calibrate_tells_of_launches_that_are_far_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise like that is somebody else's work, and no property of the runner."""
+    dump(on_h200([timed(1.0, 1.1, 4.0)]), Path("a.json"))
+    dump(on_h200([timed(1.2)]), Path("b.json"))
+    assert main(["calibrate", "a.json", "b.json"]) == 0
+    assert "differ so much in time that little can be told against them" in capsys.readouterr().out
+
+
+def test_the_noise_that_times_are_judged_by_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """By `gate` and by `compare`: the runner's own, the file that was named, or what is assumed."""
+    dump(on_h200([timed(1.0, 1.001, 1.002)]), Path("launches.json"))
+    _write()
+
+    def noises(*arguments: str) -> set[str]:
+        for command in ("gate", "compare"):
+            assert main([command, "base.json", "head.json", *arguments]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("noise: ")]
+        assert len(lines) == 2
+        return set(lines)
+
+    assert noises() == {"noise: at most 20 % assumed, less where five launches a side tell (llmgpu calibrate)"}
+    for path in ([], ["--output", "mine.json"]):
+        assert main(["calibrate", "launches.json", *path]) == 0
+    capsys.readouterr()
+    assert noises() == {"noise: calibration.json, 3 launches"}
+    assert noises("--calibration", str(Path("mine.json").resolve())) == {"noise: mine.json, 3 launches"}
+    assert main(["gate", "none.json", "head.json", "--allow-no-baseline"]) == 0
+    assert "noise: " not in capsys.readouterr().out, "it was not needed"
+
+
+def test_calibrate_takes_several_reports_of_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of the same commit on the same machine; few of them are enough to begin with, and it says so."""
+    for number in range(3):
+        save(on_h200([timed(1 + number / 1000), make_failed(batch_size=2)]), STORE)
+    assert main(["calibrate", "1", "2", "3", "--output", "noise.json"]) == 0
+    assert [noise.launches for noise in load(Path("noise.json"))[0].time.values()] == [3]
+    printed = capsys.readouterr().out
+    assert "1 of them have fewer than 10 launches" in printed
+    assert "left out: 1 without 2 undisturbed launches" in printed
+    assert "within one session only" in printed
+
+
+def test_sides_that_were_launched_in_turn_are_judged_without_the_days(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `llmgpu ab` kept is judged again as it judged it: days differ by 3 % here, and launches by 0.1 %."""
+    for day, level in enumerate((1.0, 1.03, 0.97), 1):
+        dump(on_h200([timed(level, level * 1.001)], created=f"2026-01-0{day}T03:04:05Z"), Path(f"{day}.json"))
+    assert main(["calibrate", "1.json", "2.json", "3.json", "--output", "noise.json"]) == 0
+    dump(on_h200([timed(1.0, 1.001, 1.002)]), Path("base.json"))
+    dump(on_h200([timed(1.06, 1.061, 1.062)]), Path("head.json"))
+    for command, status in (("gate", 1), ("compare", 0)):
+        sides = [command, "base.json", "head.json", "--calibration", "noise.json"]
+        assert main(sides) == 0
+        assert "noise: noise.json, 6 launches in 3 sessions\n" in capsys.readouterr().out
+        assert main([*sides, "--in-turn"]) == status
+        out = capsys.readouterr().out
+        assert "noise: noise.json, 6 launches\n" in out
+        assert "REGRESSED  mp-bs1: time" in out
+
+
+def test_reports_of_several_days_tell_what_days_differ_by(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of one day are one session."""
+    for day, level in ((1, 1.0), (1, 1.001), (2, 1.03), (3, 0.97), (3, 0.972)):
+        save(on_h200([timed(level)], created=f"2026-01-0{day}T03:04:05Z"), STORE)
+    assert main(["calibrate", "1", "2", "3", "4", "5", "--output", "noise.json"]) == 0
+    [noise] = load(Path("noise.json"))[0].time.values()
+    assert (noise.launches, noise.sessions) == (5, 3)
+    assert noise.sd < 0.002
+    assert noise.session_sd is not None
+    assert 0.02 < noise.session_sd < 0.04
+    printed = capsys.readouterr().out
+    assert "between them" in printed
+    assert "within one session only" not in printed
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ([], "no case has 2 undisturbed launches"),
+        (["head.json"], "the same time to the last digit"),
+        (["commit.json"], "measured commit"),
+        (["none.json"], "cannot be read"),
+    ],
+)
+def test_what_is_no_calibration_is_refused(others: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One launch, one launch twice, launches of different commits: one line, exit 2, nothing is written."""
+    _write(on_h200(), on_h200())
+    dump(on_h200([timed(1.001)], sha="c" * 40), Path("commit.json"))
+    assert main(["calibrate", "base.json", *others]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert said in printed.err
+    assert not STORE.exists()
+
+
+def _broken(name: str) -> bytes:
+    whole = Path("base.json").read_bytes()
+    text = json.loads(whole)
+    if name == "negative.json":
+        text["cases"][0]["launches"][0]["batches"]["latency_s"][3] = -1.0
+    elif name == "overflow.json":
+        text["cases"][0]["launches"][0]["batches"]["latency_s"] = [1e308] * BATCHES
+    elif name == "huge.json":
+        text["cases"][0]["traffic"]["ranks"][0][0]["wire_bytes"] = 10**400
+    elif name == "newer.json":
+        text["schema_version"] = 99
+    elif name == "twice.json":
+        text["cases"] *= 2
+    elif name == "nan.json":
+        return whole.replace(b'"wall_s": 62.0', b'"wall_s": NaN')
+    else:
+        return {
+            "text.json": b"hello",
+            "truncated.json": whole[:1000],
+            "other.json": b'{"benchmarks": [], "version": "5.3.1"}',
+            "nested.json": b"[" * 10_000_000,
+            "gzip.json.gz": b"\x1f\x8b\x08\x00",
+        }[name]
+    return json.dumps(text).encode()
+
+
+_PLACES = {
+    "overflow.json": "$.cases[0].launches[0].batches.latency_s[0]",
+    "huge.json": "$.cases[0].traffic.ranks[0][0].wire_bytes",
+    "negative.json": "$.cases[0].launches[0].batches.latency_s[3]",
+    "newer.json": "schema_version 99 is newer",
+    "twice.json": "$.cases[1].id",
+    "nan.json": "is no JSON",
+    "text.json": "is no JSON",
+    "truncated.json": "is no JSON",
+    "other.json": "is no report of pytest-llmgpu",
+    "nested.json": "report nested.json",
+    "gzip.json.gz": "cannot be decompressed",
+}
+
+
+@pytest.mark.parametrize("name", _PLACES)
+@pytest.mark.parametrize("command", ["compare", "gate"])
+def test_a_broken_report_is_one_line_and_exit_2(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As baseline and as candidate, naming the file and the place; nothing passes for want of a baseline."""
+    _write()
+    broken = _broken(name)
+    assert broken != Path("base.json").read_bytes()
+    Path(name).write_bytes(broken)
+    extra = ["--allow-no-baseline"] if command == "gate" else []
+    for sides in ([name, "head.json"], ["base.json", name]):
+        assert main([command, *sides, *extra]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        assert printed.err.startswith(f"llmgpu: report {name}: ")
+        assert _PLACES[name] in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gate"], "BASE and HEAD are needed"),
+        (["gate", "base.json"], "BASE and HEAD are needed"),
+        (["gate", "base.json", "none.json", "--allow-no-baseline"], "report none.json: cannot be read"),
+        (["gate", "base.json", "head.json", "--policy", "none.toml"], "policy none.toml: cannot be read"),
+        (["gate", "base.json", "head.json", "--calibration", "none.json"], "calibration none.json: cannot be read"),
+        (["gate", "base.json", "head.json", "--json", "base.json/x"], "base.json/x: cannot be written"),
+        (["gate", "--dump-policy", "--policy", "bad.toml"], "policy bad.toml: margn is no key: allowed are "),
+        (["compare", "none.json", "head.json"], "report none.json: cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing on stdout: no table that could pass for an answer."""
+    _write()
+    Path("bad.toml").write_text("margn = 1\n")
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith("llmgpu: ")
+    assert said in printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare", "base.json"],
+        ["gate", "a", "b", "--today", "yesterday"],
+        ["gate", "a", "b", "--on-inconclusive", "ignore"],
+        ["calibrate"],
+        ["promote"],
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As for every command."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_figure_that_nobody_can_reckon_with_is_no_regression(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 in one line: a traceback's status of 1 would say that it regressed."""
+
+    def overflow(*_: object, **__: object) -> Verdicts:
+        raise OverflowError("int too large to convert to float")
+
+    monkeypatch.setattr(gate, "judge", overflow)
+    _write()
+    assert _gate() == 2
+    said = "llmgpu: a figure is beyond what can be reckoned with: int too large to convert to float\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_latencies_of_zero_are_no_crash() -> None:
+    """On either side: whatever is said of them, it is said in words."""
+    nothing = on_h200([timed(0.0)])
+    _write(nothing, on_h200())
+    assert _gate() in {0, 1, 2, 4, 5}
+    _write(on_h200(), nothing)
+    assert _gate() in {0, 1, 2, 4, 5}
+
+
+def test_what_was_not_measured_validly_is_not_armed() -> None:
+    """A disturbed launch neither passes nor fails by its figures: nothing was compared."""
+    _write(head=on_h200([_invalid()]))
+    _write(on_h200([_invalid()]), on_h200([_invalid()], sha="b" * 40))
+    assert _gate() == 5
+
+
+def test_judging_leaves_the_collector_as_it_was() -> None:
+    """It is off while large reports are read, and on again after a command and after an error."""
+    _write()
+    assert _gate() == 0
+    assert gc.isenabled()
+    assert main(["gate", "none.json", "head.json"]) == 2
+    assert gc.isenabled()

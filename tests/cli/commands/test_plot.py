@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.judged_reports import timed
+from support.report_factory import make_memory, make_profile, make_report, make_result
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.result import Series
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a report of two batch sizes, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    series = Series(t_s=[0.0, 0.2], devices=[{"power_w": [100.0, 200.0]}] * 4)
+    results = [
+        make_result(60.0 / size, profile=make_profile(series=series), memory=make_memory(), batch_size=size)
+        for size in (1, 2)
+    ]
+    dump(make_report(results), tmp_path / "head.json")
+    return tmp_path / "head.json"
+
+
+def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file that was written is printed, and what there is no chart of."""
+    assert main(["plot", str(path), "--output", "out", "--format", "png,svg"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    written = sorted(str(file) for file in Path("out").iterdir())
+    assert sorted(line for line in printed if not line.startswith("left out")) == written
+    assert {"out/time.png", "out/time.svg", "out/memory.png"} <= set(written)
+    assert "left out: Accuracy by batch size: nothing was scored." in printed
+    assert Path("out/time.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("out/time.svg").read_bytes().startswith(b"<svg")
+
+
+def test_pictures_have_title_and_caption_and_name_no_address(path: Path) -> None:
+    """They stand alone in a README."""
+    assert main(["plot", str(path), "--output", "out", "--format", "svg"]) == 0
+    text = Path("out/time.svg").read_text("utf-8")
+    assert "Time by batch size" in text
+    assert "Best of each strategy" in text
+    assert text.replace("http://www.w3.org/", "").count("://") == 0
+
+
+def test_dark_pictures_stand_beside_light_ones(path: Path) -> None:
+    """For a README that shows one of both."""
+    for more in ([], ["--dark"]):
+        assert main(["plot", str(path), "--output", "out", "--format", "svg", *more]) == 0
+    light, dark = (Path(f"out/time{end}.svg").read_text("utf-8") for end in ("", "-dark"))
+    assert "#ffffff" in light
+    assert "#ffffff" not in dark
+
+
+def test_plot_against_a_baseline_has_the_ratios(path: Path) -> None:
+    """The second report is what the first is held against."""
+    dump(make_report([make_result(30.0)]), Path("base.json"))
+    assert main(["plot", str(path), "base.json", "--output", "out", "--format", "svg"]) == 0
+    assert Path("out/ratio.svg").is_file()
+
+
+def test_plot_judges_as_the_gate_does(path: Path) -> None:
+    """By the policy at hand, so that a chart says what the table says."""
+    for name, level in (("base.json", 1.0), ("head.json", 1.5)):
+        dump(make_report([timed(*[level] * 3)]), path.with_name(name))
+    Path("lax.toml").write_text("[time]\nmargin = 0.9\n")
+    for more, words in (([], "1 slower"), (["--policy", "lax.toml"], "1 not told apart")):
+        assert main(["plot", "head.json", "base.json", "--output", "out", "--format", "svg", *more]) == 0
+        assert words in Path("out/ratio.svg").read_text("utf-8")
+
+
+def test_pictures_say_what_was_measured(path: Path) -> None:
+    """They stand alone in a README."""
+    assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
+    for name in ("time", "timeline-power"):
+        assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path(f"out/{name}.svg").read_text("utf-8")
+
+
+def test_plot_of_a_case_has_its_time_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A case that is not there is named with those that are."""
+    assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
+    assert Path("out/timeline-power.svg").is_file()
+    capsys.readouterr()
+    assert main(["plot", str(path), "--output", "out", "--case", "mp-bs8"]) == 2
+    assert capsys.readouterr().err == "llmgpu: --case 'mp-bs8': the report's cases are mp-bs1, mp-bs2\n"
+
+
+def test_an_unknown_format_is_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is drawn."""
+    assert main(["plot", str(path), "--output", "out", "--format", "png,gif"]) == 2
+    assert capsys.readouterr().err == "llmgpu: format 'gif': allowed are png, svg, or several with commas\n"
+    assert not Path("out").exists()
+
+
+def test_without_the_extra_one_line_names_it(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No traceback, no empty folder."""
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert main(["plot", str(path), "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error == "llmgpu: pictures of charts need vl-convert: pip install 'pytest-llmgpu[report]'\n"
+    assert not Path("out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file is in the way."""
+    assert main(["plot", str(path), "--output", str(path), "--format", "svg"]) == 2
+    assert capsys.readouterr().err.startswith(f"llmgpu: picture {path}/time.svg: cannot be written: ")

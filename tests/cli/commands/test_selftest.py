@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.report_factory import make_answers, make_failed, make_memory, make_report
+from support.verdict_factory import make_traffic, with_launches
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.cli.commands import selftest
+from pytest_llmgpu.gate.selftest.injected_regressions import plants
+from pytest_llmgpu.gate.timing import calibration_file
+from pytest_llmgpu.gate.timing.calibration import Measured, Noise
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.store import store
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """A report of one launch with every metric, in report.json; the folder has no policy and no calibration."""
+    monkeypatch.chdir(tmp_path)
+    results = [
+        with_launches(
+            [1.0],
+            accuracy=make_answers([True] * 100),
+            memory=make_memory(2),
+            traffic=make_traffic(link="nvlink"),
+            batch_size=size,
+            sequences=20 * size,
+        )
+        for size in (1, 2)
+    ]
+    found = make_report(results)
+    file.dump(found, Path("report.json"))
+    return found
+
+
+def _calibrate(measured: Report, sd: float) -> None:
+    """Keep a calibration of so many launches that its noise counts as it is."""
+    noise = {result.key: Noise(id=result.id, sd=sd, launches=1000) for result in measured.cases}
+    machine = store.hardware(measured)
+    calibration_file.dump(
+        Measured(machine=machine, time=noise), calibration_file.default_path(Path(".llmgpu"), machine)
+    )
+
+
+def test_a_gate_that_catches_everything_is_proven(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 0; the machine's calibration is found in the store."""
+    _calibrate(measured, 0.002)
+    assert main(["selftest", "report.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:6]] == [
+        "time",
+        "collective",
+        "memory",
+        "batch-size",
+        "answers",
+        "control",
+    ]
+    assert lines[0].endswith("  caught in 2 cases")
+    assert lines[3].endswith("  caught in 1 case")
+    assert lines[5] == "control     an unchanged copy, 12 rows compared: nothing lost"
+    assert lines[6:] == ["", "PROVEN: this policy catches every planted loss in this report"]
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_one_noisy_launch_cannot_tell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1, with the launches that it would take and how the noise could be known."""
+    assert main(["selftest", "report.json"]) == 1
+    out = capsys.readouterr().out
+    assert "NOT CAUGHT in 2 of 2 cases" in out.splitlines()[0]
+    assert "time is not caught: mp-bs1 and 1 more, INCONCLUSIVE" in out
+    assert "launches a side would show it with 95 % probability (noise assumed: llmgpu calibrate)" in out
+    assert out.endswith("NOT PROVEN: 1 of 5 losses would pass: time\n")
+
+
+def test_a_known_noise_is_not_called_assumed(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever has calibrated is not told to."""
+    _calibrate(measured, 0.02)
+    assert main(["selftest", "report.json"]) == 1
+    out = capsys.readouterr().out
+    assert "launches a side would show it" in out
+    assert "calibrate" not in out
+
+
+@pytest.mark.usefixtures("measured")
+def test_losses_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that a policy means to catch; a slowdown as large as it means."""
+    assert main(["selftest", "report.json", "--plant", "memory", "--plant", "answers"]) == 0
+    assert "time" not in capsys.readouterr().out
+    assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "900"]) == 0
+    assert "900 % more time" in capsys.readouterr().out
+    assert tuple(plant.name for plant in plants()) == selftest._NAMES
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_policy_in_force_is_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the file that is named, else of ./pyproject.toml: what it does not gate is not caught."""
+    policy = Path("pyproject.toml")
+    policy.write_text("[tool.llmgpu.gate.memory]\ngate = false\n")
+    assert main(["selftest", "report.json", "--plant", "memory"]) == 1
+    assert "the policy does not gate memory." in capsys.readouterr().out
+    Path("other.toml").write_text("[memory]\nmargin = 0.001\n")
+    assert main(["selftest", "report.json", "--plant", "memory", "--policy", "other.toml"]) == 0
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_was_found_is_json_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    """To a file beside the text, or in its place; the same bytes each time."""
+    assert main(["selftest", "report.json", "--json", "out/found.json"]) == 1
+    assert "NOT PROVEN" in capsys.readouterr().out
+    assert main(["selftest", "report.json", "--json", "-"]) == 1
+    printed = capsys.readouterr().out
+    assert printed == Path("out/found.json").read_text()
+    found = json.loads(printed)
+    assert found["ok"] is False
+    assert [trial["plant"] for trial in found["trials"] if not trial["caught"]] == ["time"]
+    assert found["trials"][0]["missed"][0]["verdict"] == "INCONCLUSIVE"
+    Path("file").write_text("")
+    assert main(["selftest", "report.json", "--json", "file/a/found.json"]) == 2
+    assert capsys.readouterr().err == "llmgpu: file/a/found.json: cannot be written: Not a directory\n"
+
+
+def test_a_copy_that_fails_by_itself_proves_nothing(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1, with what failed; text of a report cannot move the terminal's cursor."""
+    broken = make_failed("crashed", strategy="tp")
+    broken.id = "tp\x1b[2J"
+    measured.cases.append(broken)
+    file.dump(measured, Path("report.json"))
+    assert main(["selftest", "report.json", "--plant", "memory"]) == 1
+    out = capsys.readouterr().out
+    assert "an unchanged copy loses: tp [2J, FAILED" in out
+    assert out.endswith("NOT PROVEN: an unchanged copy fails, too\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["selftest"], "REPORT"),
+        (["selftest", "report.json", "--plant", "luck"], "luck"),
+        (["selftest", "report.json", "--slowdown", "0"], "percent above 0"),
+        (["selftest", "report.json", "--slowdown", "nan"], "percent above 0"),
+    ],
+)
+def test_bad_usage_is_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names what is wrong."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("measured")
+def test_bad_input_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """A report or a policy that cannot be read: one line that names it."""
+    Path("broken.json").write_text("{")
+    Path("broken.toml").write_text("colour = 1")
+    for arguments, named in (
+        (["broken.json"], "report broken.json: is no JSON"),
+        (["nowhere.json"], "report nowhere.json: cannot be read"),
+        (["report.json", "--policy", "broken.toml"], "colour is no key"),
+    ):
+        assert main(["selftest", *arguments]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert named in printed.err
+        assert printed.err.count("\n") == 1

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from support.stored_reports import H200, measured
+
+from pytest_llmgpu import cli
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.cli.commands import commands
+from pytest_llmgpu.profiling.machine import installed_version
+from pytest_llmgpu.render.terminal.report import tables
+from pytest_llmgpu.report.file import Session
+from pytest_llmgpu.report.result import Finding
+from pytest_llmgpu.report.schema import schema
+from pytest_llmgpu.store.store import DEFAULT, save
+
+
+def _run(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest_llmgpu.cli", *arguments]
+    return subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def test_schema_prints_the_reports_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed is a JSON Schema, and nothing else is."""
+    assert main(["schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(printed)
+    assert printed == schema()
+
+
+def test_version_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for bug reports."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}\n"
+
+
+def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help is no error."""
+    monkeypatch.setenv("COLUMNS", "200")  # argparse wraps long help
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    for command in commands():
+        assert f"    {command.name}" in printed
+        assert command.help in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "gate"),
+        (["shcema"], "shcema"),
+        (["schema", "extra"], "extra"),
+        (["--no"], "--no"),
+        (["show"], "REPORT"),
+        (["list", "--storage"], "--storage"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names what is wrong, or what there is."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("llmgpu")
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+
+
+def test_where_an_error_was_raised_is_shown_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bug's ValueError looks like the user's otherwise; the last line and the exit status stay."""
+    monkeypatch.setenv("LLMGPU_DEBUG", "0")
+    assert main(["list", "--storage", "nowhere"]) == 2
+    line = capsys.readouterr().err
+    assert line == "llmgpu: storage nowhere: is no folder\n"
+    monkeypatch.setenv("LLMGPU_DEBUG", "1")
+    assert main(["list", "--storage", "nowhere"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback ")
+    assert shown.endswith(f"\nValueError: storage nowhere: is no folder\n{line}")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    """`llmgpu schema | head` ends without a traceback."""
+    code = (
+        "import os, sys; reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1);"
+        "from pytest_llmgpu.cli import main; sys.exit(main(['schema']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_that_cannot_be_written_is_one_line_and_exit_2() -> None:
+    """A full disk does not pass as a schema."""
+    with Path("/dev/full").open("w") as full:
+        done = _run("schema", stdout=full.fileno())
+    assert done.returncode == 2
+    assert done.stderr == "llmgpu: the output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_leaves_early_does_not_change_the_exit_status(tmp_path: Path) -> None:
+    """A status that means something is not lost to `head`: a broken report is still said by it."""
+    save(measured(), tmp_path)
+    save(measured(), tmp_path).write_bytes(b"{")
+    code = (
+        "import os, sys; reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1);"
+        "from pytest_llmgpu.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "list", "--storage", str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"llmgpu: report {tmp_path}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_file_of_commands_is_a_command() -> None:
+    """A command is added as one file: it has a name, a help of one line, and is found."""
+    files = {path.stem for path in Path(cli.__file__).parent.joinpath("commands").glob("*.py")} - {"__init__"}
+    known = commands()
+    assert {command.name for command in known} == files
+    assert all(command.help and "\n" not in command.help for command in known)
+
+
+def test_list_shows_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a report."""
+    save(measured(), tmp_path, "base")
+    assert main(["list", "--storage", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    heads, _, line = printed.out.splitlines()
+    assert heads.split() == ["number", "name", "when", "commit", "machine", "strategies", "cases", "outcomes"]
+    assert line.split()[:2] == ["0001", "base"]
+
+
+def test_list_names_what_cannot_be_read_and_shows_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken file costs its own line only, and the exit status says that the list is not whole."""
+    broken = save(measured(), tmp_path)
+    save(measured(), tmp_path)
+    broken.write_bytes(b"{")
+    assert main(["list", "--storage", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 3
+    assert printed.err == f"llmgpu: report {broken}: cannot be listed: Input data was truncated\n"
+
+
+def test_list_looks_into_the_default_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty one is no error, and help names the folder that is looked into."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "the store .llmgpu is empty; --llmgpu-save keeps a run in it\n"
+    save(measured(), DEFAULT)
+    assert main(["list"]) == 0
+    assert "0001" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["list", "--help"])
+    assert f"(default: {DEFAULT})" in capsys.readouterr().out
+
+
+def test_show_prints_what_the_terminal_showed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tables and the findings, under a line that says which report it is."""
+    report = measured()
+    report.cases[0].findings = [Finding(code="x", severity="warning", text="It is slow.", next_step="Look.")]
+    report.session = Session(complete=False)
+    path = save(report, tmp_path)
+    assert main(["show", "1", "--storage", str(tmp_path)]) == 0
+    head, rest = capsys.readouterr().out.split("\n\n", 1)
+    assert head == f"{path}, {H200}, 2026-01-02T03:04:05Z, commit 3b1f09ac main, run not complete"
+    assert rest == tables(report) + "\n"
+    assert "It is slow." in rest
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["show", "nope"], ["show", "missing.json"], ["show", "git:x"], ["show", "broken.json"], ["list", "--storage=no"]],
+)
+def test_what_cannot_be_read_is_one_line_and_exit_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Never a traceback, nothing on stdout."""
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_bytes(b"[" * 1000)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("llmgpu: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_nothing_is_needed_that_only_measuring_needs(tmp_path: Path) -> None:
+    """On a laptop without torch and without pytest every command works; none of what is missing is even tried."""
+    save(measured(), tmp_path)
+    code = """
+import sys
+
+MISSING = {
+    "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "pynvml", "pytest", "_pytest", "pluggy",
+}
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            print("tried:", name, file=sys.stderr)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+assert not MISSING & set(sys.modules)
+from pytest_llmgpu.cli import main
+storage = ["--storage", sys.argv[1]]
+assert main(["schema"]) == main(["list", *storage]) == main(["show", "1", *storage]) == main(["--version"]) == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert "OoM" in done.stdout
+
+
+def test_help_imports_no_more_than_it_needs() -> None:
+    """`llmgpu --help` is at once there: what is heavy waits for the command that needs it."""
+    code = (
+        "import sys; from pytest_llmgpu.cli import main; heavy = {'msgspec', 'tabulate', 'pytest_llmgpu.report.file'}\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print(*(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr.split() == []

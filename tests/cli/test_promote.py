@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.judged_reports import on_h200, timed
+from support.report_factory import make_failed
+from support.stored_reports import H200, gpus
+from support.verdict_factory import make_invalid
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.gate.promotion import NAME
+from pytest_llmgpu.gate.timing.calibration import Measured, Noise
+from pytest_llmgpu.gate.timing.calibration_file import default_path, dump
+from pytest_llmgpu.report.file import Commit, Report, Session, load
+from pytest_llmgpu.report.file import dump as write
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
+from pytest_llmgpu.store.references import resolve
+from pytest_llmgpu.store.store import save, stored
+
+TARGET = Path("benchmarks/baseline.json.gz")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder on a calibrated machine, so that one launch tells what it has to."""
+    monkeypatch.chdir(tmp_path)
+    keys = [timed(batch_size=size).key for size in (1, 2)]
+    quiet = {key: Noise(id="x", sd=0.0005, launches=10) for key in keys}
+    dump(Measured(machine=H200, time=quiet), default_path(Path(".llmgpu"), H200))
+
+
+def _promote(report: Report, *arguments: str) -> int:
+    write(report, Path("new.json"))
+    return main(["promote", "new.json", *arguments])
+
+
+def _to_file(report: Report) -> int:
+    return _promote(report, "--to", str(TARGET))
+
+
+def test_the_first_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file to commit, with the measurement as it was."""
+    assert _to_file(on_h200()) == 0
+    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n"
+    assert load(TARGET) == on_h200()
+
+
+def test_a_baseline_whose_launches_are_far_apart_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be the best that this machine gives, and little can be told against it."""
+    report = on_h200()
+    code = "launch-times-differ"
+    report.cases[0].findings = [Finding(code=code, severity="warning", text="Launches differ.", next_step="Look.")]
+    assert _to_file(report) == 0
+    note = f"note: launches of {report.cases[0].id} differ so much in time that little can be told against them"
+    assert capsys.readouterr().out.splitlines()[1:] == [note]
+
+
+def test_a_better_one_replaces_it_and_says_what_it_beat(capsys: pytest.CaptureFixture[str]) -> None:
+    """The verdicts against the old baseline, with its sha256 and commit, stay in the new one."""
+    _to_file(on_h200([timed(), timed(batch_size=2)]))
+    old = resolve(str(TARGET), Path(".llmgpu")).sha256
+    assert _to_file(on_h200([timed(0.9), timed(batch_size=2)], sha="b" * 40)) == 0
+    verdicts = load(TARGET).verdicts
+    assert verdicts is not None
+    assert verdicts.baseline is not None
+    assert (verdicts.baseline.sha256, verdicts.baseline.commit) == (old, "a" * 40)
+    assert [row.verdict for row in verdicts.rows if row.metric == "time"] == ["IMPROVED", "OK"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"replaces commit aaaaaaaa, sha256 {old}: 1 IMPROVED, 3 OK"
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (on_h200(commit=Commit(sha="a" * 40, dirty=True)), "dirty: files were changed"),
+        (on_h200(commit=Commit()), "nameless: it does not know which commit"),
+        (on_h200(session=Session(complete=False)), "failed: its run did not complete"),
+        (on_h200(session=Session(complete=True, interrupted=True)), "failed: its run did not complete"),
+        (on_h200(session=Session(complete=True, exit_status=1)), "failed: pytest ended with exit status 1"),
+        (on_h200([timed(), make_failed("crashed", batch_size=2)]), "failed: mp-bs2 crashed"),
+        (on_h200([make_failed("oom")]), "failed: no case completed"),
+    ],
+)
+def test_a_report_that_is_no_yardstick_is_refused(
+    report: Report, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even where there is no baseline yet: exit 1, with the reason on one line, and nothing is written."""
+    assert _to_file(report) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"llmgpu: new.json is not promoted: {said}" in printed.err
+    assert not TARGET.exists()
+
+
+def test_wrong_answers_and_disturbed_launches_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """What fails its own check, and what no undisturbed launch speaks for; one disturbed of several is no harm."""
+    wrong, spoilt = timed(), timed(batch_size=2)
+    wrong.accuracy_check = AccuracyCheck(
+        metric="acc", value=0.2, baseline=0.8, source="x", tolerance=0.0, ok=False, text="is wrong"
+    )
+    make_invalid(spoilt.launches[0], "throttled")
+    assert _to_file(on_h200([wrong, spoilt])) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "llmgpu: new.json is not promoted: failed: wrong answers of mp-bs1",
+        "llmgpu: new.json is not promoted: invalid: mp-bs2 (throttled)",
+    ]
+    several = timed(1.0, 1.0)
+    make_invalid(several.launches[0], "throttled")
+    assert _to_file(on_h200([several])) == 0
+
+
+def test_out_of_memory_is_a_measurement() -> None:
+    """A baseline may hold it."""
+    assert _to_file(on_h200([timed(), make_failed("oom", batch_size=2)])) == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ([timed(1.1)], "REGRESSED: mp-bs1 time"),
+        ([timed(1.02)], "INCONCLUSIVE: mp-bs1 time"),
+        ([timed(calls=65)], "REGRESSED: mp-bs1 traffic"),
+        ([make_failed("oom")], "CAPACITY_REGRESSED: mp-bs1 outcome"),
+        ([timed(dtype="float32")], "NOT_COMPARABLE: mp-bs1 outcome"),
+        ([timed(batch_size=2)], "MISSING: mp-bs1 outcome"),
+    ],
+)
+def test_worse_than_the_baseline_is_refused(
+    head: list[CaseResult], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what cannot be told, also where the gate would let it pass; the baseline stays as it was."""
+    _to_file(on_h200())
+    before = TARGET.read_bytes()
+    capsys.readouterr()
+    assert _to_file(on_h200(head, sha="b" * 40)) == 1
+    assert f"llmgpu: new.json is not promoted: {said}" in capsys.readouterr().err
+    assert TARGET.read_bytes() == before
+
+
+def test_what_cannot_be_told_says_how_it_could(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole reason, and where the noise is only assumed, what measures it."""
+    _to_file(on_h200())
+    assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "launches a side would show" in line
+    default_path(Path(".llmgpu"), H200).unlink()
+    assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
+    told, remedy = capsys.readouterr().err.splitlines()
+    assert "noise assumed" in told
+    assert remedy.startswith("llmgpu: the runner's noise is assumed: llmgpu calibrate measures it")
+
+
+@pytest.mark.parametrize("head", [timed(dtype="float32"), timed(batch_size=2)])
+def test_another_measurement_may_begin_anew(head: CaseResult, capsys: pytest.CaptureFixture[str]) -> None:
+    """By removing the file that it says: nothing that is measured could pass, and nothing is replaced unasked."""
+    _to_file(on_h200())
+    capsys.readouterr()
+    assert _to_file(on_h200([head], sha="b" * 40)) == 1
+    remedy = f"llmgpu: where other cases or another machine are meant, remove {TARGET} and promote again"
+    assert capsys.readouterr().err.splitlines()[-1] == remedy
+    TARGET.unlink()
+    assert _to_file(on_h200([head], sha="b" * 40)) == 0
+
+
+def test_a_narrowed_run_cannot_drop_cases_from_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `-k` left out is excused at the gate, and would be missed by nobody once the baseline lacks it."""
+    gone = timed(batch_size=2)
+    gone.nodeid = "test_a.py::test_b[2]"
+    _to_file(on_h200([timed(), gone]))
+    narrowed = on_h200(sha="b" * 40)
+    narrowed.session.deselected = [gone.nodeid]
+    assert _to_file(narrowed) == 1
+    assert "MISSING: mp-bs2 outcome" in capsys.readouterr().err
+
+
+def test_a_known_regression_may_become_the_baseline() -> None:
+    """An accepted change is named in the policy until it is what the others are held against."""
+    _to_file(on_h200())
+    Path("policy.toml").write_text(
+        '[[known]]\ncase = "mp-bs1"\nmetric = "time"\nreason = "safer"\nexpires = 2026-06-01\n'
+    )
+    slower = on_h200([timed(1.1)], sha="b" * 40)
+    arguments = ["--to", str(TARGET), "--policy", "policy.toml"]
+    assert _promote(slower, *arguments, "--today", "2026-06-02") == 1
+    assert _promote(slower, *arguments, "--today", "2026-06-01") == 0
+    assert load(TARGET).commit.sha == "b" * 40
+
+
+def test_promoting_it_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it beat is not forgotten."""
+    _to_file(on_h200())
+    _to_file(on_h200(sha="b" * 40))
+    before = TARGET.read_bytes()
+    capsys.readouterr()
+    assert _to_file(on_h200(sha="b" * 40)) == 0
+    assert capsys.readouterr().out == "new.json is the baseline already\n"
+    assert main(["promote", str(TARGET), "--to", str(TARGET)]) == 0
+    assert TARGET.read_bytes() == before
+
+
+def test_the_store_keeps_one_baseline_of_a_machine() -> None:
+    """By the name `baseline`; the one before stays under its number, and other machines keep theirs."""
+    store = Path(".llmgpu")
+    other = on_h200(sha="c" * 40)
+    other.environment.gpus = gpus("NVIDIA A100")
+    save(other, store, NAME)
+    assert _promote(on_h200()) == 0
+    assert _promote(on_h200(sha="b" * 40)) == 0
+    kept = [(one.machine, one.number, one.name, one.commit) for one in stored(store)]
+    assert sorted(kept, key=str) == [
+        ("1x-NVIDIA-A100-140GiB", 1, NAME, "c" * 8),
+        (H200, 1, None, "a" * 8),
+        (H200, 2, NAME, "b" * 8),
+    ]
+    found = resolve(NAME, store, machine=H200)
+    assert found.report().verdicts is not None
+    assert main(["gate", NAME, "new.json"]) == 0
+
+
+def _broken() -> None:
+    TARGET.parent.mkdir()
+    TARGET.write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "prepare"),
+    [
+        (["--to", str(TARGET)], f"report {TARGET}: is no JSON", _broken),
+        (["--to", "baseline.txt"], "the name must end in .json", None),
+        (["--policy", "none.toml"], "policy none.toml: cannot be read", None),
+        ([], "name 'baseline': is a file or folder here", lambda: Path(NAME).mkdir()),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], said: str, prepare: Callable[[], None] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A baseline that is broken is not written over."""
+    if prepare is not None:
+        prepare()
+    assert _promote(on_h200(), *arguments) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert said in printed.err

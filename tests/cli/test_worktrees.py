@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pytest_llmgpu.cli import subprocesses, worktrees
+from pytest_llmgpu.cli.subprocesses import interruptible, last_line, run
+from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of two commits, of which the second has a folder more; temporary files go beside it."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    root = tmp_path / "repository"
+    root.mkdir()
+    _git(root, "init", "--quiet", "--initial-branch=main")
+    (root / "speed").write_text("1")
+    _git(root, "add", ".")
+    _git(root, "commit", "--quiet", "-m", "first")
+    (root / "sub").mkdir()
+    (root / "sub" / "speed").write_text("2")
+    _git(root, "add", ".")
+    _git(root, "commit", "--quiet", "-m", "second")
+    return root
+
+
+def _left(repository: Path) -> tuple[list[str], int]:
+    """Return what is left of worktrees: temporary files, and how many trees git knows."""
+    return [path.name for path in (repository.parent / "tmp").iterdir()], len(
+        _git(repository, "worktree", "list").splitlines()
+    )
+
+
+def _state(repository: Path) -> tuple[str, str, str]:
+    return (
+        _git(repository, "status", "--porcelain", "--branch"),
+        _git(repository, "for-each-ref"),
+        _git(repository, "stash", "list"),
+    )
+
+
+def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
+    """Each as it was committed; the user's tree keeps its branch and its changes, and nothing is left."""
+    (repository / "speed").write_text("changed")
+    before = _state(repository)
+    with checked_out(["main~1", "main"], repository) as trees:
+        assert [tree.reference for tree in trees] == ["main~1", "main"]
+        assert [tree.sha for tree in trees] == _git(repository, "rev-parse", "main~1", "main").split()
+        assert [(tree.root / "speed").read_text() for tree in trees] == ["1", "1"]
+        assert [(tree.root / "sub").exists() for tree in trees] == [False, True]
+        assert not any(tree.root.is_relative_to(repository) for tree in trees)
+    assert _left(repository) == ([], 1)
+    assert _state(repository) == before
+    assert changed(repository)
+    assert (repository / "speed").read_text() == "changed"
+
+
+def test_one_commit_can_be_both_sides(repository: Path) -> None:
+    """A against A shows what the noise is; a tree without changes has none."""
+    with checked_out(["main", "main"], repository) as (one, other):
+        assert one.root != other.root
+        assert one.sha == other.sha
+    assert not changed(repository)
+
+
+def test_commands_run_where_the_user_stands(repository: Path) -> None:
+    """In the same folder of each worktree; a commit without that folder is refused, and nothing is left."""
+    with checked_out(["main", "main"], repository / "sub") as trees:
+        assert [(tree.folder / "speed").read_text() for tree in trees] == ["2", "2"]
+    with pytest.raises(ValueError, match="main~1 has no folder 'sub/'"), checked_out(["main~1"], repository / "sub"):
+        pass
+    assert _left(repository) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [("nowhere", "git knows no commit 'nowhere'"), ("--all", "'--all' is no commit"), ("", "'' is no commit")],
+)
+def test_what_is_no_commit_is_refused(repository: Path, reference: str, reason: str) -> None:
+    """One line, before anything is made."""
+    with pytest.raises(ValueError, match=reason), checked_out(["main", reference], repository):
+        pass
+    assert _left(repository) == ([], 1)
+
+
+def test_a_folder_outside_a_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In git's own words, in one line."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(ValueError, match=r"^git: fatal: not a git repository"), checked_out(["main"], tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt, ValueError, SystemExit])
+def test_worktrees_are_removed_whatever_happens(repository: Path, trouble: type[BaseException]) -> None:
+    """With all that was built in them, although git would keep what it does not know."""
+
+    def measure() -> None:
+        with checked_out(["main~1", "main"], repository) as trees:
+            (trees[0].root / ".venv").mkdir()
+            (trees[0].root / ".venv" / "library").write_text("x")
+            (trees[1].root / "speed").unlink()
+            raise trouble
+
+    with pytest.raises(trouble):
+        measure()
+    assert _left(repository) == ([], 1)
+
+
+def test_a_second_interrupt_does_not_stop_the_removal(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone who presses Ctrl-C twice has no worktrees left either; afterwards it works again."""
+    remove = worktrees._remove
+
+    def interrupted(folder: Path, root: Path) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        remove(folder, root)
+
+    monkeypatch.setattr(worktrees, "_remove", interrupted)
+    with checked_out(["main~1", "main"], repository):
+        pass
+    assert _left(repository) == ([], 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_worktree_that_is_gone_is_forgotten(repository: Path) -> None:
+    """Somebody who cleans up temporary files leaves no entry in the repository."""
+    with checked_out(["main"], repository) as (tree,):
+        subprocess.run(["rm", "-r", str(tree.root)], check=True)
+    assert _left(repository) == ([], 1)
+
+
+def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
+    """Checking a commit out runs nothing of the user's, and is not misled by the hook it runs in."""
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch {repository}/ran\n")
+    hook.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GIT_DIR", str(repository / "nowhere"))
+        with checked_out(["main"], repository) as (tree,):
+            assert "GIT_DIR" not in environment(tree)
+    assert not (repository / "ran").exists()
+
+
+def test_the_worktrees_environment_comes_first(tmp_path: Path) -> None:
+    """Its .venv in PATH, its copy of what PYTHONPATH names of the user's tree, its commit's name as the branch."""
+    tree = Worktree("main", "a" * 40, tmp_path / "wt", tmp_path / "wt" / "sub", tmp_path / "own")
+    given = {"PATH": "/bin", "PYTHONPATH": f"{tmp_path}/own/src:/other:", "PYTHONHOME": "/x", "HOME": "/h"}
+    plain = environment(tree, given)
+    assert plain == {**given, "PYTHONPATH": f"{tmp_path}/wt/src:/other:", "LLMGPU_BRANCH": "main"}
+    scripts = tree.root / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    found = environment(tree, given)
+    assert found["PATH"] == f"{scripts}:/bin"
+    assert found["VIRTUAL_ENV"] == str(tree.root / ".venv")
+    assert "PYTHONHOME" not in found
+    nearer = tree.folder / ".venv" / "bin"
+    nearer.mkdir(parents=True)
+    assert environment(tree, {})["PATH"] == str(nearer)
+
+
+def _python(code: str) -> Sequence[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_command_runs_with_its_folder_environment_and_log(tmp_path: Path) -> None:
+    """What it prints goes to the log, both streams, and is added to it; its status is returned."""
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    code = (
+        "import os, sys; print(os.getcwd(), os.environ['X'], flush=True); print('last', file=sys.stderr); sys.exit(3)"
+    )
+    assert run(_python(code), tmp_path, {"X": "y"}, log) == 3
+    assert log.read_text() == f"before\n{tmp_path} y\nlast\n"
+    assert last_line(log) == "last"
+    log.write_text("")
+    assert last_line(log) == ""
+
+
+def test_a_command_is_looked_for_in_the_path_it_gets(tmp_path: Path) -> None:
+    """The worktree's pytest, not the one of whoever starts it; one that is nowhere is one line."""
+    tool = tmp_path / "bin" / "measure"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexit 7\n")
+    tool.chmod(0o755)
+    log = tmp_path / "log"
+    assert run(["measure"], tmp_path, {"PATH": str(tool.parent)}, log) == 7
+    with pytest.raises(ValueError, match=r"^'measure' cannot be run: No such file or directory$"):
+        run(["measure"], tmp_path, {"PATH": "/nowhere"}, log)
+
+
+def test_a_signal_is_a_negative_status(tmp_path: Path) -> None:
+    """A launch that was killed does not pass as one that ended."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run(_python(code), tmp_path, {}, tmp_path / "log") == -signal.SIGKILL
+
+
+_STUBBORN = """
+import os, signal, sys
+for number in {ignored!r}:
+    signal.signal(number, lambda number, frame: print("ignored", number, flush=True))
+os.kill({parent}, signal.SIGINT)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_ends_the_command_before_us(tmp_path: Path, sent: str) -> None:
+    """It gets SIGINT once, whatever we got, and may write what it has before it ends."""
+    code = (
+        "import os, signal\n"
+        f"os.kill({os.getpid()}, signal.{sent})\n"
+        "try:\n    while True:\n        signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('written', flush=True)\n"
+    )
+    log = tmp_path / "log"
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        run(_python(code), tmp_path, {}, log)
+    assert log.read_text() == "written\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First asked, then told, then killed: nothing goes on in a worktree that is removed."""
+    monkeypatch.setattr(
+        subprocesses,
+        "_GRACES_S",
+        ((signal.SIGINT, 0.05), (signal.SIGTERM, 0.05), (signal.SIGKILL, None)),
+    )
+    code = _STUBBORN.format(ignored=[signal.SIGINT.value, signal.SIGTERM.value], parent=os.getpid())
+    log = tmp_path / "log"
+    with pytest.raises(KeyboardInterrupt):
+        run(_python(code), tmp_path, {}, log)
+    assert log.read_text().splitlines() == ["ignored 2", "ignored 15"]
+
+
+def test_worktrees_are_removed_outside_the_main_thread_too(repository: Path) -> None:
+    """Where signals cannot be held off."""
+    found = []
+
+    def work() -> None:
+        with checked_out(["main"], repository) as (tree,):
+            found.append(tree.sha)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+    assert _left(repository) == ([], 1)
+
+
+def test_what_a_command_has_left_running_is_ended(tmp_path: Path) -> None:
+    """It would load the machine while the next command is measured."""
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"sleep 600 & echo $! > {pid}"]
+    assert run(command, tmp_path, dict(os.environ), tmp_path / "log") == 0
+    left = int(pid.read_text())
+    for _ in range(1000):
+        status = Path(f"/proc/{left}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+    pytest.fail(f"process {left} goes on")

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from pytest_llmgpu.gate.stats.intervals import (
+    UNCALIBRATED_SD,
+    Change,
+    assumed_sd,
+    change,
+    launch_levels,
+    launches_needed,
+    smallest_change,
+)
+
+
+def test_a_stalled_batch_does_not_move_the_estimate() -> None:
+    """One batch of twenty that took 50 times as long is no slowdown of the case."""
+    base = [[0.1 + 0.01 * batch for batch in range(20)]]
+    head = [[*base[0][:-1], 50 * base[0][-1]]]
+    assert launch_levels(base, head) == ([0.0], [0.0])
+
+
+def test_batches_are_compared_in_pairs() -> None:
+    """Batches of very different lengths add no noise: each is exactly 5 % slower."""
+    shapes = [0.01 * 3**batch for batch in range(8)]
+    before, after = launch_levels([shapes, shapes], [[1.05 * latency for latency in shapes]])
+    assert before == [0.0, 0.0]
+    assert after == pytest.approx([math.log(1.05)])
+
+
+@pytest.mark.parametrize(("base", "head"), [(3, 3), (2, 5), (1, 3)])
+def test_skewed_noise_of_batches_favours_no_side(base: int, head: int) -> None:
+    """Equal code whose batches take up to much longer: neither side's medians are its own alone."""
+    chance = random.Random(2)
+
+    def launches(count: int) -> list[list[float]]:
+        return [[math.exp(0.3 * chance.expovariate(1)) for _ in range(40)] for _ in range(count)]
+
+    changes = []
+    for _ in range(150):
+        before, after = launch_levels(launches(base), launches(head))
+        changes.append(statistics.fmean(after) - statistics.fmean(before))
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    assert abs(statistics.fmean(changes)) < 3 * error
+    assert error < 0.004
+
+
+def test_noise_between_sessions_does_not_average_out() -> None:
+    """However many launches: each side is one session."""
+    for launches in (2, 100):
+        seen = change([0.0] * launches, [0.0] * launches, 0.01, 0.015)
+        assert seen.noise_error == pytest.approx(math.sqrt(2) * math.hypot(0.01 / math.sqrt(launches), 0.015))
+    assert launches_needed(0.04, 0.02, 0.003, 0.95, session_sd=0.015) is None
+
+
+def test_few_false_alarms_between_days() -> None:
+    """In simulation: days differ by 1.5 % and launches by 0.3 %; without the days it is one in seven."""
+    chance, alarms = random.Random(6), {0.0: 0, 0.015: 0}
+    for _ in range(1000):
+        before, after = chance.gauss(0, 0.015), chance.gauss(0, 0.015)
+        base, head = ([day + chance.gauss(0, 0.003) for _ in range(5)] for day in (before, after))
+        for session_sd in alarms:
+            alarms[session_sd] += change(base, head, 0.003, session_sd).p_above(math.log(1.02)) <= 0.05
+    assert alarms[0.0] > 100
+    assert alarms[0.015] < 5
+
+
+def test_the_calibrated_half_width_is_2_77_sd_over_root_n() -> None:
+    """With n launches a side at 95 %; the facts' number, whatever these launches happen to spread."""
+    for n in (2, 5, 20):
+        seen = change([0.0] * n, [0.0] * n, 0.03)
+        assert seen.half_width(0.95) == pytest.approx(2.77 * 0.03 / math.sqrt(n), rel=1e-3)
+
+
+def test_many_launches_tell_their_noise_where_nobody_calibrated() -> None:
+    """From five a side on, by as much more as luck may hide: of 8 degrees 1 % lies below a chi-squared of 1.65."""
+    chance = random.Random(4)
+    base, head = ([chance.gauss(0, 0.005) for _ in range(5)] for _ in range(2))
+    squares = sum((one - statistics.fmean(side)) ** 2 for side in (base, head) for one in side)
+    assert assumed_sd(base, head) == pytest.approx(math.sqrt(squares / 1.646), rel=0.03)
+    assert assumed_sd(base[:4], head) == assumed_sd([0.0], [0.0]) == UNCALIBRATED_SD
+    assert assumed_sd([10 * one for one in base], [-200 * one for one in head]) == UNCALIBRATED_SD, "at most that"
+    assert assumed_sd([0.0] * 5, [0.0] * 5) == UNCALIBRATED_SD, "none at all is no noise that exists"
+
+
+def test_one_launch_counts_as_noisier() -> None:
+    """Nothing tells whether it is an outlier: half as much again, for the side that has no other."""
+    assert change([0.0], [0.0], 0.03).half_width(0.95) == pytest.approx(1.5 * 2.77 * 0.03, rel=1e-3)
+    assert change([0.0], [0.0] * 4, 0.03).noise_error == pytest.approx(0.03 * math.hypot(1.5, 0.5))
+
+
+def test_the_spread_of_the_launches_widens_the_interval() -> None:
+    """Student's t over both sides, by hand: means 0 and 0.1, 4 degrees of freedom, pooled variance 0.01."""
+    seen = change([-0.1, 0.0, 0.1], [0.0, 0.1, 0.2], 0.001)
+    assert seen.log_ratio == pytest.approx(0.1)
+    assert seen.degrees == 4
+    assert seen.observed_error == pytest.approx(0.1 * math.sqrt(2 / 3))
+    assert seen.half_width(0.95) == pytest.approx(2.131846786 * 0.1 * math.sqrt(2 / 3))
+
+
+def test_sides_may_have_different_numbers_of_launches() -> None:
+    """One launch against four: the spread of the four speaks for both, the noise has sqrt(1.5^2 + 1/4)."""
+    seen = change([0.0], [0.01, 0.02, 0.03, 0.04], 0.01)
+    assert seen.log_ratio == pytest.approx(0.025)
+    assert seen.degrees == 3
+    assert seen.noise_error == pytest.approx(0.01 * math.sqrt(1.5**2 + 0.25))
+
+
+@pytest.mark.parametrize("launches", [1, 2, 5])
+def test_the_probability_inverts_the_interval(launches: int) -> None:
+    """A bar at the interval's lower end has p = 0.05; a little above it more, a little below it less."""
+    chance = random.Random(launches)
+    head = [chance.gauss(0.1, 0.03) for _ in range(launches)]
+    seen = change([chance.gauss(0, 0.03) for _ in range(launches)], head, 0.02)
+    low = seen.log_ratio - seen.half_width(0.95)
+    assert seen.p_above(low) == pytest.approx(0.05)
+    assert seen.p_above(low - 1e-3) < 0.05 < seen.p_above(low + 1e-3)
+    high = seen.log_ratio + seen.half_width(0.95)
+    assert seen.p_below(high) == pytest.approx(0.05)
+    assert seen.p_above(seen.log_ratio + 1) == seen.p_below(seen.log_ratio - 1) == 1.0
+
+
+def test_noise_of_nothing_is_certain() -> None:
+    """Equal launches on a runner without noise: any difference is one, and nothing divides by 0."""
+    seen = Change(log_ratio=0.03, noise_error=0.0, observed_error=0.0, degrees=2)
+    assert (seen.half_width(0.95), seen.p_above(0.02), seen.p_above(0.03)) == (0.0, 0.0, 1.0)
+    assert launches_needed(0.04, 0.02, 0.0, 0.95) == 1
+
+
+@pytest.mark.parametrize(
+    ("sd", "family", "days"), [(0.01, 1, 0.0), (0.01, 21, 0.0), (0.005, 7, 0.0), (0.03, 1, 0.0), (0.01, 1, 0.002)]
+)
+def test_the_launches_asked_for_show_the_slowdown(sd: float, family: int, days: float) -> None:
+    """In simulation: a true +4 % against a margin of 2 % is seen at least 94 % of the time, and far fewer do not."""
+    chance = random.Random(7)
+    needed = launches_needed(0.04, 0.02, sd, 0.95, family, days)
+    assert needed is not None
+
+    def power(n: int) -> float:
+        hits = 0
+        for _ in range(400):
+            day = chance.gauss(0, days * math.sqrt(2)) if days else 0.0
+            head = [chance.gauss(math.log(1.04) + day, sd) for _ in range(n)]
+            seen = change([chance.gauss(0, sd) for _ in range(n)], head, sd, days)
+            hits += seen.p_above(math.log(1.02)) <= 0.05 / family
+        return hits / 400
+
+    assert power(needed) >= 0.94
+    assert power(max(2, needed // 2)) < 0.9
+
+
+def test_launches_that_nobody_has() -> None:
+    """A change equal to the margin is never shown, and a noise of 50 % would need thousands."""
+    assert launches_needed(0.02, 0.02, 0.01, 0.95) is None
+    assert launches_needed(0.04, 0.02, 0.5, 0.95) is None
+
+
+@pytest.mark.parametrize("family", [1, 21])
+def test_the_smallest_change_is_shown_with_its_probability(family: int) -> None:
+    """In simulation, with the calibrated noise: a slowdown of that size is seen 95 % of the time, among others too."""
+    chance = random.Random(3)
+    error = 1.5 * 0.01 * math.sqrt(2)  # what one launch a side counts as
+    least = smallest_change(change([0.0], [0.0], 0.01), 0.02, 0.95, family)
+    seen = [change([0.0], [chance.gauss(math.log1p(least), error)], 0.01) for _ in range(2000)]
+    shown = sum(one.p_above(math.log(1.02)) <= 0.05 / family for one in seen)
+    assert shown / 2000 == pytest.approx(0.95, abs=0.015)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.report_factory import GIB, make_memory, make_result
+from support.verdict_factory import make_invalid, make_traffic
+
+from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
+from pytest_llmgpu.gate.policy import MemoryRule
+from pytest_llmgpu.report.result import CaseResult, Traffic
+from pytest_llmgpu.report.verdicts import Row
+
+
+def _sending(traffic: Traffic | None) -> CaseResult:
+    result = make_result(strategy="tp")
+    result.traffic = traffic
+    return result
+
+
+def _row(found: Row | str) -> Row:
+    assert isinstance(found, Row), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("head", "verdict", "reason"),
+    [
+        (make_traffic(64), "OK", "sends exactly what the baseline sends."),
+        (
+            make_traffic(65),
+            "REGRESSED",
+            (
+                "sends more than the baseline: all_reduce 128 -> 130 calls; "
+                "all_reduce 131,072 -> 133,120 payload bytes; "
+                "all_reduce 131,072 -> 133,120 wire bytes."
+            ),
+        ),
+        (
+            make_traffic(63),
+            "IMPROVED",
+            (
+                "sends less than the baseline: all_reduce 128 -> 126 calls; "
+                "all_reduce 131,072 -> 129,024 payload bytes; "
+                "all_reduce 131,072 -> 129,024 wire bytes."
+            ),
+        ),
+        (
+            make_traffic(64, kind="all_gather"),
+            "REGRESSED",
+            (
+                "sends other things than the baseline: all_gather 0 -> 128 calls; "
+                "all_gather 0 -> 131,072 payload bytes; "
+                "all_gather 0 -> 131,072 wire bytes; and 3 more figures."
+            ),
+        ),
+    ],
+)
+def test_any_change_of_traffic_is_a_change(head: Traffic, verdict: str, reason: str) -> None:
+    """One call in 64 more or less, or another kind: no margin, one run is enough."""
+    row = _row(traffic_row(_sending(make_traffic(64)), _sending(head), gated=True))
+    assert (row.verdict, row.reason) == (verdict, reason)
+    sent = float(sum(entry.wire_bytes for rank in head.ranks for entry in rank))
+    assert (row.base, row.head) == (2.0 * 64 * 1024, sent)
+    assert row.ratio == sent / (2 * 64 * 1024)
+
+
+def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
+    """Where the run chooses graphs, it may choose otherwise the next time: rows are padded for them, memory is kept."""
+    base, head = _sending(make_traffic(64)), _sending(make_traffic(65))
+    for result, memory in ((base, 16.0), (head, 17.0)):
+        result.launches[0].memory = make_memory(peak=memory * GIB)
+    head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
+    words = "The forwards ran as CUDA graphs, the baseline's eagerly: measure both with --llmgpu-cuda-graphs=on or off."
+    assert _row(traffic_row(base, head, gated=True)).verdict == "REGRESSED", "the batches are the same"
+    head.launches[0].plan_sha256 = "0" * 64
+    rows = [_row(traffic_row(base, head, gated=True)), _row(memory_row(base, head, MemoryRule()))]
+    assert [row.verdict for row in rows] == ["NOT_COMPARABLE"] * 2
+    assert all(words in row.reason for row in rows)
+    head.traffic = base.traffic
+    assert _row(traffic_row(base, head, gated=True)).verdict == "OK"
+    head.case = base.case
+    assert _row(memory_row(base, head, MemoryRule())).verdict == "REGRESSED"
+
+
+def test_work_that_moves_between_ranks_is_a_change() -> None:
+    """The sums are equal and a rank sends more; the order of a rank's entries says nothing."""
+    one, two = make_traffic(64), make_traffic(32)
+    moved = Traffic(ranks=[make_traffic(96).ranks[0], two.ranks[0]], wire_bytes_per_sequence=1.0)
+    row = _row(traffic_row(_sending(one), _sending(moved), gated=True))
+    assert (row.verdict, row.reason) == (
+        "REGRESSED",
+        "sends other things than the baseline: the ranks share it out otherwise.",
+    )
+    both = [*one.ranks[0], *make_traffic(1, kind="broadcast").ranks[0]]
+    there, back = (Traffic(ranks=[kinds], wire_bytes_per_sequence=1.0) for kinds in (both, both[::-1]))
+    assert _row(traffic_row(_sending(there), _sending(back), gated=True)).verdict == "OK"
+
+
+def test_a_figure_that_is_gone_is_missing() -> None:
+    """What the baseline knew and the candidate does not is said with its reason; the reverse is new."""
+    head = _sending(None)
+    head.why["traffic"] = "counting was switched off"
+    row = _row(traffic_row(_sending(make_traffic()), head, gated=True))
+    assert row.verdict == "MISSING"
+    assert row.reason == "traffic is known for the baseline only: counting was switched off."
+    assert traffic_row(head, _sending(make_traffic()), gated=True) == "traffic is new"
+    assert traffic_row(head, head, gated=True) == "traffic was not measured"
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict"),
+    [
+        ("nvlink", "nvlink", "OK"),
+        ("nvlink", "pcie", "REGRESSED"),
+        ("nvlink", "mixed", "REGRESSED"),
+        ("pcie", "mixed", "IMPROVED"),
+        ("pcie", "host", "REGRESSED"),
+        ("host", "nvlink", "IMPROVED"),
+        ("nvlink", None, "MISSING"),
+    ],
+)
+def test_a_slower_link_is_a_row_of_its_own(base: str, head: str | None, verdict: str) -> None:
+    """The same bytes over PCIe are another machine, and some of them there another path."""
+    row = _row(path_row(_sending(make_traffic(link=base)), _sending(make_traffic(link=head)), gated=True))
+    assert (row.metric, row.verdict) == ("path", verdict)
+
+
+def test_a_path_that_moved_is_told_with_its_figures() -> None:
+    """Both links by name, and what was counted then and now."""
+    sides = []
+    for link, counted in (("nvlink", 131072.0), ("pcie", 0.0)):
+        traffic = make_traffic(link=link)
+        assert traffic.path is not None
+        path = msgspec.structs.replace(traffic.path, nvlink_bytes=counted)
+        sides.append(_sending(msgspec.structs.replace(traffic, path=path)))
+    base, head = sides
+    row = _row(path_row(base, head, gated=True))
+    assert row.reason == (
+        "traffic moved from NVLink to PCIe: NVLink carried 131.1 kB for 131.1 kB sent, now 0 bytes for 131.1 kB."
+    )
+    row = _row(path_row(head, head, gated=True))
+    assert row.reason == "traffic goes over PCIe as before."
+
+
+def test_what_a_rank_receives_is_not_sent_again() -> None:
+    """A pipeline's bytes on the wire are counted where they are sent."""
+    there = make_traffic(64, kind="send").ranks[0], make_traffic(64, kind="recv").ranks[0]
+    traffic = Traffic(ranks=list(there), wire_bytes_per_sequence=1.0)
+    row = _row(traffic_row(_sending(traffic), _sending(traffic), gated=True))
+    assert (row.base, row.head) == (64 * 1024, 64 * 1024)
+
+
+def test_what_sends_nothing_has_no_path() -> None:
+    """Traffic that is gone has not moved to another link."""
+    quiet = _sending(make_traffic(0))
+    assert path_row(_sending(make_traffic(link="nvlink")), quiet, gated=True) == "nothing is sent"
+
+
+def _using(*peaks: float, workspace: int = 0) -> CaseResult:
+    result = make_result(memory=make_memory(peak=peaks[0] * GIB))
+    first = result.launches[0]
+    result.launches = []
+    for peak in peaks:
+        launch = make_result(memory=make_memory(peak=peak * GIB)).launches[0]
+        if workspace:
+            launch.memory = [
+                type(d)(index=d.index, peak_allocated_bytes=d.peak_allocated_bytes, workspace_bytes=workspace)
+                for d in launch.memory
+            ]
+        result.launches.append(launch)
+    assert first.memory
+    return result
+
+
+@pytest.mark.parametrize(
+    ("head", "verdict"), [(16.0, "OK"), (16.08, "OK"), (16.1, "REGRESSED"), (15.9, "IMPROVED"), (17.0, "REGRESSED")]
+)
+def test_the_fullest_device_decides(head: float, verdict: str) -> None:
+    """0.5 % of 17 GiB are 87 MiB: the fourth device has a GiB more than the others."""
+    row = _row(memory_row(_using(16.0), _using(head), MemoryRule()))
+    assert (row.verdict, row.base) == (verdict, 17 * GIB)
+    assert row.head == pytest.approx((head + 1) * GIB, abs=1)
+
+
+def test_bytes_may_be_allowed_where_the_margin_is_less() -> None:
+    """And the reason has both in MiB."""
+    rule = MemoryRule(absolute_bytes=2 * GIB)
+    row = _row(memory_row(_using(16.0), _using(17.0), rule))
+    assert row.verdict == "OK"
+    assert row.reason == "peak of the fullest device is 18.00 GiB, was 17.00 GiB (+1,024 MiB, margin 2,048 MiB)."
+
+
+@pytest.mark.parametrize(
+    ("used", "verdict"),
+    [(18.0, "OK"), (10.0, "OK"), (19.9, "OK"), (20.1, "REGRESSED"), (None, "OK")],
+)
+def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, verdict: str) -> None:
+    """Buffers of NCCL or a cache that grows take the room of the next batch; a tenth of it may be a new library."""
+    base, head = _using(16.0), _using(16.0)
+    for result, gib in ((base, 18.2), (head, used)):
+        seen = None if gib is None else int(gib * GIB)
+        (launch,) = result.launches
+        launch.memory = [msgspec.structs.replace(device, nvml_used_max_bytes=seen) for device in launch.memory]
+    row = _row(memory_row(base, head, MemoryRule()))
+    assert (row.verdict, "NVML saw 20.10 GiB in use, was 18.20" in row.reason) == (verdict, verdict == "REGRESSED")
+    assert _row(memory_row(base, head, MemoryRule(used_margin=0.5))).verdict == "OK"
+    make_invalid(head.launches[0], "programs of others at work: GPU 0")
+    assert _row(memory_row(base, head, MemoryRule())).verdict == "OK", "it is somebody else's"
+
+
+def test_workspace_outside_torch_counts() -> None:
+    """Memory that moves there is still used."""
+    assert _row(memory_row(_using(16.0), _using(16.0, workspace=GIB), MemoryRule())).verdict == "REGRESSED"
+
+
+def test_launches_that_differ_are_inconclusive() -> None:
+    """One of two grew: the range has the margin inside."""
+    row = _row(memory_row(_using(16.0, 16.0), _using(16.0, 17.0), MemoryRule()))
+    assert (row.verdict, row.n) == ("INCONCLUSIVE", 2)
+    assert memory_row(make_result(), make_result(), MemoryRule()) == "memory was not measured"

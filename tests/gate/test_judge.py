@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import datetime
+import gc
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_answers, make_failed, make_memory, make_report
+from support.verdict_factory import make_invalid, make_traffic, with_launches
+
+from pytest_llmgpu.gate.judge import exit_status, fails, judge
+from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
+from pytest_llmgpu.gate.policy_file import dump, sha256
+from pytest_llmgpu.gate.timing.calibration import Calibration
+from pytest_llmgpu.report.file import Commit, Report, Session
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
+from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, MetricName, Verdicts, worst_first
+
+TODAY = datetime.date(2026, 6, 1)
+QUIET = Calibration(typical=0.001)
+
+
+def _full(
+    slower: float = 1.0, *, wrong: Sequence[int] = (), calls: int = 64, peak: float = 2**34, **fields: Any
+) -> CaseResult:
+    """Return a completed result that has every metric."""
+    answers = make_answers([number not in wrong for number in range(100)])
+    result = with_launches([slower], accuracy=answers, memory=make_memory(peak=peak), **fields)
+    result.traffic = make_traffic(calls, link="nvlink")
+    result.nodeid = f"benchmarks/test_a.py::test_b[{result.id}]"
+    return result
+
+
+def _judge(base: Sequence[CaseResult] | None, head: Sequence[CaseResult], policy: Policy | None = None) -> Verdicts:
+    before = None if base is None else make_report(base)
+    return judge(before, make_report(head), policy or Policy(), today=TODAY, calibration=QUIET)
+
+
+def _said(verdicts: Verdicts) -> dict[str, str]:
+    """Return each metric's verdict, where one case was judged."""
+    return {str(row.metric): str(row.verdict) for row in verdicts.rows}
+
+
+def _failure(message: str) -> Failure:
+    return Failure(phase="forward", rank=1, message=message)
+
+
+def _known(case: str, metric: MetricName) -> Known:
+    return Known(case=case, metric=metric, reason="bug 7", expires=TODAY)
+
+
+def test_equal_reports_are_ok_in_every_metric() -> None:
+    """Each metric was compared, and the exit status is 0."""
+    found = _judge([_full()], [_full()])
+    metrics = ("time", "accuracy", "predictions", "traffic", "path", "memory")
+    assert _said(found) == dict.fromkeys(metrics, "OK")
+    assert (found.armed.compared, found.armed.gated, found.armed.unarmed) == (6, 5, {})
+    assert exit_status(found, Policy()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "metric"),
+    [
+        ({"slower": 1.05}, "time"),
+        ({"wrong": range(20)}, "accuracy"),
+        ({"calls": 65}, "traffic"),
+        ({"peak": 2**34 + 2**30}, "memory"),
+    ],
+)
+def test_each_loss_alone_fails_the_gate(change: dict[str, Any], metric: str) -> None:
+    """5 % time, 20 items, one more collective, 1 GiB: REGRESSED in that metric only, exit 1; the way back improves."""
+    found = _judge([_full()], [_full(**change)])
+    gated = [row for row in found.rows if row.gated]
+    assert {row.metric for row in gated if row.verdict == "REGRESSED"} == {metric}
+    assert [row.metric for row in gated if fails(row, Policy())] == [metric]
+    assert exit_status(found, Policy()) == 1
+    back = _judge([_full(**change)], [_full()])
+    assert _said(back)[metric] == "IMPROVED"
+    assert exit_status(back, Policy()) == 0
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict", "status"),
+    [
+        ("completed", "oom", "CAPACITY_REGRESSED", 1),
+        ("completed", "skipped_after_oom", "CAPACITY_REGRESSED", 1),
+        ("oom", "completed", "CAPACITY_IMPROVED", 0),
+        ("skipped_after_oom", "completed", "CAPACITY_IMPROVED", 0),
+        ("oom", "skipped_after_oom", "OK", 0),
+        ("completed", "crashed", "FAILED", 1),
+        ("completed", "timeout", "FAILED", 1),
+        ("oom", "error", "FAILED", 1),
+        ("crashed", "crashed", "FAILED", 1),
+        ("crashed", "completed", "NO_BASELINE", 5),
+        ("crashed", "oom", "NO_BASELINE", 5),
+        ("completed", "interrupted", "INVALID", 5),
+    ],
+)
+def test_outcome_before_numbers(base: Any, head: Any, verdict: str, status: int) -> None:
+    """A case that changed its outcome has a verdict on that, whatever its numbers are, and none on them."""
+    sides = [
+        _full() if outcome == "completed" else make_failed(outcome, _failure("gone\nwrong")) for outcome in (base, head)
+    ]
+    found = _judge(sides[:1], sides[1:])
+    row = found.rows[0]
+    assert (row.metric, row.verdict) == ("outcome", verdict)
+    assert {row.metric for row in found.rows} <= {"outcome", "largest_batch"}
+    assert len(row.reason.splitlines()) <= 2
+    assert exit_status(found, Policy()) == status
+
+
+def test_a_lost_batch_size_shows_in_its_series() -> None:
+    """The case by itself, and how far the series goes now."""
+    sizes = [_full(batch_size=size) for size in (1, 2)]
+    found = _judge(sizes, [sizes[0], make_failed(batch_size=2)])
+    series = found.rows[-1]
+    assert (series.metric, series.verdict) == ("largest_batch", "CAPACITY_REGRESSED")
+    assert series.reason == "1 sequences fit and 2 do not; in the baseline 2 did."
+
+
+def test_a_case_that_is_gone_is_missing() -> None:
+    """Unless somebody deselected it, or the policy allows it; an interrupted run is no excuse."""
+    base = [_full(), _full(strategy="tp")]
+    found = _judge(base, base[:1])
+    assert (found.rows[-1].id, found.rows[-1].verdict) == ("tp-bs1", "MISSING")
+    assert exit_status(found, Policy()) == 1
+    assert exit_status(found, Policy(allow_missing=True)) == 0
+    head = make_report(base[:1])
+    head.session = Session(interrupted=True)
+    assert "interrupted" in judge(make_report(base), head, Policy(), today=TODAY).rows[-1].reason
+    head.session = Session(deselected=["benchmarks/test_a.py::test_other[mp-bs1]"])
+    assert judge(make_report(base), head, Policy(), today=TODAY).rows[-1].verdict == "MISSING"
+    head.session = Session(deselected=[base[1].nodeid or ""])
+    left_out = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
+    assert {row.id for row in left_out.rows} == {"mp-bs1"}
+    assert left_out.armed.unarmed == {"deselected in this run": 1}
+    assert exit_status(left_out, Policy(require_armed=True)) == 0
+
+
+def test_another_kind_of_device_is_said_in_one_line() -> None:
+    """Where no case of one has its like in the other: rows that are new or missing do not say why."""
+    base, head = [_full(device="cpu")], [_full(device="cuda", strategy="tp")]
+    found = _judge(base, head)
+    assert {row.verdict for row in found.rows} == {"NEW", "MISSING"}
+    assert found.warnings[0] == ("the baseline was measured on cpu and the candidate on cuda: they do not compare")
+    for same in (head, [*base, *head]):
+        assert not any("was measured on" in warning for warning in _judge(same, head).warnings)
+    assert not any("was measured on" in warning for warning in _judge([], head).warnings)
+
+
+def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
+    """As `--lf` and tests named on the command line do; not what is gone from a test that did run."""
+    base = [_full(), _full(strategy="tp")]
+    head = make_report(base[:1])
+    head.session = Session(deselected=["--lf: tests that passed last time"])
+    found = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
+    assert found.armed.unarmed == {"left out: --lf: tests that passed last time": 1}
+    assert exit_status(found, Policy()) == 0
+    base[1].nodeid = base[0].nodeid
+    found = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
+    assert [row.verdict for row in found.rows if row.id == "tp-bs1"] == ["MISSING"]
+
+
+def test_new_cases_pass_and_their_answers_are_checked() -> None:
+    """A new case has nothing to lose, but may be wrong by itself."""
+    new = _full(strategy="tp")
+    found = _judge([_full()], [_full(), new])
+    assert [row.verdict for row in found.rows if row.id == "tp-bs1"] == ["NEW"]
+    assert exit_status(found, Policy()) == 0
+    assert exit_status(found, Policy(require_armed=True)) == 5
+    new.accuracy_check = AccuracyCheck(
+        metric="acc_norm", value=0.2, baseline=0.8, source="x", tolerance=0.01, ok=False, text="60 points below"
+    )
+    assert exit_status(_judge([_full()], [_full(), new]), Policy()) == 1
+    before = _full(strategy="tp")
+    before.launches[0].accuracy = None
+    wrong = _judge([before], [new])
+    assert [row.reason for row in wrong.rows if row.metric == "accuracy"] == ["60 points below."]
+    assert wrong.armed.unarmed == {"accuracy: accuracy is new": 1}
+
+
+def test_without_a_baseline_nothing_is_green() -> None:
+    """Exit 5, unless the policy allows that; a crash still fails."""
+    found = _judge(None, [_full()])
+    assert _said(found) == {"outcome": "NO_BASELINE"}
+    assert (found.baseline, found.armed.compared) == (None, 0)
+    assert exit_status(found, Policy()) == 5
+    assert exit_status(found, Policy(allow_no_baseline=True)) == 0
+    assert exit_status(_judge(None, [make_failed("crashed")]), Policy(allow_no_baseline=True)) == 1
+
+
+def test_nothing_compared_is_not_green() -> None:
+    """No cases, or metrics that are all reported only."""
+    assert exit_status(_judge([], []), Policy()) == 5
+    policy = Policy(time=TimeRule(gate=False))
+    found = _judge([with_launches([1.0])], [with_launches([1.5])], policy)
+    assert _said(found) == {"time": "REGRESSED"}
+    assert (found.armed.compared, found.armed.gated) == (1, 0)
+    assert found.armed.unarmed == {
+        "accuracy: no items were scored": 1,
+        "memory: memory was not measured": 1,
+        "traffic: traffic was not measured": 1,
+    }
+    assert exit_status(found, policy) == 5
+
+
+def test_a_path_that_counters_cannot_tell_is_no_gap() -> None:
+    """Drivers differ in what they count; the bytes themselves are armed."""
+    result = _full()
+    result.traffic = make_traffic()
+    found = _judge([result], [result], Policy(require_armed=True))
+    assert found.armed.unarmed == {"path: path was not measured": 1}
+    assert exit_status(found, Policy(require_armed=True)) == 0
+
+
+def test_another_case_or_machine_is_not_comparable() -> None:
+    """Exit 4, and the reason names the difference; a regression beside it wins."""
+    found = _judge([_full()], [_full(dtype="bfloat16")])
+    assert _said(found) == {"outcome": "NOT_COMPARABLE"}
+    assert found.rows[0].reason == "another measurement than the baseline's: dtype float16 -> bfloat16."
+    assert exit_status(found, Policy()) == 4
+    base = make_report([_full()], gpus=4)
+    moved = judge(base, make_report([_full(slower=2.0)], gpus=8), Policy(), today=TODAY)
+    assert "GPUs 4 -> 8" in moved.rows[0].reason
+    assert exit_status(moved, Policy()) == 4
+    smaller = judge(base, make_report([make_failed()], gpus=8), Policy(), today=TODAY)
+    assert _said(smaller) == {"outcome": "NOT_COMPARABLE"}
+    assert (
+        exit_status(_judge([_full()], [_full(dtype="bfloat16"), make_failed("crashed", strategy="tp")]), Policy()) == 1
+    )
+
+
+def test_inconclusive_fails_where_the_policy_says_so() -> None:
+    """Exit 3; an invalid window likewise."""
+    strict = Policy(on_inconclusive="fail")
+    close = _judge([_full()], [_full(slower=1.02)])
+    assert _said(close)["time"] == "INCONCLUSIVE"
+    spoilt = _full()
+    make_invalid(spoilt.launches[0], "a stranger's process")
+    invalid = _judge([_full()], [spoilt])
+    assert _said(invalid)["time"] == "INVALID"
+    assert _said(invalid)["accuracy"] == "OK"
+    for found in (close, invalid):
+        assert (exit_status(found, Policy()), exit_status(found, strict)) == (0, 3)
+
+
+def test_a_known_regression_passes_until_its_day() -> None:
+    """On the last day it still does; then it counts again. An entry that nothing needs is named."""
+    sides = [_full()], [_full(slower=1.5)]
+    known = Known(case="mp-bs1", metric="time", reason="bug 7", expires=TODAY)
+    policy = Policy(known=[known])
+    found = _judge(*sides, policy)
+    assert [row.known for row in found.rows if row.metric == "time"] == ["bug 7"]
+    assert (exit_status(found, policy), found.warnings) == (0, [])
+    expired = Policy(known=[msgspec.structs.replace(known, expires=TODAY - datetime.timedelta(days=1))])
+    found = _judge(*sides, expired)
+    assert found.warnings == ["known regression mp-bs1 time (bug 7) expired on 2026-05-31: it counts again"]
+    assert exit_status(found, expired) == 1
+    assert _judge(sides[0], sides[0], policy).warnings == [
+        "known regression mp-bs1 time (bug 7) was not seen: take it out of the policy"
+    ]
+
+
+def test_a_known_regression_that_noise_hides_is_known() -> None:
+    """It does not fail a strict gate, nor is anyone told to take the entry out."""
+    policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time")])
+    found = _judge([_full()], [_full(slower=1.02)], policy)
+    assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("INCONCLUSIVE", "bug 7")]
+    assert (exit_status(found, policy), found.warnings) == (0, [])
+
+
+def test_a_known_regression_is_gone_only_where_it_was_looked_for() -> None:
+    """Not where its case was left out; a case that nobody has is a name that is misspelt."""
+    base = [_full(), _full(batch_size=2)]
+    for result in base:
+        result.nodeid = f"test_a.py::test_b[{result.id}]"
+    head = make_report(base[:1])
+    head.session = Session(deselected=["test_a.py::test_b[mp-bs2]"])
+    policy = Policy(known=[_known("mp-bs2", "time"), _known("mp-bs3", "time"), _known("mp-bs1", "outcome")])
+    assert judge(make_report(base), head, policy, today=TODAY).warnings == [
+        "known regression mp-bs1 outcome (bug 7) was not seen: take it out of the policy",
+        "known regression mp-bs3 time (bug 7): no case of these reports has that name",
+    ]
+
+
+def test_an_override_that_is_for_no_case_is_named() -> None:
+    """A strategy that is misspelt would be judged by the usual margins, and nobody told."""
+    policy = msgspec.convert({"override": [{"strategy": "tq", "time": {"margin": 0.2}}]}, Policy)
+    assert _judge([_full()], [_full()], policy).warnings == ["override[0] of the policy matched no case"]
+
+
+def test_a_known_regression_that_grew_counts() -> None:
+    """`up_to` bounds what is accepted; without it any growth is."""
+    sides = [_full()], [_full(slower=1.3)]
+    for up_to, known in ((0.5, "bug 7"), (None, "bug 7"), (0.1, None)):
+        entry = Known(case="mp-bs1", metric="time", reason="bug 7", expires=TODAY, up_to=up_to)
+        found = _judge(*sides, Policy(known=[entry]))
+        assert [row.known for row in found.rows if row.metric == "time"] == [known]
+    assert found.warnings == ["known regression mp-bs1 time (bug 7) is +30 %, more than its up_to of 10 %: it counts"]
+
+
+def test_margins_hold_for_a_strategy_of_their_own() -> None:
+    """10 % slower is fine for tp here and for nobody else."""
+    policy = msgspec.convert({"override": [{"strategy": "tp", "time": {"margin": 0.2}}]}, Policy)
+    found = _judge([_full(), _full(strategy="tp")], [_full(1.1), _full(1.1, strategy="tp")], policy)
+    assert {row.id: row.verdict for row in found.rows if row.metric == "time"} == {
+        "mp-bs1": "REGRESSED",
+        "tp-bs1": "OK",
+    }
+
+
+def test_other_software_is_named_where_something_changed() -> None:
+    """In the warnings once, and as the second line of what it may explain."""
+    base, head = make_report([_full()]), make_report([_full(1.5)])
+    base.environment = msgspec.structs.replace(base.environment, driver="570")
+    found = judge(base, head, Policy(), today=TODAY, calibration=QUIET)
+    assert found.warnings == ["differs from the baseline: driver 570 -> none"]
+    time = next(row for row in found.rows if row.metric == "time")
+    assert time.reason.splitlines()[1:] == ["Also changed: driver 570 -> none."]
+    assert len(next(row for row in found.rows if row.metric == "memory").reason.splitlines()) == 1
+
+
+def test_the_verdicts_say_what_they_rest_on() -> None:
+    """The policy in force with its digest, and the baseline: as it was named, else its commit."""
+    base = make_report([_full()])
+    base.commit = Commit(sha="abc")
+    found = judge(base, base, Policy(), today=TODAY)
+    assert (found.policy, found.policy_sha256) == (dump(Policy()), sha256(Policy()))
+    assert found.baseline == Baseline(commit="abc")
+    named = Baseline(name="0001", sha256="f" * 64, commit="abc")
+    assert judge(base, base, Policy(), today=TODAY, baseline=named).baseline == named
+
+
+def _random_report(seed: int) -> Report:
+    chance = random.Random(seed)
+    cases = [
+        _full(chance.gauss(1, 0.03), wrong=chance.sample(range(100), 3), batch_size=size, strategy=strategy)
+        for strategy in ("mp", "tp")
+        for size in (1, 2, 4)
+    ]
+    return make_report([*cases, make_failed(batch_size=8)])
+
+
+def test_the_same_reports_give_the_same_bytes() -> None:
+    """However often they are judged; reading them back changes nothing, and nor does judging."""
+    base, head = _random_report(1), _random_report(2)
+    before = msgspec.json.encode((base, head))
+    first = msgspec.json.encode(judge(base, head, Policy(), today=TODAY))
+    again, other = msgspec.json.decode(before, type=tuple[Report, Report])
+    assert msgspec.json.encode(judge(again, other, Policy(), today=TODAY)) == first
+    assert msgspec.json.encode((base, head)) == before
+    assert msgspec.json.decode(first, type=Verdicts).rows
+    assert gc.isenabled()
+
+
+def test_the_worst_comes_first() -> None:
+    """By severity, then by metric; what cannot fail the gate last, be it known or only reported."""
+    rows = judge(_random_report(1), _random_report(2), Policy(), today=TODAY, calibration=QUIET).rows
+    gated = [row for row in rows if row.gated]
+    known = msgspec.structs.replace(gated[0], verdict="FAILED", known="bug 7")
+    told = msgspec.structs.replace(gated[0], verdict="REGRESSED", gated=False)
+    ordered = worst_first([told, known, *gated])
+    assert ordered[-2:] == [known, told]
+    severities = [SEVERITY.index(row.verdict) for row in ordered[:-2]]
+    assert severities == sorted(severities)
+    assert len(set(severities)) > 1
+
+
+def test_judging_needs_no_heavy_library() -> None:
+    """Neither torch nor scipy nor numpy nor pytest: a report is judged on a laptop."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
+        "import pytest_llmgpu.gate.judge, pytest_llmgpu.gate.policy_file, pytest_llmgpu.gate.timing.verdicts as t\n"
+        "from pytest_llmgpu.gate.stats.distributions import net_loss\n"
+        "from pytest_llmgpu.gate.stats.intervals import launches_needed\n"
+        "print(launches_needed(0.04, 0.02, 0.01, 0.95), *net_loss(60, 50, 1000, 0.95))\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert answer.startswith("8 -0.0")
+
+
+_HELD_DOWN = "throttled by power or heat: GPU 0 for 90.0 % of the time"
+
+
+def test_full_load_at_the_power_limit_is_compared() -> None:
+    """It is how these GPUs work: a slowdown of cases that met it on both sides is one."""
+    base, head = _full(), _full(slower=1.5)
+    for result in (base, head):
+        make_invalid(result.launches[0], _HELD_DOWN)
+    assert _said(_judge([base], [head]))["time"] == "REGRESSED"
+    assert _said(_judge([base], [base]))["time"] == "OK"
+
+
+def test_a_limit_that_one_side_met_is_no_verdict() -> None:
+    """A cooler day is no faster program."""
+    base, head = _full(), _full(slower=1.5)
+    make_invalid(base.launches[0])
+    make_invalid(head.launches[0], _HELD_DOWN)
+    (row,) = [row for row in _judge([base], [head]).rows if row.metric == "time"]
+    assert row.verdict == "INVALID"
+    assert "only the candidate was held down" in row.reason
+
+
+def test_a_parameter_that_is_gone_from_a_named_test_is_missing() -> None:
+    """Naming a test on the command line leaves other tests out, and none of its own parameters."""
+    base = [_full(batch_size=1), _full(batch_size=8)]
+    head = make_report(base[:1])
+    head.session = Session(deselected=["tests not named on the command line"])
+    assert "MISSING" in _said(judge(make_report(base), head, Policy(), today=TODAY)).values()
+    head.session = Session(
+        deselected=["tests not named on the command line", "parameters not named on the command line"]
+    )
+    assert "MISSING" not in _said(judge(make_report(base), head, Policy(), today=TODAY)).values()
+
+
+def test_an_interrupted_case_is_never_green() -> None:
+    """What noise may hide, the policy decides; a case that was stopped has no verdict at all."""
+    base = [_full(batch_size=1), _full(batch_size=8)]
+    found = _judge(base, [base[0], make_failed("interrupted", _failure("Ctrl-C"), batch_size=8)])
+    assert exit_status(found, Policy()) == 3

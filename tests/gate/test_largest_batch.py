@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+from support.report_factory import make_failed, make_result
+
+from pytest_llmgpu.gate.largest_batch import largest_batch_row, reaches, series_of, settled
+from pytest_llmgpu.report.result import CaseResult
+
+TEST = "benchmarks/test_a.py::test_b[mp-bs64]"
+
+
+def _series(fits: list[int], fails: list[int]) -> list[CaseResult]:
+    results = [make_result(batch_size=size, sequences=size) for size in fits]
+    results += [make_failed(batch_size=size) for size in fails]
+    for result in results:
+        result.nodeid = TEST
+    return results
+
+
+def test_a_series_is_what_the_case_says_it_is() -> None:
+    """The quick identity tells apart what `Case.series` tells apart, and nothing else."""
+    results = _series([1, 2], [64])
+    results += [
+        make_result(strategy="tp", strategy_options={"a": 1}),
+        make_result(strategy="tp", strategy_options={"a": 2}),
+        make_result(execution="cuda_graphs"),
+    ]
+    slow, quick = (
+        [identity(result) for result in results] for identity in (lambda r: r.case.series, lambda r: series_of(r.case))
+    )
+    assert [slow.index(one) for one in slow] == [quick.index(one) for one in quick] == [0, 0, 0, 3, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict"),
+    [
+        (([32], [64]), ([32], [64]), "OK"),
+        (([64], []), ([32], [64]), "CAPACITY_REGRESSED"),
+        (([32, 49], [64, 50]), ([32, 48], [64, 49]), "CAPACITY_REGRESSED"),
+        (([32], [64]), ([64], []), "CAPACITY_IMPROVED"),
+        (([32, 64], [128]), ([32], []), "OK"),  # 64 was not run: that is no limit
+        (([], [8]), ([4], [8]), "OK"),
+    ],
+)
+def test_the_largest_batch_that_fits(
+    base: tuple[list[int], list[int]], head: tuple[list[int], list[int]], verdict: str
+) -> None:
+    """Only what one side fitted and the other ran out of memory at is a change."""
+    (then,), (now,) = reaches(_series(*base)).values(), reaches(_series(*head)).values()
+    row = largest_batch_row(then, now, gated=True)
+    assert row is not None
+    assert (row.verdict, row.metric, row.id) == (verdict, "largest_batch", "mp")
+    assert row.key == now.result.case.series
+
+
+def test_no_limit_no_row() -> None:
+    """Where nothing was out of memory the largest batch is not known."""
+    (then,), (now,) = reaches(_series([64], [])).values(), reaches(_series([32], [])).values()
+    assert largest_batch_row(then, now, gated=True) is None
+
+
+def test_a_probe_needs_no_second_one() -> None:
+    """A size between, that this run has settled in the same test; not one that is simply gone."""
+    head = _series([32, 48], [64, 50])
+    found = reaches(head)
+    by_test = {TEST: {series_of(head[0].case)}}
+    settles = {size: settled(_series([size], [])[0], found, by_test) for size in (40, 48, 49, 50, 56)}
+    assert settles == {40: True, 48: True, 49: False, 50: True, 56: True}
+    elsewhere = _series([40], [])[0]
+    elsewhere.nodeid = "benchmarks/test_a.py::test_b[mp-bs40]"
+    assert not settled(elsewhere, found, by_test)
+    assert not settled(_series([40], [])[0], reaches(_series([32, 64], [])), by_test)

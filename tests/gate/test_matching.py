@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_report, make_result
+
+from pytest_llmgpu.gate.matching import hardware_differences, pairs, software_differences
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.result import CaseResult
+
+
+def _named(name: str, **fields: Any) -> CaseResult:
+    result = make_result(**fields)
+    result.id = name
+    return result
+
+
+def _machine(**fields: Any) -> Environment:
+    return msgspec.structs.replace(make_report().environment, **fields)
+
+
+def _gpus(count: int = 4, name: str = "NVIDIA H200", gib: float | None = 140, uuid: str = "a") -> list[Gpu]:
+    memory = None if gib is None else int(gib * 2**30)
+    return [Gpu(index=index, uuid=f"{uuid}{index}", name=name, memory_bytes=memory) for index in range(count)]
+
+
+def test_cases_match_by_key_whatever_their_ids() -> None:
+    """A run of fewer tests numbers its cases otherwise; the second measurement of a key is held against the second."""
+    base = [_named("mp-bs1"), _named("mp-bs1#2", model="other"), _named("mp-bs1#3", model="other")]
+    head = [_named("mp-bs1", model="other"), _named("mp-bs1#2", model="other")]
+    matched = pairs(base, head)
+    assert [(pair.base, pair.head) for pair in matched] == [(base[1], head[0]), (base[2], head[1]), (base[0], None)]
+    assert not any(pair.differing for pair in matched)
+
+
+def test_one_id_and_another_case_differ_by_name() -> None:
+    """Digests are cut; `execution` is an answer and no difference."""
+    base = _named("mp-bs1", dtype="float16", dataset_sha256="a" * 64, execution="eager")
+    head = _named("mp-bs1", dtype="bfloat16", dataset_sha256="b" * 64, execution="cuda_graphs")
+    (pair,) = pairs([base], [head])
+    assert pair.differing == ["dtype float16 -> bfloat16", "dataset_sha256 aaaaaaaaaaaa... -> bbbbbbbbbbbb..."]
+
+
+def test_keys_of_an_older_version_still_match() -> None:
+    """A field that came later changes the key and not the case: by the id they are the same."""
+    base, head = _named("mp-bs1"), _named("mp-bs1")
+    base.key = "0" * 64
+    assert pairs([base], [head]) == [(base, head, [])]
+
+
+def test_new_and_gone() -> None:
+    """Each stands alone, the gone ones last."""
+    gone, new = _named("mp-bs1"), _named("tp-bs1", strategy="tp")
+    assert pairs([gone], [new]) == [(None, new, []), (gone, None, [])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "difference"),
+    [
+        ({"gpus": _gpus(8)}, "GPUs 4 -> 8"),
+        ({"gpus": _gpus(name="NVIDIA H100")}, "GPU model NVIDIA H200 -> NVIDIA H100"),
+        ({"gpus": _gpus(gib=80)}, "GPU memory 140.0 GiB -> 80.0 GiB"),
+        ({"gpus": _gpus(), "topology": [["X", "PIX"], ["PIX", "X"]]}, "topology 1 x NV18 -> 1 x PIX"),
+    ],
+)
+def test_other_gpus_are_another_machine(fields: dict[str, Any], difference: str) -> None:
+    """For what ran on GPUs; a case of the CPU does not care."""
+    base = _machine(gpus=_gpus(), topology=[["X", "NV18"], ["NV18", "X"]])
+    head = _machine(**{"topology": base.topology, **fields})
+    assert hardware_differences(base, head, "cuda") == [difference]
+    assert hardware_differences(base, base, "cuda") == hardware_differences(base, head, "cpu") == []
+
+
+def test_other_cores_are_another_machine_for_the_cpu() -> None:
+    """What a report does not know is no difference."""
+    base = _machine(cpu="Xeon", cores=8, gpus=_gpus())
+    assert hardware_differences(base, _machine(cpu="EPYC", cores=8), "cpu") == ["CPU Xeon -> EPYC"]
+    assert hardware_differences(base, _machine(cpu=None, cores=None, gpus=_gpus(gib=None)), "cpu") == []
+    assert hardware_differences(base, _machine(cpu="EPYC", gpus=_gpus(gib=None)), "cuda") == []
+
+
+def test_software_is_named_and_not_refused() -> None:
+    """Driver, libraries, variables, the slot, and which boards they were."""
+    base = _machine(gpus=_gpus(), driver="570", versions={"torch": "2.6"}, variables={"NCCL_P2P_DISABLE": "1"})
+    head = _machine(gpus=_gpus(uuid="b"), driver="580", versions={"torch": "2.7"})
+    assert software_differences(base, head) == [
+        "driver 570 -> 580",
+        "torch 2.6 -> 2.7",
+        "NCCL_P2P_DISABLE 1 -> unset",
+        "other boards of the same kind",
+    ]
+    assert software_differences(base, base) == []
+
+
+def test_another_power_limit_is_named() -> None:
+    """Where both sides know theirs: reports of before it was recorded do not."""
+    full, less = (_machine(gpus=[msgspec.structs.replace(_gpus()[0], power_limit_w=watts)]) for watts in (700, 550.5))
+    assert software_differences(full, less) == ["power limit 700 W -> 550.5 W"]
+    assert software_differences(full, _machine(gpus=_gpus()[:1])) == []
+
+
+def test_a_topology_that_one_side_does_not_know_is_named() -> None:
+    """The links may be others: that is no reason to refuse, and one to know."""
+    links = [["X", "NV18"], ["NV18", "X"]]
+    base, head = _machine(gpus=_gpus(), topology=links), _machine(gpus=_gpus())
+    assert hardware_differences(base, head, "cuda") == []
+    assert software_differences(base, head) == ["topology 1 x NV18 -> unknown"]
+    assert software_differences(head, head) == []
+
+
+def test_two_tests_of_one_case_are_held_against_themselves() -> None:
+    """Leaving the first test out does not put the second in its place; a test that was renamed is found by its case."""
+    base = [_named("mp-bs1"), _named("mp-bs1#2")]
+    head = [_named("mp-bs1")]
+    base[0].nodeid, base[1].nodeid, head[0].nodeid = "test_a", "test_b", "test_b"
+    assert [(pair.base, pair.head) for pair in pairs(base, head)] == [(base[1], head[0]), (base[0], None)]
+    head[0].nodeid = "test_renamed"
+    assert [(pair.base, pair.head) for pair in pairs(base, head)] == [(base[0], head[0]), (base[1], None)]

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import altair
+import msgspec
+import pytest
+from support.report_factory import make_failed, make_profile, make_report, make_traffic
+from support.stored_reports import H200, gpus, measured
+from support.verdict_factory import BATCHES, with_launches
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.gate import promotion
+from pytest_llmgpu.gate.timing.calibration import Measured, Noise
+from pytest_llmgpu.gate.timing.calibration_file import default_path, dump
+from pytest_llmgpu.gate.trends import Trend, chosen, trends
+from pytest_llmgpu.render.charts import axes
+from pytest_llmgpu.render.charts.trends import of_trends
+from pytest_llmgpu.render.html.trend import render
+from pytest_llmgpu.render.terminal.trends import tables
+from pytest_llmgpu.report.derived import derive
+from pytest_llmgpu.report.file import Commit, Report, Session, load
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.store.store import save, stored
+
+_STORE = Path(".llmgpu")
+_SVG_WIDTH = re.compile(r'<svg[^>]* width="([\d.]+)')
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _timed(level: float, **fields: Any) -> CaseResult:
+    result = with_launches([level] * 3, sequences=BATCHES, **fields)
+    derive(result)
+    return result
+
+
+def _keep(number: int, *results: CaseResult) -> None:
+    report = make_report(results)
+    report.commit = Commit(sha=f"{number:08x}" * 5)
+    report.session = Session(complete=True)
+    report.environment.gpus = gpus(*["NVIDIA H200"] * 4)
+    save(report, _STORE)
+
+
+def _trend(metric: str = "time") -> Trend:
+    return next(trend for trend in trends(chosen(_STORE)) if trend.metric == metric)
+
+
+def _plain(text: str, _style: str) -> str:
+    return text
+
+
+def test_a_case_is_followed_from_report_to_report() -> None:
+    """Oldest first, with the commit that each measured."""
+    for number, level in enumerate((1.0, 1.0, 1.5, 1.5), 1):
+        _keep(number, _timed(level))
+    trend = _trend()
+    assert [column.number for column in trend.columns] == [1, 2, 3, 4]
+    assert trend.columns[0].commit == "00000001"
+    (line,) = trend.lines
+    assert [figure.value if figure else None for figure in line.figures] == [210.0, 210.0, 315.0, 315.0]
+    assert [figure.change if figure else None for figure in line.figures] == [None, None, "worse", None]
+
+
+def test_a_report_without_the_case_is_skipped_over() -> None:
+    """The change counts against the last report that has it."""
+    _keep(1, _timed(1.0), _timed(1.0, strategy="tp"))
+    _keep(2, _timed(1.0))
+    _keep(3, _timed(1.0), _timed(0.5, strategy="tp"))
+    _, tp = _trend().lines
+    assert tp.figures[1] is None
+    assert tp.figures[2] is not None
+    assert tp.figures[2].change == "better"
+
+
+def test_a_batch_that_no_longer_fits_is_worse() -> None:
+    """Though it has no figure."""
+    _keep(1, _timed(1.0))
+    _keep(2, make_failed("oom"))
+    (line,) = _trend().lines
+    assert line.figures[1] is not None
+    assert (line.figures[1].value, line.figures[1].outcome, line.figures[1].change) == (None, "oom", "worse")
+    assert "! OoM" in tables([_trend()], _plain)
+
+
+def test_more_bytes_are_worse_however_few() -> None:
+    """Traffic is exact."""
+    for number, calls in ((1, 960), (2, 961)):
+        result = _timed(1.0)
+        traffic = make_traffic(wire_bytes_per_sequence=1e6 * calls)
+        ranks = [[msgspec.structs.replace(one, calls=calls) for one in rank] for rank in traffic.ranks]
+        result.traffic = msgspec.structs.replace(traffic, ranks=ranks)
+        _keep(number, result)
+    (line,) = _trend("sent").lines
+    assert line.figures[1] is not None
+    assert line.figures[1].change == "worse"
+
+
+def test_cases_of_one_id_are_told_apart_by_what_differs() -> None:
+    """A cap on memory makes another case of it."""
+    _keep(1, _timed(1.0), _timed(1.0, strategy="tp"))
+    _keep(2, _timed(1.0, gpu_memory_bytes=16 << 30))
+    assert [line.name for line in _trend().lines] == ["mp-bs1 uncapped", "mp-bs1 16 GiB", "tp-bs1"]
+
+
+def test_the_table_has_a_column_a_report_and_says_what_changed() -> None:
+    """Number and commit above, a mark and by how much at the change, the gate's reason below."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level))
+    lines = tables([_trend()], _plain).splitlines()
+    assert lines[0] == "time (s)"
+    assert lines[1].split() == ["case", "0001", "0002"]
+    assert lines[2].split() == ["00000001", "00000002"]
+    assert lines[4].split(maxsplit=2) == ["mp-bs1", "210", "! 315 (+50.0 %)"]
+    assert re.fullmatch(r"! 0002 mp-bs1 time: time changed by \+50\.0 % .*", lines[-1])
+
+
+def test_nothing_changed_is_said() -> None:
+    """Rather than nothing."""
+    for number in (1, 2):
+        _keep(number, _timed(1.0))
+    assert tables([_trend()], _plain).endswith("\n\nnothing changed that the gate is sure of")
+
+
+def test_one_machine_is_followed_at_a_time() -> None:
+    """Several need a name; its folder is one."""
+    save(measured(), _STORE)
+    save(measured(seen=gpus("NVIDIA A100")), _STORE)
+    with pytest.raises(ValueError, match=f"--machine is one of 1x-NVIDIA-A100-140GiB, {H200}"):
+        chosen(_STORE)
+    assert [one.machine for one in chosen(_STORE, H200)] == [H200]
+    assert [one.machine for one in chosen(_STORE / H200)] == [H200]
+    with pytest.raises(ValueError, match=r"machine 'other': the store \.llmgpu has"):
+        chosen(_STORE, "other")
+    with pytest.raises(
+        ValueError, match="storage nothing: holds no numbered report; a folder that --llmgpu-save wrote"
+    ):
+        chosen(Path("nothing"))
+
+
+def test_a_promoted_report_is_followed_once() -> None:
+    """Whether its copy is the baseline still, or was; another run of the same commit is no copy."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level))
+    _keep(2, _timed(1.6))
+    for kept in stored(_STORE):
+        promotion.keep(load(kept.path), None, path=None, store=_STORE)
+    assert len(stored(_STORE)) == 6
+    assert [one.number for one in chosen(_STORE)] == [1, 2, 3]
+
+
+def test_reports_are_followed_in_the_order_of_measuring() -> None:
+    """One that was kept from a file elsewhere has a high number, and may be old."""
+    for created in ("2026-01-02T03:04:05Z", "2026-01-01T03:04:05Z"):
+        report = measured()
+        report.created = created
+        save(report, _STORE)
+    assert [one.number for one in chosen(_STORE)] == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_chart_marks_and_names_what_changed() -> None:
+    """Valid Vega-Lite, with the mark explained in the caption."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level), _timed(1.0, strategy="tp"))
+    (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
+    altair.Chart.from_dict(chart.spec)
+    marked = [row for row in chart.spec["data"]["values"] if "k" in row]
+    assert [(row["c"], row["x"], row["k"]) for row in marked] == [("mp-bs1", "0002 00000002", "worse")]
+    assert [row["c"] for row in chart.spec["layer"][-1]["data"]["values"]] == ["mp-bs1"]
+    assert "1 worse (\N{BLACK UP-POINTING TRIANGLE})" in chart.summary
+    assert chart.rows == [["mp-bs1", "210", "315 (+50.0 %), worse"], ["tp-bs1", "210", "210"]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_every_change_that_is_counted_has_its_mark() -> None:
+    """Also of a case that has no figure any more: it stands at the top edge, two of one report in two lines."""
+    _keep(1, _timed(1.0), _timed(1.0, strategy="tp"), _timed(1.0, strategy="iok"))
+    _keep(2, make_failed("oom"), make_failed("oom", strategy="tp"), _timed(1.5, strategy="iok"))
+    (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
+    altair.Chart.from_dict(chart.spec)
+    assert "3 worse" in chart.summary
+    layers = [part["data"]["values"] for part in (chart.spec, *chart.spec["layer"]) if "data" in part]
+    on_axis = [row["c"] for row in layers[0] if "k" in row]
+    at_the_top = [[row["o"] for row in rows] for rows in layers if all("o" in row for row in rows)]
+    assert on_axis == ["iok-bs1"]
+    mark = "\N{BLACK UP-POINTING TRIANGLE}"
+    assert at_the_top == [[f"{mark} mp-bs1: OoM"], [f"{mark} tp-bs1: OoM"]]
+    heights = [
+        layer["encoding"]["y"]["value"] for layer in chart.spec["layer"] if "value" in layer["encoding"].get("y", {})
+    ]
+    assert len(set(heights)) == 2
+
+
+def test_utilisation_is_followed_and_not_judged() -> None:
+    """How busy the GPUs were explains a change; it is none by itself."""
+    for number, busy in ((1, 80.0), (2, 40.0)):
+        result = _timed(1.0)
+        result.launches[0].profile = make_profile(1, busy=busy)
+        _keep(number, result)
+    (line,) = _trend("utilization").lines
+    assert [(figure.value, figure.change) if figure else None for figure in line.figures] == [
+        (80.0, None),
+        (40.0, None),
+    ]
+    (chart,) = of_trends([_trend("utilization")]).charts
+    assert chart.title == "Mean GPU utilisation by report"
+    assert chart.summary.endswith("changes: the gate judges none.")
+
+
+def test_the_machines_calibration_is_in_force() -> None:
+    """What one launch of an unknown machine cannot tell, one of a quiet machine does."""
+    for number, level in ((1, 1.0), (2, 1.1)):
+        result = with_launches([level], sequences=BATCHES)
+        derive(result)
+        _keep(number, result)
+
+    def marks(metric: str) -> list[str | None]:
+        (line,) = _trend(metric).lines
+        return [figure.change if figure else None for figure in line.figures]
+
+    assert marks("time") == [None, None]
+    newest = stored(_STORE)[-1]
+    key = load(newest.path).cases[0].key
+    measured = Measured(machine=newest.machine, time={key: Noise(id="mp-bs1", sd=0.005, launches=10)})
+    dump(measured, default_path(_STORE, newest.machine))
+    assert marks("time") == [None, "worse"]
+
+
+def test_a_change_of_time_is_marked_once() -> None:
+    """Throughput is its other side: it has the figures, and no mark and no reason of its own."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level))
+    found = trends(chosen(_STORE))
+    assert [trend.metric for trend in found] == ["time", "throughput"]
+    text = tables(found, _plain)
+    assert text.count("! 0002") == text.count("! 315") == 1
+    assert text.count("! ") == 3, "of the figure, the legend and the reason"
+    time, throughput = of_trends(found).charts
+    assert "1 worse" in time.summary
+    assert throughput.summary.endswith("changes: marked in the chart of time.")
+
+
+def test_the_first_column_is_judged_too() -> None:
+    """Against a report that has no column itself."""
+    for number, level in enumerate((1.0, 1.5, 1.5), 1):
+        _keep(number, _timed(level))
+    (trend,) = [trend for trend in trends(chosen(_STORE), last=2) if trend.metric == "time"]
+    assert [column.number for column in trend.columns] == [2, 3]
+    (line,) = trend.lines
+    assert [figure.change if figure else None for figure in line.figures] == ["worse", None]
+
+
+def test_the_command_prints_the_newest_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as are asked for."""
+    for number in (1, 2, 3):
+        _keep(number, _timed(1.0))
+    assert main(["trend", str(_STORE), "--last", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{H200}, 2 reports\n\ntime (s)\n")
+    assert "0001" not in printed
+    assert main(["trend", "--last", "0"]) == 2
+    assert capsys.readouterr().err == "llmgpu: --last 0: a number from 1 on is needed\n"
+
+
+def test_the_page_needs_no_network_and_escapes_names() -> None:
+    """Pictures for light and dark are inside."""
+    for number in (1, 2):
+        _keep(number, _timed(1.0, strategy="<script>"))
+    assert main(["trend", "--html", "site/trend.html", "--output", "site", "--format", "svg"]) == 0
+    page = Path("site/trend.html").read_text("utf-8")
+    assert "<script>" not in page
+    assert "&lt;script&gt;-bs1" in page
+    assert "://" not in page
+    assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 2
+    assert page.count('<img src="data:image/svg+xml;base64,') == 2
+    assert page.count('role="region" aria-label="') == page.count('tabindex="0"') == 4
+    assert Path("site/trend-time.svg").is_file()
+
+
+def test_a_telephone_gets_a_picture_that_it_shows_whole() -> None:
+    """Of the wide one it would show the oldest half."""
+    for number in (1, 2):
+        _keep(number, _timed(1.0))
+    page = render([_trend()], "x")
+    narrow = "screen and (max-width: 34rem)"
+    sources = dict(re.findall(r'<source media="([^"]+)" srcset="data:image/svg\+xml;base64,([^"]+)">', page))
+    assert list(sources)[:2] == [f"{narrow} and (prefers-color-scheme: dark)", narrow], "the first that fits is shown"
+    widths = {media: float(_SVG_WIDTH.findall(base64.b64decode(text).decode())[0]) for media, text in sources.items()}
+    assert {media: width < 400 for media, width in widths.items()} == {media: narrow in media for media in widths}
+
+
+def test_a_change_has_one_mark_in_the_chart_and_in_the_list() -> None:
+    """The terminal's, which are characters that every terminal has, are its own."""
+    for number, level in ((1, 1.0), (2, 1.5)):
+        _keep(number, _timed(level))
+    page = render([_trend()], "x")
+    assert "<li>\N{BLACK UP-POINTING TRIANGLE} 0002 mp-bs1: time changed by +50.0 %" in page
+    assert "<li>!" not in page
+
+
+def test_one_case_of_one_report_is_counted_as_one() -> None:
+    """In words for people."""
+    _keep(1, _timed(1.0))
+    (chart,) = of_trends([_trend()]).charts
+    assert chart.summary.startswith("1 case over 1 report of one machine")
+    _keep(2, _timed(1.0), _timed(1.0, strategy="tp"))
+    (chart,) = of_trends([_trend()]).charts
+    assert chart.summary.startswith("2 cases over 2 reports of one machine")
+
+
+@pytest.mark.parametrize("lowest", [None, 0.5])
+def test_names_of_lines_that_end_together_do_not_meet(lowest: float | None) -> None:
+    """The one below moves down a line of letters, and up again where the chart ends."""
+    levels = {"mp": 2.0, "tp": 1.0, "iok": 1.001, "other": 1.002, **({} if lowest is None else {"last": lowest})}
+    _keep(1, *(_timed(level, strategy=name) for name, level in levels.items()))
+    (chart,) = of_trends([_trend()]).charts
+    low, high = map(math.log, chart.spec["encoding"]["y"]["scale"]["domain"])
+    names = chart.spec["layer"][-1]["data"]["values"]
+    places = [axes.HEIGHT * (high - math.log(row["v"])) / (high - low) + row["d"] for row in names]
+    assert [row["s"] for row in names] == sorted(levels, key=levels.__getitem__, reverse=True)
+    assert [row["d"] for row in names[:2]] == [0, 0] or lowest is None
+    assert all(after - place >= axes.LINE - 1 for place, after in itertools.pairwise(places))
+    assert places[-1] <= axes.HEIGHT
+
+
+def test_what_is_0_throughout_has_no_chart_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """One device sends nothing: the other charts are drawn, and the page and the command say what is left out."""
+    for number in (1, 2):
+        result = _timed(1.0)
+        result.traffic = make_traffic(wire_bytes_per_sequence=0.0)
+        _keep(number, result)
+    assert main(["trend", "--html", "trend.html", "--output", "site", "--format", "svg"]) == 0
+    reason = "Sent by report: sent is 0 in every report."
+    assert f"left out: {reason}\n" in capsys.readouterr().out
+    page = Path("trend.html").read_text("utf-8")
+    assert f"Left out: {reason}" in page
+    assert "Time by report</h2>" in page
+    assert "Sent by report</h2>" not in page
+    assert Path("site/trend-time.svg").is_file()
+    assert not Path("site/trend-sent.svg").exists()
+
+
+def test_a_broken_report_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trend with a hole in it would mislead."""
+    report: Report = measured()
+    path = save(report, _STORE)
+    path.write_bytes(b"{")
+    assert main(["trend"]) == 2
+    assert capsys.readouterr().err.startswith(f"llmgpu: report {path}: ")

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
+
+from pytest_llmgpu.gate.policy import TimeRule
+from pytest_llmgpu.gate.timing.pairing import Timed, timed
+from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.verdicts import Row
+
+_HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
+
+
+def _compared(base: CaseResult, head: CaseResult) -> Timed:
+    found = timed(base, head, TimeRule(), 0.001)
+    assert isinstance(found, Timed), found
+    return found
+
+
+def test_batches_of_another_plan_are_not_compared() -> None:
+    """Other items or shapes, a plan that nobody wrote down, or batches that are missing."""
+    for change, words in (
+        ({"plan_sha256": "0" * 64}, "batches differ"),
+        ({"plan_sha256": None}, "does not say which batches"),
+    ):
+        head = with_launches([1.0, 1.0])
+        head.launches[1].plan_sha256 = change["plan_sha256"]
+        row = timed(with_launches([1.0]), head, TimeRule(gate=False), None)
+        assert isinstance(row, Row)
+        assert (row.verdict, row.metric, row.gated) == ("NOT_COMPARABLE", "time", False)
+        assert words in row.reason
+    head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
+    row = timed(with_launches([1.0]), head, TimeRule(), None)
+    assert isinstance(row, Row)
+    assert "The forwards ran as CUDA graphs, the baseline's eagerly" in row.reason
+    short = with_latencies([[1.0] * (BATCHES - 1)])
+    row = timed(with_launches([1.0]), short, TimeRule(), None)
+    assert isinstance(row, Row)
+    assert "has 19 batches and another 20" in row.reason
+
+
+def test_a_launch_with_evidence_against_it_does_not_count() -> None:
+    """The others do; where none is left the time is INVALID, with the evidence, on either side."""
+    head = with_launches([1.0, 5.0])
+    make_invalid(head.launches[1], "GPU 0 was throttled for 3 s.")
+    assert _compared(with_launches([1.0]), head).launches == (1, 1)
+    make_invalid(head.launches[0], "GPU 0 was throttled for 2 s.")
+    for sides in ((with_launches([1.0]), head), (head, with_launches([1.0]))):
+        found = timed(*sides, TimeRule(), None)
+        assert isinstance(found, Row)
+        assert found.verdict == "INVALID"
+        assert found.reason.endswith("does not speak for the case: GPU 0 was throttled for 2 s.")
+    found = timed(with_launches([1.0]), with_launches([0.0]), TimeRule(), None)
+    assert isinstance(found, Row)
+    assert found.verdict == "INVALID"
+
+
+def test_a_time_that_is_gone_is_missing() -> None:
+    """A case that completed without a timed batch; one that the baseline did not time is nothing to compare."""
+    found = timed(with_launches([1.0]), with_launches([]), TimeRule(), None)
+    assert isinstance(found, Row)
+    assert found.verdict == "MISSING"
+    assert timed(with_launches([]), with_launches([1.0]), TimeRule(), None) == "no batch of the baseline was timed"
+
+
+def _held(*launches: tuple[float, bool]) -> CaseResult:
+    """Return a result with launches of these levels, of which some were held down."""
+    found = with_launches([level for level, _ in launches])
+    for launch, (_, held) in zip(found.launches, launches, strict=True):
+        make_invalid(launch, *[_HELD] * held)
+    return found
+
+
+def test_launches_that_were_free_are_compared_where_the_sides_were_held_down_unalike() -> None:
+    """Four of five of the candidate by 8 %, and none of the baseline: that is the room's heat, no slowdown."""
+    head = _held((1.0, False), *[(1.08, True)] * 4)
+    for base in (_held(*[(1.0, False)] * 5), _held((1.0, False), (1.0, False), (1.08, True))):
+        found = _compared(base, head)
+        assert found.launches[1] == 1
+        assert found.left_out == (len(base.launches) - found.launches[0], 4)
+        assert found.change.log_ratio == pytest.approx(0)
+        assert found.head_s == pytest.approx(found.base_s)
+
+
+def test_sides_that_were_held_down_alike_are_compared_whole() -> None:
+    """All launches of both, or as large a share of each: that is how this machine runs."""
+    for base, head in (
+        (_held((1.0, True), (1.0, True)), _held((1.0, True))),
+        (_held((1.0, False), (1.08, True)), _held((1.0, False), (1.08, True), (1.0, False), (1.08, True))),
+    ):
+        assert _compared(base, head).launches == (len(base.launches), len(head.launches))
+
+
+def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
+    """Only one of two met its limit: by 1 % it still compares, by more it does not, whatever the margin."""
+    free, held, slow = with_launches([1.0]), with_launches([1.01]), with_launches([1.08])
+    make_invalid(free.launches[0], mhz=1980)
+    make_invalid(held.launches[0], _HELD, mhz=1961)
+    make_invalid(slow.launches[0], _HELD, mhz=1955)
+    assert _compared(free, held).launches == _compared(held, free).launches == (1, 1)
+    unknown = with_launches([1.0])
+    for sides in ((free, slow), (slow, free), (held, unknown)):
+        found = timed(*sides, TimeRule(margin=0.5), None)
+        assert isinstance(found, Row)
+        assert found.verdict == "INVALID"
+    alike = timed(slow, held, TimeRule(), None)
+    assert isinstance(alike, Timed), "both met their limit, whatever their clocks"
+
+
+def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_others_of_its_side() -> None:
+    """A mark that came late leaves the throttled time unread: that is neither free nor held down."""
+
+    def late(launch: Launch) -> None:
+        assert launch.profile is not None
+        launch.profile.devices[0].why["throttled_s"] = "the counter was not read at the window's start"
+
+    def dead(launch: Launch) -> None:
+        assert launch.profile is not None
+        launch.profile.devices.clear()
+
+    def without(launch: Launch) -> None:
+        launch.profile = None
+
+    held, free = _held((1.0, True), (1.0, True), (1.0, True)), _held((1.0, False), (1.0, False))
+    for forget in (late, dead, without):
+        one = _held((1.0, True), (1.0, True), (1.0, False))
+        forget(one.launches[2])
+        assert _compared(held, one).launches == _compared(one, held).launches == (3, 3)
+        some = _held((1.0, False), (1.08, True), (1.2, False))
+        forget(some.launches[2])
+        assert _compared(free, some).launches == (2, 1), "it is not known to be free"
+        none = _held((1.0, False))
+        forget(none.launches[0])
+        assert _compared(free, none).launches == (2, 1), "nothing else is known there"
+        for sides, names in (((held, none), ("baseline", "candidate")), ((none, held), ("candidate", "baseline"))):
+            found = timed(*sides, TimeRule(), None)
+            assert isinstance(found, Row)
+            assert found.verdict == "INVALID"
+            assert found.reason.startswith("power or heat held down the {}, and of the {} nobody".format(*names))
+
+
+def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
+    """Unless the other is the same; the reason names both."""
+    whole = _held((1.08, True), (1.08, True))
+    for other, words in (
+        (_held((1.0, False)), "only the {} was held down by power or heat (`profile.invalid`)."),
+        (
+            _held((1.0, False), (1.08, True)),
+            "power or heat held down every launch of the {}, and 1 of 2 of the {}'s (`profile.invalid`).",
+        ),
+    ):
+        for sides, names in (((other, whole), ("candidate", "baseline")), ((whole, other), ("baseline", "candidate"))):
+            found = timed(*sides, TimeRule(), None)
+            assert isinstance(found, Row)
+            assert (found.verdict, found.reason) == ("INVALID", words.format(*names))

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from support.verdict_factory import BATCHES, make_busy, make_invalid, with_latencies, with_launches
+
+from pytest_llmgpu.gate.policy import TimeRule
+from pytest_llmgpu.gate.stats.intervals import Change
+from pytest_llmgpu.gate.timing.pairing import Timed, timed
+from pytest_llmgpu.gate.timing.verdicts import rows
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row
+
+
+def _judged(
+    base: CaseResult, head: CaseResult, sd: float | None = 0.001, note: str = "", session_sd: float = 0.0, **rule: Any
+) -> Row:
+    found = timed(base, head, TimeRule(**rule), sd, session_sd)
+    assert isinstance(found, Timed), found
+    return rows([found], 0.95, note)[0]
+
+
+@pytest.mark.parametrize(
+    ("slower", "verdict"),
+    [(1.06, "REGRESSED"), (1.022, "INCONCLUSIVE"), (1.01, "OK"), (1.0, "OK"), (0.99, "OK"), (0.94, "IMPROVED")],
+)
+def test_the_interval_decides_three_ways(slower: float, verdict: str) -> None:
+    """Wholly above the margin, wholly below it, or across: with a noise of 0.1 % and one launch a side."""
+    row = _judged(with_launches([1.0]), with_launches([slower]))
+    assert row.verdict == verdict
+    assert row.ratio == pytest.approx(slower)
+    assert row.low is not None
+    assert row.high is not None
+    assert row.low < slower < row.high
+    assert (row.margin, row.n) == (0.02, 1)
+    assert len(row.reason.splitlines()) <= 2
+
+
+def test_the_margin_does_not_grow_with_the_noise() -> None:
+    """What the noise hides is INCONCLUSIVE, equal times too; it is never OK and never REGRESSED."""
+    for slower in (1.0, 1.05, 1.10):
+        row = _judged(with_launches([1.0]), with_launches([slower]), sd=0.05)
+        assert (row.verdict, row.margin) == ("INCONCLUSIVE", 0.02)
+
+
+def test_luck_is_not_ok() -> None:
+    """Where noise is larger than what is looked for, a case that happens to look much faster is not told either."""
+    lucky = _judged(with_launches([1.0]), with_launches([0.44]), sd=0.2)
+    assert lucky.high is not None
+    assert lucky.high < 1.02
+    assert lucky.verdict == "INCONCLUSIVE"
+    sure = _judged(with_launches([1.0]), with_launches([0.97]), sd=0.009)
+    assert sure.verdict == "OK", "faster by less than its noise, which is within margin and promise"
+
+
+def test_an_uncalibrated_runner_has_twenty_percent() -> None:
+    """The reason says that this was assumed, and what to run instead: half as slow again may be noise there."""
+    row = _judged(with_launches([1.0]), with_launches([1.5]), sd=None)
+    assert row.low == pytest.approx(1.5 / math.exp(1.5 * 2.77 * 0.2), rel=1e-3)
+    assert row.reason == (
+        "time changed by +50.0 % (-34.7 to +244.5 %): 1 launch against 1 cannot tell that from the margin of 2 %.\n"
+        "more than 1,000 launches a side would show +4 % (noise assumed 20 %: calibrate)."
+    )
+    assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
+    assert _judged(with_launches([1.0]), with_launches([3.0]), sd=None).verdict == "REGRESSED"
+
+
+def test_a_regression_reads_in_two_lines() -> None:
+    """What was found, in seconds and percent, and what else changed."""
+    row = _judged(with_launches([1.0]), with_launches([1.05]), note="Also changed: torch 2.6 -> 2.7.")
+    assert row.reason == (
+        "time changed by +5.0 % (+4.6 to +5.4 %), more than the margin of 2 %: 220.5 s in all, was 210 s.\n"
+        "Also changed: torch 2.6 -> 2.7."
+    )
+    assert _judged(with_launches([1.0]), with_launches([1.0]), note="Also changed: x.").reason.count("\n") == 0
+
+
+def test_waiting_is_told_from_work() -> None:
+    """Twice as long and half as busy: the GPU did what it did before; as busy as before, it did twice as much."""
+    base = make_busy(with_launches([1.0]), 54.0)
+    row = _judged(base, make_busy(with_launches([2.0]), 26.0), note="Also changed: x.")
+    assert row.verdict == "REGRESSED"
+    assert row.reason.splitlines()[1] == (
+        "The GPUs were busy for 26 % of the time, 54 % before: what changed is mostly waiting, for the CPU or in "
+        "code that waits. Also changed: x."
+    )
+    silent = (
+        make_busy(with_launches([2.0]), 54.0),
+        make_busy(with_launches([2.0]), 26.0, samples=19),
+        make_busy(with_launches([2.0]), 41.0),  # a part of it
+        make_busy(with_launches([1.15]), 47.0),  # no more than readings differ by
+        make_busy(with_launches([2.0]), 0.0),
+        with_launches([2.0]),
+    )
+    for head in silent:
+        assert "\n" not in _judged(base, head).reason
+    thrice, slower = (
+        make_busy(with_launches([level] * 3), *busy) for level, busy in ((1, [54.0] * 3), (2, [27, 26, 99]))
+    )
+    assert "busy for 27 % of the time, 54 % before" in _judged(thrice, slower).reason, "the median launch"
+
+
+def test_seconds_may_be_allowed_where_the_margin_is_less() -> None:
+    """Of 210 s, 21 s are 10 %: 5 % is fine then."""
+    row = _judged(with_launches([1.0]), with_launches([1.05]), absolute_s=21)
+    assert row.verdict == "OK"
+    assert row.margin == pytest.approx(0.1)
+
+
+def test_several_launches_bring_their_own_spread() -> None:
+    """A calibration that promises too little noise is not believed."""
+    base, head = with_launches([0.9, 1.0, 1.1]), with_launches([0.95, 1.05, 1.15])
+    assert _judged(base, head, sd=0.0001).verdict == "INCONCLUSIVE"
+    steady = with_launches([1.0, 1.001, 0.999]), with_launches([1.05, 1.051])
+    row = _judged(*steady, sd=0.0001)
+    assert (row.verdict, row.n) == ("REGRESSED", 2)
+
+
+def test_many_rows_are_one_family() -> None:
+    """A slowdown that is just enough alone is not among a hundred rows; a clear one still is."""
+    base = with_launches([1.0])
+    close = [timed(base, with_launches([slower]), TimeRule(), 0.01) for slower in (1.065, *[1.0] * 99)]
+    cases = [case for case in close if isinstance(case, Timed)]
+    assert rows(cases[:1], 0.95, "")[0].verdict == "REGRESSED"
+    first = rows(cases, 0.95, "")[0]
+    assert first.verdict == "INCONCLUSIVE"
+    assert "from the margin of 2 % among 100 rows" in first.reason
+    clear = timed(base, with_launches([1.2]), TimeRule(), 0.01)
+    assert isinstance(clear, Timed)
+    assert rows([*cases, clear], 0.95, "")[-1].verdict == "REGRESSED"
+
+
+def test_no_time_is_too_odd_to_be_written_down() -> None:
+    """Ratios beyond what a float holds stay finite."""
+    for launches in (1, 2):
+        base, head = (with_latencies([[each] * BATCHES] * launches) for each in (1e-300, 1e300))
+        row = _judged(base, head)
+        assert row.verdict == "REGRESSED"
+        assert row.ratio is not None
+        assert math.isfinite(row.ratio)
+
+
+def test_a_stall_that_is_longer_than_the_case_is_bounded() -> None:
+    """3 ms that may have lost 30 ms once: an interval that a person can read, and no 10 %."""
+    row = _judged(with_latencies([[0.003 / BATCHES] * BATCHES]), with_latencies([[0.0033 / BATCHES] * BATCHES]))
+    assert row.verdict == "INCONCLUSIVE"
+    assert row.high is not None
+    assert 2 < row.high < 10_000
+
+
+@pytest.mark.parametrize(
+    ("launches", "noise", "slower", "low", "high"),
+    [
+        (5, 0.01, 1.05, 0.95, 1.0),
+        (5, 0.03, 1.05, 0.25, 0.45),
+        (20, 0.03, 1.05, 0.80, 0.95),
+        (5, 0.03, 1.00, 0.0, 0.005),
+        (20, 0.03, 1.02, 0.01, 0.06),
+    ],
+)
+def test_power_and_false_alarms(launches: int, noise: float, slower: float, low: float, high: float) -> None:
+    """In simulation with a margin of 2 %: +5 % is caught as often as noise and launches allow, the margin seldom."""
+    chance = random.Random(f"{launches} {noise} {slower}")
+    runs, caught = 400, 0
+    for _ in range(runs):
+        base = [chance.gauss(1, noise) for _ in range(launches)]
+        head = [slower * chance.gauss(1, noise) for _ in range(launches)]
+        found = timed(with_launches(base), with_launches(head), TimeRule(), noise)
+        assert isinstance(found, Timed)
+        caught += rows([found], 0.95, "")[0].verdict == "REGRESSED"
+    assert low <= caught / runs <= high
+
+
+def test_equal_code_raises_an_alarm_in_fewer_than_one_run_in_a_hundred() -> None:
+    """In simulation: 400 runs of 21 rows, 2 launches a side, 3 % between launches and 2 % between batches."""
+    chance = random.Random(11)
+    base_shape = [1.0 + number for number in range(8)]
+
+    def measured() -> CaseResult:
+        levels = [chance.gauss(1, 0.03) for _ in range(2)]
+        return with_latencies([[level * shape * chance.gauss(1, 0.02) for shape in base_shape] for level in levels])
+
+    alarms = 0
+    for _ in range(400):
+        found = [timed(measured(), measured(), TimeRule(), 0.03) for _ in range(21)]
+        judged = rows([case for case in found if isinstance(case, Timed)], 0.95, "")
+        assert len(judged) == 21
+        alarms += any(row.verdict == "REGRESSED" for row in judged)
+    assert alarms <= 4
+
+
+def _stalling(level: float, every: int, factor: float) -> list[float]:
+    return [level * (factor if batch % every == 0 else 1.0) for batch in range(BATCHES)]
+
+
+def test_a_stall_in_some_batches_is_not_ok() -> None:
+    """The typical batch is as fast as before, and the whole takes three times as long."""
+    base, head = with_latencies([[1.0] * BATCHES]), with_latencies([_stalling(1.0, 4, 10.0)])
+    row = _judged(base, head)
+    assert row.verdict == "INCONCLUSIVE"
+    assert "the typical batch changed by +0.0 %" in row.reason
+    assert "time in all by +225.0 %" in row.reason
+    faster = with_latencies([_stalling(0.8, 4, 10.0)])
+    assert _judged(base, faster).verdict == "INCONCLUSIVE", "no improvement either"
+    assert _judged(head, base).verdict == "OK"
+
+
+def test_launches_that_all_stall_are_regressed() -> None:
+    """Three a side know the noise of their own sums; a stall in one of them is noise."""
+    quiet = with_latencies([[level] * BATCHES for level in (1.0, 1.001, 0.999)])
+    stalling = with_latencies([_stalling(level, 4, 10.0) for level in (1.0, 1.001, 0.999)])
+    row = _judged(quiet, stalling)
+    assert row.verdict == "REGRESSED"
+    assert "a part of the batches became much slower" in row.reason
+    once = with_latencies([_stalling(1.0, 4, 10.0), [1.001] * BATCHES, [0.999] * BATCHES])
+    assert _judged(quiet, once).verdict == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(
+    ("level", "sd", "verdict"),
+    [(1.0, 0.3, "INCONCLUSIVE"), (1.0, 0.001, "OK"), (1.05, 0.001, "REGRESSED"), (0.9, 0.001, "IMPROVED")],
+)
+def test_sums_that_say_otherwise_are_told_whatever_the_noise_is(level: float, sd: float, verdict: str) -> None:
+    """What a table shows of both sides is explained beside the change of the typical batch, in the first line."""
+    base = with_latencies([_stalling(1.0, 4, 10.0)])
+    row = _judged(base, with_latencies([_stalling(level, 4, 5.0)]), sd=sd, note="Also changed: x.")
+    assert row.verdict == verdict
+    assert row.base is not None
+    assert row.head is not None
+    by = f"{100 * (row.head / row.base - 1):+.1f} %"
+    assert row.reason.splitlines()[0].endswith(f" Time in all changed by {by}: not all batches changed alike.")
+    assert "in all changed" not in _judged(base, with_latencies([_stalling(level, 4, 10.0)]), sd=sd).reason
+
+
+def test_another_direction_of_the_sums_is_told_however_small() -> None:
+    """Less than a point apart, and yet a faster batch beside a longer time."""
+    base, head = with_latencies([[1.0] * BATCHES]), with_latencies([_stalling(0.997, 4, 1.026)])
+    row = _judged(base, head, sd=0.3)
+    assert row.reason.startswith("time changed by -0.3 % ")
+    assert "Time in all changed by +0.3 %: not all batches changed alike." in row.reason
+
+
+def test_launches_that_differ_are_not_taken_for_batches() -> None:
+    """The figures are those of the median launch, and the change is the mean of all."""
+    row = _judged(with_launches([1.0, 1.0, 1.3]), with_launches([1.0, 1.0, 1.0]), sd=0.01)
+    assert "Time in all of the median launch changed by +0.0 %: launches of one side differ." in row.reason
+
+
+def test_an_interval_that_says_otherwise_than_the_verdict_is_marked() -> None:
+    """Where the family alone is why; not where the interval reaches over the margin or the sum has a veto."""
+    base = with_launches([1.0])
+    levels = (1.065, 0.935, *[1.0] * 98)
+    cases = [case for one in levels if isinstance(case := timed(base, with_launches([one]), TimeRule(), 0.01), Timed)]
+    many, alone = rows(cases, 0.95, ""), [rows([case], 0.95, "")[0] for case in cases]
+    assert [row.verdict for row in alone[:2]] == ["REGRESSED", "IMPROVED"]
+    assert [row.alone for row in many] == ["REGRESSED", "IMPROVED", *[None] * 98]
+    assert {row.alone for row in alone} == {None}
+    assert all("from the margin of 2 % among 100 rows" in row.reason for row in many[:2])
+    slow = with_latencies([_stalling(0.8, 4, 10.0)])
+    assert _judged(with_latencies([[1.0] * BATCHES]), slow).alone is None
+    single = _judged(with_launches([1.0] * 3), with_launches([1.0366] * 3), sd=0.01)
+    assert single.low is not None
+    assert (single.verdict, single.low > 1.02, single.alone) == ("INCONCLUSIVE", True, None), "one case"
+
+
+def test_launches_that_do_not_count_are_told() -> None:
+    """Else the figures are not the report's, and nobody knows why."""
+    base = with_launches([1.0, 1.0, 9.0])
+    assert "count" not in _judged(base, base, sd=0.01).reason
+    make_invalid(base.launches[2], "programs of others at work: GPU 0")
+    row = _judged(base, with_launches([1.0] * 3), sd=0.01)
+    assert row.reason.splitlines()[0].endswith(" 2 of 3 launches of the baseline count (`profile.invalid`).")
+
+
+def test_what_is_not_gated_does_not_dilute_the_family() -> None:
+    """A slowdown that is enough alone is so beside sixty cases that are reported only; those are one of their own."""
+    base, head = with_launches([1.0]), with_launches([1.065])
+    slower, reported = (timed(base, head, TimeRule(gate=gate), 0.01) for gate in (True, False))
+    same = timed(base, base, TimeRule(gate=False), 0.01)
+    cases = [case for case in (*[same] * 60, slower, reported) if isinstance(case, Timed)]
+    verdicts = [row.verdict for row in rows(cases, 0.95, "")]
+    assert verdicts[60:] == ["REGRESSED", "INCONCLUSIVE"]
+
+
+def test_the_smallest_change_is_that_of_the_family() -> None:
+    """As the launches that are asked for are: the more rows, the larger."""
+    base = with_launches([1.0])
+    case = timed(base, base, TimeRule(), 0.01)
+    assert isinstance(case, Timed)
+    alone, among = rows([case], 0.95, "")[0].smallest_change, rows([case] * 21, 0.95, "")[0].smallest_change
+    assert alone is not None
+    assert among is not None
+    assert 1.1 * alone < among
+
+
+def test_a_slowdown_of_all_batches_is_blamed_on_none() -> None:
+    """Where the sum alone decides, its figures are the row's, and a part of the batches is named only if one is."""
+    base = with_latencies([[level] * BATCHES for level in (1.0, 1.0001, 0.9999)])
+    slower = [[level * (1.05 if batch < 5 else 1.018) for batch in range(BATCHES)] for level in (1.0, 1.0001, 0.9999)]
+    row = _judged(base, with_latencies(slower), sd=0.0005)
+    assert row.verdict == "REGRESSED"
+    assert row.reason.startswith("time in all changed by +2.6 %")
+    assert "\nOf the typical batch by " in row.reason
+    assert "a part of the batches" not in row.reason
+    assert row.ratio == pytest.approx(1.026)
+    assert row.low is not None
+    assert row.p is not None
+    assert row.low > 1.02
+    assert row.p <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("deviations", "sum_deviations", "verdict"),
+    [(2.1, 0.0, "REGRESSED"), (1.97, 0.0, "INCONCLUSIVE"), (0.0, 2.5, "INCONCLUSIVE"), (0.0, 2.9, "REGRESSED")],
+)
+def test_both_figures_of_a_case_share_the_chance_of_a_false_alarm(
+    deviations: float, sum_deviations: float, verdict: str
+) -> None:
+    """Of p = 0.036, 0.049, 0.012 and 0.004: the typical batch has nine tenths of it and the sum one."""
+    case = timed(with_launches([1.0] * 3), with_launches([1.0] * 3), TimeRule(), 0.01)
+    assert isinstance(case, Timed)
+    typical, total = (
+        Change(log_ratio=math.log(1.02) + 0.01 * many, noise_error=0.01) for many in (deviations, sum_deviations)
+    )
+    assert rows([case._replace(change=typical, total=total)], 0.95, "")[0].verdict == verdict
+
+
+def test_sessions_that_differ_set_a_limit() -> None:
+    """Launches of another day cannot show what days differ by: the reason says what can."""
+    base, head = with_launches([1.0] * 5), with_launches([1.05] * 5)
+    assert _judged(base, head, sd=0.003).verdict == "REGRESSED"
+    row = _judged(base, head, sd=0.003, session_sd=0.015)
+    assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
+    assert row.reason.splitlines()[1] == (
+        "Sessions differ by 1.5 %, so that no number of launches would show +4 %: in one session, with llmgpu ab, 5 a "
+        "side would."
+    )

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from bundled_model.dataset import EVALUATION_SEED, Item, evaluation_items, to_json_lines, training_items
+
+from pytest_llmgpu.inference import bundled
+
+if TYPE_CHECKING:
+    from bundled_model.evaluate import Score
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+    Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerBase]
+
+FOUR_MB = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def items() -> list[Item]:
+    """The items of the committed file."""
+    return evaluation_items()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Loaded]:
+    """Model in float32 and tokenizer, on at most two threads."""
+    import torch
+    from bundled_model.evaluate import load
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    yield load(bundled.model_directory())
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def full_score(loaded: Loaded, items: list[Item]) -> Score:
+    """Score of all items with all of their context, in batches of 64."""
+    from bundled_model.evaluate import score
+
+    return score(*loaded, items)
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_hash_of_the_weights_is_the_registered_one() -> None:
+    """Weights cannot change without their registered hash."""
+    assert sha256(bundled.model_directory() / "model.safetensors") == bundled.MODEL_SHA256
+
+
+def test_hash_of_the_dataset_is_the_registered_one() -> None:
+    """Items cannot change without their registered hash."""
+    assert sha256(bundled.dataset_path()) == bundled.DATASET_SHA256
+
+
+def test_dataset_is_rebuilt_byte_for_byte() -> None:
+    """The seeded generator makes the committed file, on every machine and Python."""
+    assert to_json_lines(evaluation_items()).encode() == bundled.dataset_path().read_bytes()
+
+
+def test_dataset_script_writes_the_committed_file(tmp_path: Path) -> None:
+    """`python -m bundled_model.dataset OUT` rebuilds the dataset."""
+    out = tmp_path / "out.jsonl"
+    subprocess.run([sys.executable, "-m", "bundled_model.dataset", str(out)], check=True)
+    assert sha256(out) == bundled.DATASET_SHA256
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """Paths, hashes and presets are to be had without torch or transformers."""
+    heavy = {"torch", "transformers", "numpy", "random"}
+    program = f"import sys, pytest_llmgpu.inference.bundled; print({heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_files_are_small() -> None:
+    """What every installation carries stays under 4 MB of weights and 600 kB of items."""
+    assert (bundled.model_directory() / "model.safetensors").stat().st_size <= FOUR_MB
+    assert bundled.dataset_path().stat().st_size < 600_000
+
+
+def test_model_can_be_split_by_every_strategy() -> None:
+    """Heads and vocabulary divide by 8, and heads are at least 32 wide."""
+    config = json.loads((bundled.model_directory() / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    assert heads % 8 == config["num_key_value_heads"] % 8 == config["vocab_size"] % 8 == 0
+    assert config["intermediate_size"] % 8 == 0
+    assert config["hidden_size"] // heads >= 32
+    assert config["max_position_embeddings"] >= 1024
+
+
+def test_records_are_hellaswags() -> None:
+    """Every line has HellaSwag's fields in HellaSwag's types, and labels are balanced."""
+    records = [json.loads(line) for line in bundled.dataset_path().read_text(encoding="utf-8").splitlines()]
+    assert len(records) >= 400
+    for number, record in enumerate(records):
+        assert list(record) == ["ind", "activity_label", "ctx", "endings", "label"]
+        assert record["ind"] == number
+        assert len(set(record["endings"])) == 4
+    assert Counter(record["label"] for record in records) == dict.fromkeys("0123", len(records) // 4)
+
+
+def test_every_ending_is_on_the_list_and_the_right_one_at_the_asked_name(items: list[Item]) -> None:
+    """The list decides the answer and rules no ending out."""
+    for item in items:
+        name = item.ctx.split()[-1]
+        assert sorted(f"{fact.thing}." for fact in item.facts) == sorted(item.endings)
+        assert f" {name} {item.endings[item.label][:-1]}" in item.ctx
+        assert all(f" {fact}" in item.ctx for fact in item.facts)
+
+
+@pytest.mark.parametrize("cue", ["longest", "shortest", "listed first", "listed last"])
+def test_no_surface_cue_gives_the_answer_away(cue: str, items: list[Item]) -> None:
+    """Who goes by length or by place in the list is right one time in four."""
+
+    def rank(item: Item, ending: str) -> int:
+        place = [f"{fact.thing}." for fact in item.facts].index(ending)
+        return {"longest": -len(ending), "shortest": len(ending), "listed first": place, "listed last": -place}[cue]
+
+    hits = sum(min(item.endings, key=lambda ending: rank(item, ending)) == item.endings[item.label] for item in items)
+    assert hits / len(items) == pytest.approx(0.25, abs=0.06)
+
+
+def test_facts_lie_more_than_23_tokens_back(loaded: Loaded, items: list[Item]) -> None:
+    """The last 23 tokens of no context hold any of the list, so that truncation is seen."""
+    _, tokenizer = loaded
+    for item in items:
+        tail = tokenizer.decode(tokenizer(item.prompt)["input_ids"][-23:])
+        assert not any(fact.thing in tail for fact in item.facts)
+
+
+def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
+    """No item of the whole training asks what an evaluation item asks, in whatever words or order."""
+    from bundled_model.train import Settings
+
+    settings = Settings()
+    seen = itertools.islice(training_items(settings.seed), settings.steps * settings.rows)
+    assert not {item.substance for item in items} & {item.substance for item in seen}
+
+
+def test_training_on_the_evaluations_seed_leaves_its_items_out(items: list[Item]) -> None:
+    """Held-out items are left out by what they are, not by the luck of another seed."""
+    same_seed = itertools.islice(training_items(EVALUATION_SEED), 2 * len(items))
+    assert not {item.substance for item in items} & {item.substance for item in same_seed}
+
+
+def test_answers_of_a_training_batch_point_at_the_list(loaded: Loaded) -> None:
+    """Heads are shown the place in the list where the very token stands that is to be predicted."""
+    from bundled_model.train import Settings, batches
+
+    (batch,) = batches(loaded[1], Settings(steps=1, rows=8))
+    row, position = (batch.sources_BS >= 0).nonzero(as_tuple=True)
+    source = batch.sources_BS[row, position]
+    assert len(row) >= 8 * 4
+    assert (source < position).all()
+    assert (batch.input_ids_BS[row, source] == batch.next_ids_BS[row, position]).all()
+
+
+def test_accuracy_is_the_registered_one_and_at_least_080(full_score: Score) -> None:
+    """In float32 the model is as good as registered."""
+    assert {"acc": full_score.acc, "acc_norm": full_score.acc_norm} == bundled.ACCURACY
+    assert min(full_score.acc, full_score.acc_norm) >= 0.80
+
+
+def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Score) -> None:
+    """The closest choice is decided by a factor of e: another dtype or batch size flips none."""
+    assert min(map(abs, full_score.margins)) > 1
+
+
+def test_truncated_context_falls_to_chance(loaded: Loaded, items: list[Item]) -> None:
+    """With the last 23 tokens of context alone, one item in four is right."""
+    from bundled_model.evaluate import TRUNCATED_TOKENS, score
+
+    truncated = score(*loaded, items, context_tokens=TRUNCATED_TOKENS)
+    assert TRUNCATED_TOKENS == 23
+    assert truncated.acc == pytest.approx(0.25, abs=0.06)
+    assert truncated.acc_norm == pytest.approx(0.25, abs=0.06)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_batch_size_changes_no_choice(batch_size: int, loaded: Loaded, items: list[Item], full_score: Score) -> None:
+    """Right padding without a mask leaves every choice and margin as it is."""
+    from bundled_model.evaluate import score
+
+    some = score(*loaded, items[:16], batch_size=batch_size)
+    assert some.choices == full_score.choices[:16]
+    assert some.margins == pytest.approx(full_score.margins[:16], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ünïcödé 漢字 🦙👩‍👩‍👧 \u202e\x00",
+        "  two  spaces \t\r\n",
+        "".join(map(chr, range(256))),
+        "<s> </s> [title] ##",
+    ],
+)
+def test_any_text_survives_the_tokenizer(text: str, loaded: Loaded) -> None:
+    """Encoding and decoding give the text back, so that any dataset can be scored."""
+    _, tokenizer = loaded
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_sequences_begin_with_bos_as_llamas_do(loaded: Loaded) -> None:
+    """The default special tokens are one leading bos and nothing else."""
+    _, tokenizer = loaded
+    bare = tokenizer("A text", add_special_tokens=False)["input_ids"]
+    assert tokenizer("A text")["input_ids"] == [tokenizer.bos_token_id, *bare]
+
+
+def test_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
+    """A tokenizer that could not encode every text is not made."""
+    from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+
+    with pytest.raises(ValueError, match=r"vocabulary size 100 .* at least 258"):
+        save_tokenizer(["text"], 100, tmp_path)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("llama-7b", 6.738), ("llama-30b", 32.529)])
+def test_presets_have_the_published_number_of_parameters(preset: str, billions: float) -> None:
+    """A preset is the architecture that its name says, to the last parameter."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_dict(bundled.PRESETS[preset]))
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, abs=5e-4)

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import Item
+
+RECORD: dict[str, Any] = {
+    "ind": 24,
+    "activity_label": "Roof shingle removal",
+    "ctx": "A man is sitting on a roof. he",
+    "endings": ["is using wrap.", "is ripping tiles off.", "is holding a cube.", "starts pulling up."],
+    "label": "3",
+}
+
+
+def _write(tmp_path: Path, *records: dict[str, Any]) -> str:
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def _load(tmp_path: Path, **changes: Any) -> Item:
+    record = {name: value for name, value in (RECORD | changes).items() if value is not ...}
+    return hellaswag.load(_write(tmp_path, record), rootdir=tmp_path).items[0]
+
+
+def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
+    """The prompt is the activity, a colon and the context."""
+    item = _load(tmp_path)
+    assert item == Item("24", "Roof shingle removal: A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
+
+
+def test_a_dataset_is_a_sequence_of_items() -> None:
+    """Whoever measures a part of it slices it."""
+    dataset = hellaswag.load("bundled", rootdir=Path(), limit=10)
+    assert (len(dataset), list(dataset), dataset[0]) == (10, list(dataset.items), dataset.items[0])
+    assert dataset[2:4] == dataset.items[2:4]
+
+
+def test_the_two_parts_of_a_context_win_over_the_whole(tmp_path: Path) -> None:
+    """As in lm-evaluation-harness, the second part is capitalised, the rest of it lowered."""
+    item = _load(tmp_path, ctx_a="A man sits.", ctx_b="he LOOKS up")
+    assert item.context == "Roof shingle removal: A man sits. He looks up"
+
+
+def test_a_record_without_ind_is_named_by_its_place(tmp_path: Path) -> None:
+    """Items of a file of one's own have ids too."""
+    nameless = {name: value for name, value in RECORD.items() if name != "ind"}
+    dataset = hellaswag.load(_write(tmp_path, nameless, nameless), rootdir=tmp_path)
+    assert [item.id for item in dataset.items] == ["0", "1"]
+
+
+def test_a_numeric_label_is_as_good_as_its_digits(tmp_path: Path) -> None:
+    """The hub's labels are strings, other people's are numbers."""
+    assert _load(tmp_path, label=2).label == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label": ""}, "label is empty: 0 to 3.*validation split"),
+        ({"label": ...}, "label is missing: 0 to 3"),
+        ({"label": "4"}, "label '4' is out of range 0 to 3"),
+        ({"label": -1}, "label -1 is out of range"),
+        ({"label": 7}, "label 7 is out of range 0 to 3"),
+        ({"label": True}, "label True is not a whole number"),
+        ({"label": 1.5}, "label 1.5 is not a whole number"),
+        ({"label": "x"}, "label 'x' is not a whole number: 0 to 3"),
+        ({"endings": ["only one"], "label": "0"}, "fewer than two endings"),
+        ({"endings": "a string"}, "endings must be a list of strings"),
+        ({"endings": ["a", 2]}, "endings must be a list of strings"),
+        ({"endings": ["a", " [step] "]}, "ending 1 is empty"),
+        ({"endings": None}, "endings must be a list of strings"),
+        ({"endings": ...}, "endings is missing: a list of strings is needed"),
+        ({"ctx": ...}, "ctx is missing: text is needed"),
+        ({"ctx": None}, "ctx must be text, not null"),
+        ({"ctx": 3}, "ctx must be text, not int"),
+        ({"activity_label": ...}, "activity_label is missing"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """The error says where, what is wrong and what is needed."""
+    record = {name: value for name, value in (RECORD | changes).items() if value is not ...}
+    path = _write(tmp_path, RECORD, record)
+    with pytest.raises(ValueError, match=rf"items\.jsonl:2: .*{message}") as caught:
+        hellaswag.load(path, rootdir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"ind": 1,\n', ":1: not JSON"),
+        (b"[1]\n", ":1: list instead of a JSON object"),
+        (b"\n\n\xff\xfe\n", ":3: byte 1 is not UTF-8"),
+        (b"", "is empty: one JSON object per line"),
+        (b"\n \n", "is empty"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes, message: str) -> None:
+    """A file that is no JSON Lines says so in one line."""
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        hellaswag.load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    """What exists but cannot be read as a file is an error of one line."""
+    with pytest.raises(ValueError, match="cannot be read"):
+        hellaswag.load(str(tmp_path), rootdir=tmp_path)
+
+
+def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
+    """A name gets the names that there are; a misspelt one the name that was meant."""
+    with pytest.raises(ValueError, match="'piqa' is unknown: allowed are bundled, hellaswag, or a JSON Lines"):
+        hellaswag.load("piqa", rootdir=tmp_path)
+    with pytest.raises(ValueError, match=r"'hellaswg' is unknown \(did you mean hellaswag\?\): allowed are"):
+        hellaswag.load("hellaswg", rootdir=tmp_path)
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_limit_below_one_is_refused(tmp_path: Path, limit: int) -> None:
+    """No items cannot be scored."""
+    with pytest.raises(ValueError, match=f"limit {limit} is not allowed"):
+        hellaswag.load("bundled", rootdir=tmp_path, limit=limit)
+
+
+def test_a_limit_keeps_the_first_items_and_reads_no_further(tmp_path: Path) -> None:
+    """A bad line after the limit is no error."""
+    path = _write(tmp_path, RECORD, RECORD | {"ind": 25}, {"broken": True})
+    assert [item.id for item in hellaswag.load(path, rootdir=tmp_path, limit=2).items] == ["24", "25"]
+
+
+def test_the_hash_is_of_the_items_not_of_the_file(tmp_path: Path) -> None:
+    """Blank lines and fields that are not scored do not make another dataset; another ending does."""
+    plain = hellaswag.load(_write(tmp_path, RECORD), rootdir=tmp_path).sha256
+    (tmp_path / "same.jsonl").write_text("\n" + json.dumps(RECORD | {"split": "val"}) + "\r\n\n")
+    assert hellaswag.load(str(tmp_path / "same.jsonl"), rootdir=tmp_path).sha256 == plain
+    other = RECORD | {"endings": [*RECORD["endings"][:3], "another."]}
+    assert hellaswag.load(_write(tmp_path, other), rootdir=tmp_path).sha256 != plain
+
+
+def test_a_file_is_shown_relative_to_the_rootdir_else_by_its_name(tmp_path: Path) -> None:
+    """No report holds a path of somebody's machine."""
+    (tmp_path / "data").mkdir()
+    path = _write(tmp_path / "data", RECORD)
+    assert hellaswag.load(path, rootdir=tmp_path).name == "data/items.jsonl"
+    assert hellaswag.load("data/items.jsonl", rootdir=tmp_path).name == "data/items.jsonl"
+    (tmp_path / "elsewhere").mkdir()
+    assert hellaswag.load(path, rootdir=tmp_path / "elsewhere").name == "items.jsonl"
+
+
+def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hellaswag` asks the hub for the labelled split, by its full name."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
+    asked = []
+
+    def load_dataset(*args: Any, **more: Any) -> list[dict[str, Any]]:
+        asked.append((args, more))
+        return [RECORD]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    dataset = hellaswag.load("hellaswag", rootdir=tmp_path)
+    assert (dataset.name, len(dataset.items)) == ("hellaswag", 1)
+    assert asked == [(("Rowan/hellaswag",), {"split": "validation"})]
+
+
+def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the user learns what to pass instead."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
+
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the hub\nand a long story")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"Couldn't reach the hub .*pass a JSON Lines file") as caught:
+        hellaswag.load("hellaswag", rootdir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_texts_are_all_that_the_model_reads(tmp_path: Path) -> None:
+    """A tokenizer can be trained on them."""
+    dataset = hellaswag.load(_write(tmp_path, RECORD), rootdir=tmp_path)
+    assert list(dataset.texts()) == [dataset.items[0].context, *RECORD["endings"]]
+
+
+def test_real_hellaswag_loads_whole(tmp_path: Path) -> None:
+    """All 10,042 items of the validation split are well-formed for us."""
+    path = os.environ.get("LLMGPU_HELLASWAG")
+    if not path:
+        pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
+    dataset = hellaswag.load(path, rootdir=tmp_path)
+    assert len(dataset.items) == 10_042
+    assert len({item.id for item in dataset.items}) == 10_042
+    assert {len(item.endings) for item in dataset.items} == {4}
+
+
+ITEMS = [Item("0", "c", ("aa", "b" * 8), 0), Item("1", "c", ("aa", "bb"), 1), Item("2", "c", ("ñé", "bbb"), 1)]
+
+
+def test_acc_goes_by_loglikelihood_and_acc_norm_by_character() -> None:
+    """A long ending loses by its sum and may win by its mean; characters are counted, not bytes."""
+    accuracy = hellaswag.accuracy(ITEMS, [[-4.0, -8.0], [-3.0, -2.0], [-3.0, -4.0]])
+    assert (accuracy.predictions, accuracy.predictions_norm) == ([0, 1, 0], [1, 1, 1])
+    assert [accuracy.acc, accuracy.acc_norm] == pytest.approx([2 / 3, 2 / 3])
+    assert accuracy.stderr == pytest.approx((2 / 3 * 1 / 3 / 2) ** 0.5)
+
+
+def test_the_first_ending_wins_a_tie() -> None:
+    """Equal numbers choose as numpy's argmax does."""
+    assert hellaswag.accuracy(ITEMS[1:2], [[-2.0, -2.0]]).predictions == [0]
+
+
+def test_loglikelihoods_are_kept_as_float32_in_order() -> None:
+    """The report's base64 is little-endian float32: items in order, their endings in order."""
+    accuracy = hellaswag.accuracy(ITEMS[:2], [[-0.1, -8.0], [-3.5, -2.25]])
+    decoded = struct.unpack("<4f", base64.b64decode(accuracy.loglikelihoods))
+    assert decoded == pytest.approx((-0.1, -8.0, -3.5, -2.25), rel=1e-7)

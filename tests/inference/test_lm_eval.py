@@ -1,0 +1,191 @@
+"""Side by side with lm-evaluation-harness: the same tensors go into the model, the same numbers come out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import Item
+
+with warnings.catch_warnings():
+    # Its dependencies warn of each other on import.
+    warnings.simplefilter("ignore")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval==0.4.13 to compare with")
+
+LONGEST = 64
+TRICKY = [
+    Item("longer than the model", "Cooking: " + "stir the soup and wait. " * 30, ("then eat it.", "then wait."), 0),
+    Item("one token apart", "Letters: the next one is", ("a", "b", "c", "d"), 0),
+    Item("no context", "", ("She runs.", "He walks away."), 1),
+    Item("not ASCII", "Café: 日本語 naïve 🎉", ("très bien", "日本語のテキスト", "ñandú"), 0),
+    Item("same", "Twice: the very same question", ("has this answer.", "or that one."), 0),
+    Item("same again", "Twice: the very same question", ("has this answer.", "or that one."), 0),
+    Item("spaces", "Spaces: stand at the end   ", ("of this.", "of that."), 1),
+    Item("brings its own start", "<|bos|>Start: is there already", ("once.", "twice."), 1),
+]
+
+
+class SideBySide:
+    """One model, its tokenizer, and both ways to score with it."""
+
+    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
+        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+
+    def theirs(self, items: Sequence[Item], batch_size: int) -> tuple[list[list[float]], list[Any]]:
+        """Return lm-evaluation-harness's log-likelihoods and the tensors that its model was called with."""
+        from lm_eval.api.instance import Instance
+
+        lm = huggingface.HFLM(
+            pretrained=self.model,
+            tokenizer=self.tokenizer,
+            backend="causal",
+            softmax_dtype="float32",
+            batch_size=batch_size,
+            max_length=self.max_length,
+        )
+        calls, call = [], lm._model_call
+
+        def record(inps: Any, **more: Any) -> Any:
+            calls.append(inps.clone())
+            return call(inps, **more)
+
+        lm._model_call = record
+        requests = [
+            Instance(request_type="loglikelihood", doc={}, arguments=(item.context, f" {ending}"), idx=number)
+            for item in items
+            for number, ending in enumerate(item.endings)
+        ]
+        answers = iter(lm.loglikelihood(requests, disable_tqdm=True))
+        return [[next(answers)[0] for _ in item.endings] for item in items], calls
+
+    def ours(self, items: Sequence[Item], batch_size: int) -> tuple[list[list[float]], list[Any]]:
+        """Return our log-likelihoods and input tensors."""
+        plan = scoring.plan(scoring.encode(items, self.tokenizer, self.max_length), batch_size)
+        scores = scoring.score(self.model, plan, input_device=torch.device("cpu"))
+        inputs = [batch.packed.split(batch.sizes)[0].view(batch.rows, batch.width) for batch in plan.batches]
+        return scores.loglikelihoods, inputs
+
+    def compare(self, items: Sequence[Item], batch_size: int) -> None:
+        """Score with both, and hold tensors, numbers and choices side by side."""
+        (theirs, their_inputs), (ours, our_inputs) = self.theirs(items, batch_size), self.ours(items, batch_size)
+        assert len(their_inputs) == len(our_inputs)
+        assert all(torch.equal(a, b) for a, b in zip(their_inputs, our_inputs, strict=True))
+        for a, b in zip(theirs, ours, strict=True):
+            assert b == pytest.approx(a, rel=3e-5)
+        expected, chosen = hellaswag.accuracy(items, theirs), hellaswag.accuracy(items, ours)
+        assert chosen.predictions == expected.predictions
+        assert chosen.predictions_norm == expected.predictions_norm
+
+
+@pytest.fixture(scope="module")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> SideBySide:
+    """Return a small LLaMA with random weights, wide enough apart that endings differ."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    texts = [text for item in TRICKY for text in (item.context, *item.endings)]
+    texts += ["a b c d"] * 50  # frequent enough that " a" is one token
+    source = models.ModelSource(
+        name="random",
+        directory=None,
+        config={
+            "vocab_size": save_tokenizer(texts, 400, directory),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": LONGEST,
+            "initializer_range": 0.3,
+        },
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory=str(directory),
+        tokenizer_sha256="",
+    )
+    model = models.skeleton(source, torch.float32)
+    models.materialise(model, lambda _: torch.device("cpu"), seed=0, dtype=torch.float32)
+    return SideBySide(model, models.load_tokenizer(source), models.max_length(model.config))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 17])
+def test_tricky_requests_score_as_in_lm_eval(random_llama: SideBySide, batch_size: int) -> None:
+    """Truncated, empty, repeated, padded and non-ASCII requests give the same tensors and numbers."""
+    random_llama.compare(TRICKY, batch_size)
+
+
+def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: SideBySide) -> None:
+    """The comparison above covers truncation and shared rows for as long as this holds."""
+    requests = scoring.encode(TRICKY, random_llama.tokenizer, LONGEST)
+    plan = scoring.plan(requests, 1)
+    assert max(len(request.tokens) for request in requests.requests) > LONGEST + 1
+    assert max(batch.width for batch in plan.batches) == LONGEST
+    assert {len(batch.requests) for batch in plan.batches} == {1, 2, 4}
+    assert max(len(batch.requests) for batch in plan.batches if batch.longest == 1) == 4
+
+
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_bundled_items_score_as_in_lm_eval(batch_size: int) -> None:
+    """The bundled model gives the same numbers and choices on its own dataset."""
+    dataset = hellaswag.load("bundled", rootdir=Path.cwd(), limit=8)
+    _bundled(dataset).compare(dataset.items, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [8, 32])
+def test_real_hellaswag_scores_as_in_lm_eval(batch_size: int) -> None:
+    """Real items give the same tensors, numbers and choices."""
+    path = os.environ.get("LLMGPU_HELLASWAG")
+    if not path:
+        pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
+    dataset = hellaswag.load(path, rootdir=Path.cwd(), limit=40)
+    _bundled(dataset).compare(dataset.items, batch_size)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  two  spaces   ",
+        "Step. [title] Next [step] one",
+        "[header] [a] b",
+        "a [title] [title]b",
+        "no brackets ] here [",
+    ],
+)
+def test_texts_are_cleaned_as_in_lm_eval(text: str) -> None:
+    """WikiHow's brackets and the spaces around them go as they go there."""
+    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm-eval's tasks")
+    assert hellaswag._preprocess(text) == utils.preprocess(text)
+
+
+def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
+    """A record of the hub's format becomes the query and choices of lm-evaluation-harness's task."""
+    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm-eval's tasks")
+    import datasets
+    import msgspec
+
+    record = {
+        "ind": 7,
+        "activity_label": "Home and Garden",
+        "ctx_a": "[header] How to paint [title] Begin.",
+        "ctx_b": "then JOHN adds",
+        "ctx": "unused",
+        "endings": ["[step]  more paint.", "less [substeps] of it. "],
+        "label": "1",
+    }
+    path = tmp_path / "one.jsonl"
+    path.write_bytes(msgspec.json.encode(record))
+    expected = utils.process_docs(datasets.Dataset.from_list([record]))[0]
+    item = hellaswag.load(str(path), rootdir=tmp_path).items[0]
+    assert (item.context, list(item.endings), item.label) == (expected["query"], expected["choices"], expected["gold"])
+
+
+def _bundled(dataset: hellaswag.Dataset) -> SideBySide:
+    source = models.resolve("bundled", texts=dataset.texts(), rootdir=Path.cwd())
+    model = models.checkpoint(source, torch.float32, device_map={"": "cpu"})
+    return SideBySide(model, models.load_tokenizer(source), models.max_length(model.config))

@@ -1,0 +1,429 @@
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_model import write_model
+
+from pytest_llmgpu.inference import model_files, models
+from pytest_llmgpu.inference.bundled import PRESETS
+
+CPU = torch.device("cpu")
+TEXTS = ["a man sits on a roof", "he starts pulling up roofing", "the lady stands and lifts the weight"]
+SMALL: dict[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory of a tiny model, which tests must not change."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(directory)
+    return directory
+
+
+@pytest.fixture
+def directory(written: Path, tmp_path: Path) -> Path:
+    """Return a copy of the tiny model to break."""
+    return shutil.copytree(written, tmp_path / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the user's cache out of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _resolve(model: str | Path, rootdir: Path, **options: Any) -> models.ModelSource:
+    return models.resolve(str(model), texts=TEXTS, rootdir=rootdir, **options)
+
+
+def _dummy(**fields: Any) -> models.ModelSource:
+    return models.ModelSource(
+        name="random",
+        directory=None,
+        config=SMALL | fields,
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory="",
+        tokenizer_sha256="",
+    )
+
+
+def _filled(source: models.ModelSource, seed: int = 0, dtype: Any = torch.float32) -> Any:
+    model = models.skeleton(source, dtype)
+    models.materialise(model, lambda _: CPU, seed=seed, dtype=dtype)
+    return model
+
+
+def test_resolving_needs_no_torch(written: Path) -> None:
+    """Pytest's own process finds a model without the libraries that run it."""
+    code = (
+        "import sys; from pathlib import Path; from pytest_llmgpu import models;"
+        f"models.resolve({str(written)!r}, texts=(), rootdir=Path());"
+        "print([name for name in ('torch', 'transformers', 'accelerate', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_directory_is_found_and_named_relative_to_the_rootdir(written: Path, tmp_path: Path) -> None:
+    """The name is the same on every machine, and the source travels to a rank."""
+    source = _resolve(written, written.parent)
+    assert (source.name, source.directory, source.tokenizer_directory) == ("tiny", str(written), str(written))
+    assert source.config["vocab_size"] == 300
+    assert pickle.loads(pickle.dumps(source)) == source
+    assert _resolve("tiny", written.parent) == source
+    (tmp_path / "deep").mkdir()
+    assert _resolve(written, tmp_path / "deep").name == "tiny"
+
+
+def test_the_revision_of_a_directory_tells_checkpoints_apart(directory: Path) -> None:
+    """Copies are equal; other weights of the same size and shape are not, and neither is another configuration."""
+    original = _resolve(directory, directory.parent).revision
+    copy = shutil.copytree(directory, directory.with_name("copy"))
+    assert _resolve(copy, directory.parent).revision == original
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    assert _resolve(copy, directory.parent).revision != original
+    config = json.loads((directory / "config.json").read_text()) | {"rope_theta": 5.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert _resolve(directory, directory.parent).revision != original
+
+
+def test_a_revision_of_a_directory_must_be_its_own(written: Path) -> None:
+    """A report's fingerprint may be asked for again; a branch of something that has none may not."""
+    own = _resolve(written, written).revision
+    assert _resolve(written, written, revision=own).revision == own
+    with pytest.raises(ValueError, match="revision 'main' is for models of the hub"):
+        _resolve(written, written, revision="main")
+
+
+def test_the_bundled_model_is_found(monkeypatch: pytest.MonkeyPatch, written: Path, tmp_path: Path) -> None:
+    """`bundled` is the package's own directory under its own name."""
+    monkeypatch.setattr("pytest_llmgpu.inference.bundled.model_directory", lambda: written)
+    source = _resolve("bundled", tmp_path)
+    assert (source.name, source.directory) == ("bundled", str(written))
+
+
+def _remove(name: str) -> Any:
+    return lambda directory: (directory / name).unlink()
+
+
+def _write(name: str, content: bytes) -> Any:
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def _only_bin(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def _cut_short(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _shard_missing(directory: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove("config.json"), "has no config.json"),
+        (_write("config.json", b"{"), "config.json cannot be read"),
+        (_write("config.json", b"[]"), "holds no JSON object"),
+        (_remove("model.safetensors"), "has no weights: .*safetensors are needed"),
+        (_only_bin, r"has only pytorch_model.bin, which can run code.*save_pretrained"),
+        (_cut_short, "bytes, its header says"),
+        (_write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+        (_write("model.safetensors", b"not at all"), "is no safetensors file"),
+        (_write("model.safetensors", b"\x02" + b"\0" * 7 + b"{}"), "is no safetensors file"),
+        (_shard_missing, r"lacks model-00002-of-00002.safetensors \(1 of 2"),
+        (_remove("tokenizer.json"), "has no tokenizer"),
+        (_write("tokenizer.json", b'{"model": {}}'), "is no tokenizer"),
+    ],
+)
+def test_a_directory_that_cannot_be_loaded_is_refused(directory: Path, damage: Any, message: str) -> None:
+    """Before anything is started, in one line that says what to do."""
+    damage(directory)
+    with pytest.raises(ValueError, match=message) as caught:
+        _resolve(directory, directory.parent)
+    assert "\n" not in str(caught.value)
+
+
+def test_dummy_weights_need_no_weights(directory: Path) -> None:
+    """A configuration and a tokenizer are enough."""
+    (directory / "model.safetensors").unlink()
+    assert _resolve(directory, directory.parent, load_format="dummy").load_format == "dummy"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("bundle", {}, r"model 'bundle' is unknown \(did you mean bundled\?\): allowed are bundled, llama-7b"),
+        ("lama-7b", {}, "did you mean llama-7b"),
+        ("/no/such/model", {}, "model '/no/such/model' is unknown: allowed"),
+        ("llama-7b", {}, "llama-7b is an architecture without weights: it needs load format dummy"),
+        ("bundled", {"load_format": "gguf"}, "load format 'gguf' is unknown: allowed are auto, dummy"),
+        ("llama-7b", {"load_format": "dummy", "revision": "main"}, "revision 'main' is for models of the hub"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, model: str, options: dict[str, Any], message: str) -> None:
+    """The message names the value and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        _resolve(model, tmp_path, **options)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(directory: Path) -> None:
+    """An id without an embedding would kill a GPU process in the middle of a run."""
+    config = json.loads((directory / "config.json").read_text()) | {"vocab_size": 260}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"tokenizer tiny has token 2.., model tiny has a vocabulary of 260"):
+        _resolve(directory, directory.parent, load_format="dummy")
+
+
+def test_a_hub_model_is_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only safetensors and small files are asked for, and the commit is the revision."""
+    commit = shutil.copytree(written, tmp_path / "snapshots" / "0123abcd")
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repository: str, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        return str(commit)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    source = _resolve("someone/tiny", tmp_path, revision="main")
+    assert (source.name, source.revision, source.directory) == ("someone/tiny", "0123abcd", str(commit))
+    assert (asked["repository"], asked["revision"]) == ("someone/tiny", "main")
+    assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    _resolve("someone/tiny", tmp_path, load_format="dummy")
+    assert "*.safetensors" in asked["ignore_patterns"]
+
+
+def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Offline, unknown and misspelt are told from one another by the hub's own first line."""
+
+    def snapshot_download(*_: Any, **__: Any) -> str:
+        raise ConnectionError("Cannot reach the hub\nlong story")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"'models/tiny' is no directory, and .*: Cannot reach the hub ") as caught:
+        _resolve("models/tiny", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def small_preset(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a preset that is trained for and built in no time."""
+    monkeypatch.setitem(PRESETS, "small", SMALL)
+    return "small"
+
+
+def test_a_presets_tokenizer_is_trained_once_and_kept(small_preset: str, tmp_path: Path, cache: Path) -> None:
+    """Equal texts give an equal tokenizer, from the cache the second time; other texts give another."""
+    first = _resolve(small_preset, tmp_path, load_format="dummy")
+    trained = Path(first.tokenizer_directory)
+    assert trained.is_relative_to(cache / "pytest-llmgpu")
+    assert (first.directory, first.revision, first.config) == (None, None, SMALL)
+    (trained / "tokenizer.json").touch()
+    before = (trained / "tokenizer.json").stat().st_mtime_ns
+    assert _resolve(small_preset, tmp_path, load_format="dummy") == first
+    assert (trained / "tokenizer.json").stat().st_mtime_ns == before
+    shutil.rmtree(cache)
+    assert _resolve(small_preset, tmp_path, load_format="dummy") == first
+    other = models.resolve(small_preset, texts=["else"], rootdir=tmp_path, load_format="dummy")
+    assert other.tokenizer_sha256 != first.tokenizer_sha256
+
+
+def test_two_runs_train_a_tokenizer_at_once(small_preset: str, tmp_path: Path, cache: Path) -> None:
+    """Neither sees half of it, and nothing else is left in the cache."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(_resolve, small_preset, tmp_path, load_format="dummy") for _ in range(4)]
+        sources = [future.result() for future in futures]
+    assert len(set(map(str, sources))) == 1
+    kept = list((cache / "pytest-llmgpu" / "tokenizers").iterdir())
+    assert [path.name for path in kept] == [Path(sources[0].tokenizer_directory).name]
+    assert {path.name for path in kept[0].iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions", "tokens"),
+    [("llama-13b", 13.016, 2048), ("llama-65b", 65.286, 2048), ("llama-3-8b", 8.030, 8192)],
+)
+def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int, tmp_path: Path) -> None:
+    """It resolves, whatever its vocabulary, with the published number of parameters and longest input."""
+    source = _resolve(preset, tmp_path, load_format="dummy")
+    model = models.skeleton(source, torch.float16)
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert models.max_length(model.config) == tokens
+
+
+def test_llama_3_shares_keys_and_turns_them_slower(tmp_path: Path) -> None:
+    """Its rotary frequencies are those of base 500,000, and four query heads share a key and value head."""
+    model = models.skeleton(_resolve("llama-3-8b", tmp_path, load_format="dummy"), torch.float16)
+    layer = model.model.layers[0].self_attn
+    assert layer.q_proj.out_features == 4 * layer.k_proj.out_features == 4096
+    assert float(model.model.rotary_emb.inv_freq[1]) == pytest.approx(500_000 ** (-2 / 128))
+
+
+def test_training_that_is_cut_off_leaves_no_tokenizer(
+    small_preset: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run trains anew instead of loading half of one."""
+
+    def cut_off(_texts: Any, _size: int, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("pytest_llmgpu.inference.bundled.tokenizer.save_tokenizer", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            _resolve(small_preset, tmp_path, load_format="dummy")
+    assert list((cache / "pytest-llmgpu" / "tokenizers").iterdir()) == []
+    assert _resolve(small_preset, tmp_path, load_format="dummy").tokenizer_sha256
+
+
+def test_a_cache_that_cannot_be_written_is_named(small_preset: str, tmp_path: Path, cache: Path) -> None:
+    """With the variable that moves it."""
+    cache.write_text("a file in its place")
+    with pytest.raises(ValueError, match=r"cannot be written .*set XDG_CACHE_HOME"):
+        _resolve(small_preset, tmp_path, load_format="dummy")
+
+
+def test_a_presets_tokenizer_loads_and_reads_any_text(small_preset: str, tmp_path: Path) -> None:
+    """Texts it was not trained on come back whole."""
+    tokenizer = models.load_tokenizer(_resolve(small_preset, tmp_path, load_format="dummy"))
+    text = "Ünïcode 🎉 and a man"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
+    """Parameters take no memory; the rotary frequencies are computed and float32."""
+    model = models.skeleton(_dummy(), torch.float16)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    assert {(buffer.device.type, buffer.dtype) for buffer in model.buffers()} == {("cpu", torch.float32)}
+    assert not model.training
+
+
+def test_dummy_weights_depend_on_seed_name_and_shape_alone() -> None:
+    """A model of fewer layers has the same weights in the layers it has; another seed has others."""
+    whole, fewer, other = _filled(_dummy()), _filled(_dummy(num_hidden_layers=1)), _filled(_dummy(), seed=1)
+    weights, expected = dict(fewer.named_parameters()), dict(whole.named_parameters())
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    assert not torch.equal(other.lm_head.weight, whole.lm_head.weight)
+    layer = whole.model.layers
+    assert not torch.equal(layer[0].mlp.up_proj.weight, layer[1].mlp.up_proj.weight)
+
+
+def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
+    """Normal around 0 with the configuration's width; norms 1, biases 0; nothing to train."""
+    model = _filled(_dummy(attention_bias=True, initializer_range=0.1))
+    assert float(model.lm_head.weight.std()) == pytest.approx(0.1, rel=0.05)
+    assert float(model.lm_head.weight.mean()) == pytest.approx(0, abs=0.005)
+    assert bool((model.model.norm.weight == 1).all())
+    assert bool((model.model.layers[0].self_attn.q_proj.bias == 0).all())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_dummy_weights_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter once, at its place; buffers are asked for too. Nothing is made elsewhere and moved."""
+    made: list[tuple[str, Any]] = []
+    dummy_tensor = models.dummy_tensor
+
+    def record(name: str, shape: Any, **options: Any) -> Any:
+        made.append((name, options["device"]))
+        return dummy_tensor(name, shape, **options)
+
+    monkeypatch.setattr(models, "dummy_tensor", record)
+    asked: list[str] = []
+
+    def device_of(name: str) -> Any:
+        asked.append(name)
+        return torch.device("cpu", 0) if "layers.1." in name else CPU
+
+    model = models.skeleton(_dummy(), torch.float32)
+    names = [name for name, _ in model.named_parameters()]
+    models.materialise(model, device_of, seed=0, dtype=torch.float32)
+    assert sorted(name for name, _ in made) == sorted(names)
+    assert all((device.index == 0) == ("layers.1." in name) for name, device in made)
+    assert "model.rotary_emb.inv_freq" in asked
+
+
+def test_tied_weights_stay_tied() -> None:
+    """An output head that is the embedding is still one tensor, in one place."""
+    model = _filled(_dummy(tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.lm_head.weight.is_meta
+
+
+def test_a_filled_skeleton_runs() -> None:
+    """Its forward gives finite logits in the dtype asked for."""
+    logits = _filled(_dummy(), dtype=torch.bfloat16)(torch.tensor([[1, 2, 3]])).logits
+    assert logits.dtype == torch.bfloat16
+    assert bool(logits.isfinite().all())
+
+
+def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
+    """Its weights are those of the files."""
+    from safetensors.torch import load_file
+
+    model = models.checkpoint(_resolve(written, written), torch.float16, device_map={"": "cpu"})
+    stored = load_file(written / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.model.norm.weight, stored.half())
+    assert not model.training
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
+    """Transformers would go on with random numbers in its place."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model.norm.weight, one of 1"):
+        models.checkpoint(_resolve(directory, directory), torch.float32, device_map={"": "cpu"})
+
+
+def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
+    """A nested text configuration comes first; where none names a length it is lm-evaluation-harness's 2048."""
+    from types import SimpleNamespace as Config
+
+    text: Any = Config(text_config=Config(max_position_embeddings=512), max_position_embeddings=77)
+    plain: Any = Config(n_positions=1024)
+    nothing: Any = Config()
+    assert [models.max_length(config) for config in (text, plain, nothing)] == [512, 1024, 2048]
+
+
+def test_the_vocabulary_is_found_in_a_nested_configuration() -> None:
+    """Models of more than text keep it under text_config."""
+    assert model_files.vocabulary_size({"text_config": {"vocab_size": 9}}) == 9
+    assert model_files.vocabulary_size({}) is None
+
+
+@pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])
+def test_a_folder_called_like_something_known_is_told_from_it(name: str, written: Path, tmp_path: Path) -> None:
+    """The baseline of the bundled model or of a hub model is not that of a folder with its name."""
+    copied = tmp_path / name
+    copied.mkdir(parents=True)
+    for file in written.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    assert _resolve(copied, tmp_path).name == f"./{name}"

@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_llmgpu.inference import logits, models, scoring
+from pytest_llmgpu.inference.batching import Request, Requests
+from pytest_llmgpu.inference.tasks.hellaswag import Item
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Return a small LLaMA with random weights, wide enough apart that its answers differ."""
+    return _llama()
+
+
+def _llama(**fields: Any) -> Any:
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.5,
+    }
+    source = models.ModelSource(
+        name="random",
+        directory=None,
+        config=config | fields,
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory="",
+        tokenizer_sha256="",
+    )
+    built = models.skeleton(source, torch.float32)
+    models.materialise(built, lambda _: CPU, seed=0, dtype=torch.float32)
+    return built
+
+
+def _requests(*pairs: tuple[tuple[int, ...], int], max_length: int = 64) -> Requests:
+    """Return items of one ending each."""
+    return Requests(
+        item_ids=tuple(str(number) for number in range(len(pairs))),
+        endings=(1,) * len(pairs),
+        requests=tuple(Request(tokens, ending) for tokens, ending in pairs),
+        max_length=max_length,
+    )
+
+
+def _by_hand(model: Any, tokens: tuple[int, ...], ending: int) -> float:
+    """Return the log-likelihood from the full logits of one sequence."""
+    with torch.no_grad():
+        logp = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    return float(sum(logp[place - 1, tokens[place]] for place in range(len(tokens) - ending, len(tokens))))
+
+
+MIXED = (((5, 6, 7, 8, 9), 2), ((5, 6, 7), 1), ((1, 2, 3, 4, 5, 6, 7, 8), 5), ((9, 8, 7, 6), 3), ((3, 4), 1))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_loglikelihoods_are_those_of_the_full_logits(model: Any, batch_size: int) -> None:
+    """Padding, order and batch size leave every number where it is, in the dataset's order."""
+    plan = scoring.plan(_requests(*MIXED), batch_size)
+    scores = scoring.score(model, plan, input_device=CPU)
+    assert [value for row in scores.loglikelihoods for value in row] == pytest.approx(
+        [_by_hand(model, *pair) for pair in MIXED], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a chunk's end nor writing over the logits changes a number."""
+    monkeypatch.setattr(logits, "_CHUNK_BYTES", 4 * VOCABULARY * 5)
+    values = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
+    targets = torch.arange(rows) % VOCABULARY
+    expected = torch.log_softmax(values.float(), dim=-1)[torch.arange(rows), targets]
+    assert torch.equal(logits._log_probabilities(values, targets), expected)
+
+
+def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:
+    """The same input, split elsewhere, is scored on the last tokens (lm-evaluation-harness 0.4.13 takes the first)."""
+    pairs = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
+    plan = scoring.plan(_requests(*pairs), 1)
+    assert [(batch.rows, batch.requests) for batch in plan.batches] == [(1, (0, 1, 2))]
+    scores = scoring.score(model, plan, input_device=CPU)
+    assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
+        [_by_hand(model, *pair) for pair in pairs], rel=1e-5
+    )
+
+
+def test_logits_exist_only_where_an_ending_is_predicted(model: Any) -> None:
+    """The output head gives as many rows as the endings have tokens, whatever the batch's size."""
+    shapes = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, logits: shapes.append(tuple(logits.shape)))
+    scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
+    hook.remove()
+    assert shapes == [(1, 2 + 1 + 5 + 3 + 1, VOCABULARY)]
+
+
+def test_what_comes_after_the_head_still_runs() -> None:
+    """A model that caps its logits in its own forward is scored with capped logits."""
+    gemma = pytest.importorskip("transformers").Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        final_logit_softcapping=1.0,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    capped = pytest.importorskip("transformers").Gemma2ForCausalLM(gemma).eval()
+    scores = scoring.score(capped, scoring.plan(_requests(*MIXED), 2), input_device=CPU)
+    assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
+        [_by_hand(capped, *pair) for pair in MIXED], rel=1e-5
+    )
+
+
+def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
+    """A user's own forward after a case sees all logits, also after a failure."""
+    head = logits.EndingHead(model)
+    with pytest.raises(KeyError), head:
+        raise KeyError
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCABULARY)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> None:
+    """Every choice that is made by them is the same, whichever way was chosen."""
+    plan = scoring.plan(_requests(*MIXED), batch_size)
+    lean, harness = (
+        scoring.score(model, plan, input_device=CPU, workload=workload).loglikelihoods
+        for workload in logits.WORKLOADS.values()
+    )
+    assert [row[0] for row in harness] == pytest.approx([row[0] for row in lean], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_harness_way_computes_every_logit_beside_a_cache(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is as there: [B, S, V] in the model's dtype twice, and keys and values of all layers until the end."""
+    model = _llama().to(dtype)
+    seen: list[tuple[Any, ...]] = []
+    caches: list[Any] = []
+    log_softmax = torch.log_softmax
+
+    def spy(logits: Any, *arguments: Any, **named: Any) -> Any:
+        alive = sum(ref() is not None for ref in caches)
+        answer = log_softmax(logits, *arguments, **named)
+        seen.append((tuple(logits.shape), logits.dtype, tuple(answer.shape), answer.dtype, alive))
+        return answer
+
+    def at_the_end(_: Any, __: Any, out: Any) -> None:
+        keys = [layer.keys for layer in out.past_key_values.layers]
+        assert [tuple(key.shape) for key in keys] == [(5, 2, 7, 16)] * 2
+        caches.append(weakref.ref(out.past_key_values))
+
+    monkeypatch.setattr(torch, "log_softmax", spy)
+    model.register_forward_hook(at_the_end)
+    plan = scoring.plan(_requests(*MIXED), 5)
+    scoring.score(model, plan, input_device=CPU, workload=logits.FULL_LOGITS)
+    full = (5, 7, VOCABULARY)
+    assert seen == [(full, dtype, full, dtype, 0)], "as HFLM, which lets the cache go before the log-softmax"
+    assert len(caches) == 1
+
+
+def test_the_lean_way_keeps_no_cache(model: Any) -> None:
+    """Nobody reads it, so it is not made."""
+    caches: list[Any] = []
+    hook = model.register_forward_hook(lambda _, __, out: caches.append(out.past_key_values))
+    scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
+    hook.remove()
+    assert caches == [None]
+
+
+@pytest.mark.parametrize("workload", logits.WORKLOADS.values())
+def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
+    """A first forward of another kind would leave the measured one to pay for its plans."""
+    shapes: list[set[tuple[int, ...]]] = []
+    plan = scoring.plan(_requests(*MIXED), 2)
+    for run in (scoring.warm_up, scoring.score):
+        shapes.append(set())
+        hook = model.get_output_embeddings().register_forward_hook(
+            lambda _, __, logits: shapes[-1].add(tuple(logits.shape))
+        )
+        run(model, plan, input_device=CPU, workload=workload)
+        hook.remove()
+    assert shapes[0] == shapes[1]
+
+
+def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -> None:
+    """Rows of another shape are never mistaken for those that are scored."""
+
+    class Short(torch.nn.Module):
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
+
+    with pytest.raises(ValueError, match="Short does not answer with the logits of every position"):
+        scoring.score(Short(), scoring.plan(_requests(*MIXED), 2), input_device=CPU, workload=logits.FULL_LOGITS)
+
+
+def test_an_unknown_workload_is_refused(model: Any) -> None:
+    """A report of a newer version is not scored in another way than it says."""
+    with pytest.raises(ValueError, match="workload 'prefill' is not allowed: allowed are loglikelihood, "):
+        logits.way(model, "prefill")
+
+
+def test_broken_numbers_are_an_error_not_a_choice() -> None:
+    """NaN in the weights names the batch instead of choosing the first ending 25 % of the time."""
+    broken = _llama()
+    with torch.no_grad():
+        broken.get_output_embeddings().weight[9].fill_(math.nan)
+    with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 7 tokens\): log-likelihood nan"):
+        scoring.score(broken, scoring.plan(_requests(*MIXED), 2), input_device=CPU)
+
+
+def test_a_model_without_an_output_head_is_refused() -> None:
+    """A bare decoder cannot say how likely a token is."""
+    with pytest.raises(ValueError, match="LlamaModel has no output head"):
+        logits.EndingHead(_llama().model)
+
+
+def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
+    """Full logits are never mistaken for those of the endings."""
+
+    class Around(torch.nn.Module):
+        get_output_embeddings = model.get_output_embeddings
+
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            return type("Output", (), {"logits": torch.zeros(*input_ids.shape, VOCABULARY)})
+
+    with pytest.raises(ValueError, match="Around does not call its output head"):
+        scoring.score(Around(), scoring.plan(_requests(*MIXED), 2), input_device=CPU)
+
+
+def test_batches_are_reported_as_they_finish(model: Any) -> None:
+    """The listener hears of each batch what the columns hold afterwards."""
+    heard: list[tuple[float, int, int, int]] = []
+    plan = scoring.plan(_requests(*MIXED), 2)
+    batches = scoring.score(model, plan, on_batch=lambda *row: heard.append(row), input_device=CPU).batches
+    assert heard == list(zip(batches.latency_s, batches.sequences, batches.tokens, batches.padded_tokens, strict=True))
+    assert [row[1:] for row in heard] == [(2, 7 + 4, 14), (2, 3 + 2, 6), (1, 1, 1)]
+    assert all(latency_s > 0 for latency_s in batches.latency_s)
+
+
+def test_the_warm_up_runs_every_shape_and_the_largest_once_more(model: Any) -> None:
+    """No measured batch is the first of its shape, which libraries make pay for their plans."""
+    shapes = []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    requests = _requests(((1, 2, 3, 4), 2), ((5, 6, 7, 8), 2), ((9, 8, 7, 6), 2), ((1, 2), 1))
+    scoring.warm_up(model, scoring.plan(requests, 1), input_device=CPU)
+    hook.remove()
+    assert shapes == [(1, 3), (1, 3), (1, 1)]
+
+
+def test_nothing_of_a_batch_outlives_it(model: Any) -> None:
+    """Logits are gone when the next batch begins, so that memory does not grow with the dataset."""
+    alive: list[weakref.ref[Any]] = []
+    kept: list[int] = []
+
+    def watch(_: Any, __: Any, logits: Any) -> None:
+        kept.append(sum(ref() is not None for ref in alive))
+        alive.append(weakref.ref(logits))
+
+    hook = model.get_output_embeddings().register_forward_hook(watch)
+    scoring.score(model, scoring.plan(_requests(*MIXED), 1), input_device=CPU)
+    hook.remove()
+    assert kept == [0] * len(MIXED)
+
+
+def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero() -> None:
+    """Out of memory shows in the first batch, and padding is behind everything that is scored."""
+    plan = scoring.plan(_requests(*MIXED), 2)
+    first = plan.batches[0]
+    assert [batch.width for batch in plan.batches] == [7, 3, 1]
+    assert first.packed.split(first.sizes)[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 0, 0, 0]
+    assert (plan.sequences, first.tokens, first.padded_tokens) == (5, 11, 14)
+
+
+def test_a_long_context_loses_its_beginning() -> None:
+    """The last tokens that fit are kept, the ending among them."""
+    batch = scoring.plan(_requests((tuple(range(20)), 2), max_length=4), 1).batches[0]
+    assert batch.packed.split(batch.sizes)[0].tolist() == [15, 16, 17, 18]
+
+
+def test_plans_differ_by_items_order_and_shapes_only() -> None:
+    """Batches pair between two runs exactly where the hash is equal."""
+    same = scoring.plan(_requests(*MIXED), 2).sha256
+    assert scoring.plan(_requests(*MIXED), 2).sha256 == same
+    others = [scoring.plan(_requests(*MIXED), 3), scoring.plan(_requests(*MIXED[1:], MIXED[0]), 2)]
+    assert len({same, *(other.sha256 for other in others)}) == 3
+
+
+@pytest.mark.parametrize(("multiple", "widths"), [(1, [7, 3, 1]), (2, [7, 4, 2]), (4, [7, 4, 4]), (16, [7, 7, 7])])
+def test_rows_are_padded_to_a_multiple(multiple: int, widths: list[int]) -> None:
+    """Fewer shapes to prepare for: each batch as wide as the next multiple or the longest of all, zeros behind."""
+    plan = scoring.plan(_requests(*MIXED), 2, multiple=multiple)
+    assert [batch.width for batch in plan.batches] == widths
+    assert [batch.padded_tokens for batch in plan.batches] == [2 * widths[0], 2 * widths[1], widths[2]]
+    assert plan.tokens == widths[0]
+    assert [batch.tokens for batch in plan.batches] == [7 + 4, 3 + 2, 1], "padding is no input"
+    rows = plan.batches[0].packed[: 2 * widths[0]].view(2, -1).tolist()
+    assert rows == [[1, 2, 3, 4, 5, 6, 7] + [0] * (widths[0] - 7), [5, 6, 7, 8] + [0] * (widths[0] - 4)]
+
+
+def test_padding_changes_the_hash_and_no_batch() -> None:
+    """The same requests run together in the same order; latencies of other widths do not pair."""
+    narrow, wide = (scoring.plan(_requests(*MIXED), 2, multiple=multiple) for multiple in (1, 16))
+    assert [(batch.rows, batch.requests) for batch in wide.batches] == [
+        (batch.rows, batch.requests) for batch in narrow.batches
+    ]
+    assert wide.sha256 != narrow.sha256
+    # Where every row is a multiple already, the two are one plan.
+    even = _requests((tuple(range(17)), 2), (tuple(range(1, 18)), 2))
+    assert scoring.plan(even, 1, multiple=16).sha256 == scoring.plan(even, 1).sha256
+
+
+@pytest.mark.parametrize(
+    ("max_length", "multiple", "widths"),
+    [(64, 16, [10, 10]), (12, 8, [10, 8]), (10, 16, [10, 10]), (6, 16, [6, 6]), (6, 4, [6, 4])],
+)
+def test_padding_ends_where_the_model_does(max_length: int, multiple: int, widths: list[int]) -> None:
+    """No position is asked for that the model does not have; what is longer loses its beginning as ever."""
+    requests = _requests((tuple(range(11)), 2), ((1, 2, 3), 1), max_length=max_length)
+    assert [batch.width for batch in scoring.plan(requests, 1, multiple=multiple).batches] == widths
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
+    """Scored on wider rows, every ending is as likely as before."""
+    plan = scoring.plan(_requests(*MIXED), batch_size, multiple=16)
+    scores = scoring.score(model, plan, input_device=CPU)
+    assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
+        [_by_hand(model, *pair) for pair in MIXED], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 6])
+def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
+    """Nothing, and more than there is, cannot be one forward."""
+    with pytest.raises(ValueError, match=f"batch size {batch_size} is not allowed: 1 to 5"):
+        scoring.plan(_requests(*MIXED), batch_size)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a byte-level tokenizer that puts its first token before every text."""
+    from transformers import AutoTokenizer
+
+    from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(["a man runs"], 260, directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def test_an_ending_longer_than_the_model_is_refused(tokenizer: Any) -> None:
+    """It cannot be scored, and the message names it."""
+    with pytest.raises(ValueError, match=r"ending ' xxxxxxxxxx' .* 1 to 8"):
+        scoring.encode([Item("0", "a man", ("x" * 10, "runs"), 0)], tokenizer, 8)
+
+
+def test_no_context_needs_a_token_to_stand_for_it(tokenizer: Any) -> None:
+    """Without bos and eos an empty context is an error, with bos it is that token."""
+    items = [Item("0", "", ("runs", "man"), 0)]
+    request = scoring.encode(items, tokenizer, 64).requests[0]
+    assert request.tokens[: -request.ending] == (tokenizer.bos_token_id,)
+    bare = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    bare.bos_token = bare.eos_token = None
+    with pytest.raises(ValueError, match="no context, and the tokenizer has no bos or eos"):
+        scoring.encode(items, bare, 64)
+
+
+def test_encoding_and_planning_need_no_model(tokenizer: Any) -> None:
+    """Every ending of every item becomes one request, in order."""
+    items = [Item("a", "a man", ("runs", "a", "man"), 0), Item("b", "runs", ("a", "man"), 1)]
+    requests = scoring.encode(items, tokenizer, 64)
+    assert (requests.item_ids, requests.endings, len(requests.requests)) == (("a", "b"), (3, 2), 5)
+    assert [tokenizer.decode(request.tokens[-request.ending :]) for request in requests.requests] == [
+        " runs", " a", " man", " a", " man",
+    ]  # fmt: skip
+
+
+def test_pinning_moves_all_batches_in_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches hold what they held, from one page-locked tensor, and a second call does nothing."""
+    pinned: list[Any] = []
+
+    def pin_memory(tensor: Any) -> Any:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "is_pinned",
+        lambda tensor: any(tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in pinned),
+    )
+    plan = scoring.plan(_requests(*MIXED), 2)
+    before = [batch.packed.tolist() for batch in plan.batches]
+    plan.pin()
+    plan.pin()
+    assert [batch.packed.tolist() for batch in plan.batches] == before
+    assert all(batch.packed.is_pinned() for batch in plan.batches)
+    assert len(pinned) == 1

@@ -1,0 +1,78 @@
+"""What holds for the package as a whole: its walls, its map and what it makes public."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pytest_llmgpu
+from pytest_llmgpu.plugin.options import Options
+
+_ROOT = Path(__file__).parents[2]
+_HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pynvml", "deepspeed", "msgspec")
+_MODULES = sorted(module.name for module in pkgutil.walk_packages(pytest_llmgpu.__path__, "pytest_llmgpu."))
+
+
+def test_a_run_that_does_not_use_the_plugin_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
+    """Having the plugin installed costs an unrelated test run neither torch nor our own processes."""
+    pytester.makepyfile(
+        f"""
+        import sys
+
+        def test_other(pytestconfig):
+            assert "pytest_llmgpu.plugin.hooks" in sys.modules
+            assert [name for name in {_HEAVY!r} if name in sys.modules] == []
+            assert "pytest_llmgpu.session.session" not in sys.modules
+        """
+    )
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    "module", ["report", "store", "analysis.findings", "gate.judge", "render.terminal.report", "render.html", "cli"]
+)
+def test_a_report_is_judged_without_torch(module: str) -> None:
+    """What reads reports runs on a laptop: none of the libraries that only measuring needs is imported."""
+    needed = [name for name in _HEAVY if name != "msgspec"]
+    code = (
+        f"import sys, pytest_llmgpu.{module}; print(*(name for name in {[*needed, 'pytest']!r} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_public_api_is_what_the_package_lists() -> None:
+    """`__all__` of the package names everything public in it, and nothing else."""
+    for name in pytest_llmgpu.__all__:
+        assert getattr(pytest_llmgpu, name).__name__ == name
+    assert set(pytest_llmgpu._ROOMS) == set(pytest_llmgpu.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        pytest_llmgpu.Nothing  # noqa: B018 - the access is the test
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_every_name_a_module_lists_is_there(name: str) -> None:
+    """`__all__` of each module holds names it has, in order."""
+    module = importlib.import_module(name)
+    for listed in getattr(module, "__all__", []):
+        assert hasattr(module, listed)
+
+
+def test_the_map_names_every_room() -> None:
+    """The package's docstring is the map: no module is missing from it."""
+    words = set(re.findall(r"\w+", pytest_llmgpu.__doc__ or ""))
+    rooms = {name.split(".")[1] for name in _MODULES}
+    assert rooms - words == set()
+
+
+def test_the_readme_names_real_flags_only() -> None:
+    """A flag that the README shows exists."""
+    shown = set(re.findall(r"--llmgpu-[a-z-]*[a-z]", (_ROOT / "README.md").read_text("utf-8")))
+    assert shown
+    assert shown <= set(Options().in_force())

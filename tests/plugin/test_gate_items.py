@@ -1,0 +1,331 @@
+"""--llmgpu-compare as its users meet it: pytest runs, cases are measured at once by a stand-in for the runner."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import shutil
+import textwrap
+
+import msgspec
+import pytest
+from support.faked_runs import BENCHMARK, FakedRuns
+
+from pytest_llmgpu.gate import judge, policy_file
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.verdicts import Candidate
+from pytest_llmgpu.store import store
+
+_COMPARE = "--llmgpu-compare=base.json"
+
+
+@pytest.fixture
+def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
+    """Runs of a benchmark of which base.json is a report: a batch took as many seconds as it has sequences."""
+    faked = FakedRuns(pytester)
+    faked.start(monkeypatch)
+    pytester.makepyfile(test_it=BENCHMARK)
+    assert faked("--llmgpu-json=base.json").ret == 0
+    return faked
+
+
+def _slower(size: int) -> float:
+    return size * (4.0 if size == 4 else 1.0)
+
+
+def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
+    """The test itself has passed; the gate's item for it fails in two lines at most, and only that one."""
+    runs.seconds = _slower
+    result = runs("-v", _COMPARE)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "*test_it.py::test_hellaswag?mp-bs4? PASSED*",
+            "*llmgpu gate::test_it.py::test_hellaswag?mp-bs1? INCONCLUSIVE*",
+            "*llmgpu gate::test_it.py::test_hellaswag?mp-bs4? REGRESSED*",
+            "*llmgpu gate::the whole run OK*100%*",
+            "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
+            "mp-bs4: time REGRESSED: time changed by +300.0 % *",
+            "*mp-bs4*time*REGRESSED*",
+            "noise: at most 20 % assumed, less where five launches a side tell (llmgpu calibrate)",
+            "policy: built-in",
+            "REGRESSED: 1 row of 1 case fails the gate",
+            "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
+            "*1 failed, 4 passed, 2 inconclusive*",
+        ]
+    )
+    assert "Traceback" not in result.stdout.str()
+    assert "gate_items.py" not in result.stdout.str(), "no frame of ours"
+
+
+def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
+    """`llmgpu gate` on the two files says the same, to the byte; the report is there although the run failed."""
+    runs.seconds = _slower
+    runs.outcome = lambda size: "oom" if size == 8 else "completed"
+    assert runs(_COMPARE).ret == 1
+    base, head = runs.report("base.json"), runs.report()
+    assert head.verdicts is not None
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    again = judge.judge(base, head, policy_file.load(None), today=today, baseline=head.verdicts.baseline)
+    assert msgspec.structs.replace(again, head=head.verdicts.head) == head.verdicts
+    assert head.verdicts.head == Candidate(created=head.created, commit=head.commit.sha)
+    assert head.verdicts.baseline is not None
+    assert head.verdicts.baseline.name == "base.json"
+    assert (head.session.exit_status, head.session.complete) == (1, True)
+
+
+def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None:
+    """What cannot be told is counted as that and not as a pass; the policy can have it fail."""
+    result = runs(_COMPARE)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*4 passed, 3 inconclusive*"])
+    strict = runs(_COMPARE, "--llmgpu-on-inconclusive=fail")
+    assert strict.ret == 1
+    strict.stdout.fnmatch_lines(["mp-bs1: time INCONCLUSIVE: *", "*3 failed, 4 passed*"])
+
+
+def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: FakedRuns) -> None:
+    """Out of memory is expected of a test, and a regression all the same where the baseline completed."""
+    runs.outcome = lambda size: "oom" if size == 8 else "completed"
+    result = runs("-v", _COMPARE)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            "*test_it.py::test_hellaswag?mp-bs8? OOM*",
+            "*llmgpu gate::*mp-bs8? CAPACITY_REGRESSED*",
+            "*llmgpu gate::the whole run CAPACITY_REGRESSED*",
+            "mp-bs8: outcome CAPACITY_REGRESSED: is out of memory; the baseline's completed.*",
+            "mp: largest_batch CAPACITY_REGRESSED: 4 sequences fit and 8 do not; in the baseline 8 did.",
+        ]
+    )
+
+
+def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """Fewer right answers than the policy's floor are a regression; the policy comes from pyproject.toml."""
+    pytester.makepyprojecttoml("[tool.llmgpu.gate.accuracy]\nfloor = 0.9\n")
+    runs.right = lambda size: 5 if size == 8 else 6
+    result = runs(_COMPARE)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["mp-bs8: accuracy REGRESSED: *below the policy's floor of 90.00 %*"])
+
+
+def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """Until the day on which it expires; a policy may be a file of its own."""
+    known = '[[known]]\ncase = "mp-bs4"\nmetric = "time"\nreason = "issue 7"\nexpires = {}\n'
+    runs.seconds = _slower
+    pytester.makefile(".toml", gate=known.format("2999-01-01"))
+    result = runs(_COMPARE, "--llmgpu-policy=gate.toml")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*Known: issue 7*"])
+    pytester.makefile(".toml", gate=known.format("2020-01-01"))
+    assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 1
+
+
+def test_a_marked_test_may_have_a_margin_of_its_own(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """By pytest's own markers, which the report knows of each test."""
+    pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
+    pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
+    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { margin = 0.9 }\n')
+    runs.seconds = _slower
+    assert runs(_COMPARE).ret == 1
+    assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0
+    assert "noisy" in runs.report().cases[0].markers
+
+
+def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
+    """Unless that is allowed: nobody may make the gate green by no longer measuring."""
+    result = runs("-v", _COMPARE, sizes="1,4")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["*llmgpu gate::the whole run MISSING*", "mp-bs8: outcome MISSING: the baseline has this case*"]
+    )
+    assert runs(_COMPARE, "--llmgpu-allow-missing", sizes="1,4").ret == 0
+
+
+def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) -> None:
+    """What -k took out is said to be left out; a regression of the rest fails."""
+    runs.seconds = _slower
+    result = runs(_COMPARE, "-k", "bs1")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*2 x deselected in this run"])
+    assert runs(_COMPARE, "-k", "bs4").ret == 1
+
+
+@pytest.mark.parametrize("flags", [["-k", "nothing"], ["-k", "other"]])
+def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pytest.Pytester, flags: list[str]) -> None:
+    """Whoever asks for a comparison and measures nothing is told so."""
+    pytester.makepyfile(test_two="def test_other(): pass")
+    result = runs(_COMPARE, *flags)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["no case was measured: nothing was compared."])
+
+
+def test_a_baseline_of_the_ini_file_leaves_other_tests_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """A suite's other tests run as if nothing were compared; its benchmarks are judged."""
+    pytester.makepyfile(test_two="def test_other(): pass")
+    pytester.makeini("[pytest]\nllmgpu_compare = base.json\n")
+    runs("test_two.py").assert_outcomes(passed=1)
+    runs.seconds = _slower
+    assert runs("test_it.py").ret == 1
+
+
+def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> None:
+    """--lf measures and judges the test again whose case regressed, until it is as good as its baseline."""
+    runs.seconds = _slower
+    assert runs(_COMPARE, cached=True).ret == 1
+    for _ in range(2):
+        runs.did.clear()
+        again = runs(_COMPARE, "--lf", cached=True)
+        assert again.ret == 1
+        again.stdout.fnmatch_lines(["*rerun previous 1 failure*", "*1 failed, 2 passed*"])
+        assert [name for name in runs.did if name != "end"] == ["mp-bs4"]
+    runs.seconds = float
+    assert runs(_COMPARE, "--lf", cached=True).ret == 0
+    runs(_COMPARE, "--lf", cached=True).stdout.fnmatch_lines(["*no previously failed tests*"])
+
+
+def test_what_failed_the_whole_run_has_no_test_to_run_again(runs: FakedRuns) -> None:
+    """--lf runs all of them where a case is gone."""
+    assert runs(_COMPARE, cached=True, sizes="1,4").ret == 1
+    again = runs(_COMPARE, "--lf", cached=True, sizes="1,4")
+    assert again.ret == 1
+    again.stdout.fnmatch_lines(["*no previously failed tests*", "*MISSING*"])
+
+
+@pytest.mark.parametrize("outcome", ["completed", "error"])
+def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: str) -> None:
+    """-x at the gate's first failure, or at a test's: the report has all verdicts, and the run fails."""
+    runs.seconds = _slower
+    runs.outcome = lambda size: "error" if size == 4 and outcome == "error" else "completed"
+    assert runs("-x", _COMPARE).ret == 1
+    verdicts = runs.report().verdicts
+    assert verdicts is not None
+    found = {(row.id, row.metric): row.verdict for row in verdicts.rows}
+    if outcome == "error":
+        assert (found["mp-bs4", "outcome"], found["mp-bs8", "outcome"]) == ("FAILED", "MISSING")
+    else:
+        assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "INCONCLUSIVE")
+
+
+def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """Another plugin may take items out: the run is not green for that."""
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_finish(session):
+            session.items[:] = [item for item in session.items if "gate" not in item.nodeid]
+        """
+    )
+    runs.seconds = _slower
+    result = runs(_COMPARE, "--llmgpu-autosave")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["FAILED llmgpu gate: REGRESSED: 1 row of 1 case fails the gate", "*3 passed*"])
+    assert runs.report().session.exit_status == 1
+    result.stdout.no_fnmatch_line("saved: *")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--llmgpu-compare=nowhere.json"], "--llmgpu-compare: report nowhere.json: cannot be read: *"),
+        (["--llmgpu-compare=latest"], "--llmgpu-compare: 'latest' is neither a file nor a report of the store*"),
+        (["--llmgpu-compare=items.jsonl"], "--llmgpu-compare: report items.jsonl: is no *"),
+        (
+            ["--llmgpu-compare=items.jsonl", "--llmgpu-allow-no-baseline"],
+            "--llmgpu-compare: report items.jsonl: is no *",
+        ),
+        (["--llmgpu-compare=git:nowhere:base.json"], "--llmgpu-compare: git:nowhere:base.json: *"),
+        ([_COMPARE, "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is no TOML: *"),
+        ([_COMPARE, "--llmgpu-policy=nowhere.toml"], "policy *nowhere.toml: cannot be read: *"),
+        ([_COMPARE, "--llmgpu-policy=git:nowhere:x.toml"], "policy git:nowhere:x.toml: *"),
+        ([_COMPARE, "--llmgpu-calibration=nowhere.json"], "calibration *nowhere.json: cannot be read: *"),
+        ([_COMPARE, "--llmgpu-calibration=git:nowhere:x.json"], "calibration git:nowhere:x.json: *"),
+        ([_COMPARE, "--llmgpu-on-inconclusive=ignore"], "--llmgpu-on-inconclusive: 'ignore' is not allowed: *"),
+    ],
+)
+def test_a_baseline_or_policy_that_is_none_is_refused_before_anything_is_measured(
+    runs: FakedRuns, flags: list[str], complaint: str
+) -> None:
+    """In one line, exit 4; hours of measuring must not end in a typo."""
+    runs.did.clear()
+    result = runs(*flags)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
+    assert [name for name in runs.did if name != "end"] == []
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+
+
+def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
+    """Where it is allowed, and then it says so."""
+    result = runs("--llmgpu-compare=nowhere.json", "--llmgpu-allow-no-baseline")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["no baseline: report nowhere.json: *", "PASSED without a baseline*", "*no baseline*"])
+
+
+def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -> None:
+    """Traffic and memory were not measured: the gate was not armed for them."""
+    result = runs(_COMPARE, "--llmgpu-require-armed")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["not all that is gated was compared: *", "*3 x traffic: *"])
+
+
+def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """What --llmgpu-save kept, the next run is compared with; latest is what was there before the run."""
+    assert runs("--llmgpu-save=good").ret == 0
+    runs.seconds = _slower
+    assert runs("--llmgpu-compare=good").ret == 1
+    assert runs("--llmgpu-compare=latest", "--llmgpu-save=bad").ret == 1
+    verdicts = runs.report().verdicts
+    assert verdicts is not None
+    assert verdicts.baseline is not None
+    assert verdicts.baseline.name == "latest"
+    (good, bad) = store.stored(pytester.path / ".llmgpu")
+    assert (good.name, bad.name) == ("good", "bad")
+    assert verdicts.baseline.sha256 == hashlib.sha256(good.path.read_bytes()).hexdigest()
+
+
+def test_listing_has_no_items_of_the_gate(runs: FakedRuns) -> None:
+    """They are no tests that anybody can choose."""
+    result = runs(_COMPARE, "--collect-only", "-q")
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line("*llmgpu gate*")
+
+
+def test_a_comparison_leaves_its_file_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """A report may be compared with what it replaces: it is read before the run."""
+    shutil.copy(pytester.path / "base.json", pytester.path / ".llmgpu.json")
+    runs.seconds = _slower
+    assert runs("--llmgpu-compare=.llmgpu.json", "--llmgpu-json=.llmgpu.json").ret == 1
+    assert file.load(pytester.path / ".llmgpu.json").verdicts is not None
+
+
+def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """CI shows the reason where it shows failing tests."""
+    runs.seconds = _slower
+    runs(_COMPARE, "--junitxml=out.xml")
+    text = (pytester.path / "out.xml").read_text()
+    assert text.count("<testcase ") == 7
+    assert "mp-bs4: time REGRESSED: time changed by" in text
+    assert '<property name="llmgpu.verdict.time" value="REGRESSED: time changed by' in text
+    assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in text
+
+
+def test_the_report_is_judged_and_written_before_anything_fails(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """Whoever ends the job at the first failure has the whole report with its verdicts, and how far the run was."""
+    pytester.makeconftest(
+        """
+        import shutil
+
+        def pytest_runtest_logreport(report):
+            if report.failed:
+                shutil.copy(".llmgpu/last.json", "seen.json")
+        """
+    )
+    runs.seconds = _slower
+    assert runs(_COMPARE).ret == 1
+    seen = runs.report("seen.json")
+    assert seen.verdicts is not None
+    assert (len(seen.cases), seen.session.complete, seen.session.exit_status) == (3, True, None)
+    assert seen.verdicts == runs.report().verdicts

@@ -1,0 +1,614 @@
+"""The plugin as its users meet it: real processes and a real model, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tiny_model
+
+# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+import pytest_llmgpu.session.session  # noqa: F401
+from pytest_llmgpu.profiling import machine, nvml
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling.nvml import Gpu, Inventory
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.session.runner import Runner
+
+Run = Callable[..., pytest.RunResult]
+
+_BENCHMARK = """
+    def test_hellaswag(llm, hellaswag, batch_size, measure):
+        measure(llm, hellaswag, batch_size)
+"""
+
+_MISBEHAVING = """
+    import os, signal, threading
+    import pytest
+    import torch
+
+    def misbehave(loaded, what, rows):
+        def hook(module, args, kwargs):
+            if kwargs["input_ids"].shape[0] < rows:
+                return
+            if what == "oom":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if what == "die":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if what == "hang":
+                threading.Event().wait()
+            if what.startswith("SIG"):
+                os.kill(os.getppid(), getattr(signal, what))
+            raise ValueError("the layer is broken")
+        def collapse(module, args, output):
+            output.logits.mul_(-1)
+        if what == "wrong answers":
+            loaded.model.register_forward_hook(collapse)
+        else:
+            loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    {marker}
+    def test_hellaswag(llm, hellaswag, batch_size, measure):
+        if batch_size in {applied}:
+            llm.run(misbehave, "{what}", {rows})
+        measure(llm, hellaswag, batch_size)
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model.write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run pytest on the tiny model; torch is not probed anew for every test."""
+    facts = TorchFacts(version="2.13.0", why="torch is built without CUDA")
+    monkeypatch.setattr(machine, "probe", lambda: facts)
+    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
+    tiny_model.write_dataset(pytester.path / "items.jsonl")
+
+    def run_pytest(*arguments: str, sizes: str = "1,4,8", in_process: bool = True) -> pytest.RunResult:
+        flags = [f"--llmgpu-model={model}", "--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
+        start = pytester.runpytest_inprocess if in_process else pytester.runpytest_subprocess
+        return start("-p", "no:cacheprovider", *flags, *arguments)
+
+    return run_pytest
+
+
+def _report(pytester: pytest.Pytester) -> Report:
+    return file.load(pytester.path / ".llmgpu" / "last.json")
+
+
+def _outcomes(pytester: pytest.Pytester) -> dict[str, str]:
+    return {case.id: case.outcome for case in _report(pytester).cases}
+
+
+def _misbehave(what: str, rows: int = 1, applied: str = "[1, 4, 8]", marker: str = "") -> str:
+    return _MISBEHAVING.format(what=what, rows=rows, applied=applied, marker=marker)
+
+
+def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Pytester, run: Run) -> None:
+    """One command measures, prints and writes; the order is ours whatever order the tests were given in."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run("-v", "test_it.py::test_hellaswag[mp-bs8]", "test_it.py::test_hellaswag[mp-bs1]")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "llmgpu: CPU, * cores (*; strategy mp; batch sizes 1, 8",
+            "*test_hellaswag?mp-bs1? PASSED*",
+            "*test_hellaswag?mp-bs8? PASSED*",
+            "*LLM inference*",
+            "*batch size*mp*",
+            "report: .llmgpu/last.json",
+        ]
+    )
+    written = _report(pytester)
+    assert [case.id for case in written.cases] == ["mp-bs1", "mp-bs8"]
+    assert (written.session.complete, written.session.exit_status, written.session.collected) == (True, 0, 2)
+    for case in written.cases:
+        (launch,) = case.launches
+        assert sum(launch.batches.sequences) == tiny_model.SEQUENCES
+        assert all(latency > 0 for latency in launch.batches.latency_s)
+        assert launch.accuracy is not None
+        assert launch.accuracy.items == tiny_model.ITEMS
+        assert launch.profile is not None
+        assert "profile" in launch.profile.why
+        assert case.traffic is not None
+        assert (case.traffic.ranks, case.traffic.wire_bytes_per_sequence) == ([[]], 0.0), "one process sends nothing"
+        assert "traffic" not in case.why
+    assert written.cases[0].launches[0].load_s == written.cases[1].launches[0].load_s, "the model is loaded once"
+    assert str(pytester.path) not in (pytester.path / ".llmgpu" / "last.json").read_text()
+
+
+def test_out_of_memory_is_expected_and_ends_the_larger_sizes(pytester: pytest.Pytester, run: Run) -> None:
+    """What fits passes, what does not is shown as OOM with its evidence, and nothing fails."""
+    pytester.makepyfile(test_it=_misbehave("oom", rows=4, applied="[1]"))
+    result = run("-v", sizes="1,2,4,8")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*mp-bs2? PASSED*", "*mp-bs4? OOM*", "*mp-bs8? OOM*", "*2 passed, 2 oom*"])
+    assert _outcomes(pytester) == {
+        "mp-bs1": "completed",
+        "mp-bs2": "completed",
+        "mp-bs4": "oom",
+        "mp-bs8": "skipped_after_oom",
+    }
+    failure = _report(pytester).cases[2].failure
+    assert failure is not None
+    assert (failure.phase, failure.evidence, failure.requested_bytes) == ("forward", "torch's allocator", 2 * 2**30)
+    assert _report(pytester).cases[3].launches == []
+
+
+def test_a_series_of_which_nothing_fits_fails(pytester: pytest.Pytester, run: Run) -> None:
+    """All out of memory is no green run."""
+    pytester.makepyfile(test_it=_misbehave("oom"))
+    result = run()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*no selected batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
+
+
+def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, run: Run) -> None:
+    """`expect_oom` is for tests whose point is that it does not fit."""
+    pytester.makepyfile(test_it=_misbehave("oom", marker="@pytest.mark.llmgpu(expect_oom=True)"))
+    result = run()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*3 oom*"])
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome", "complaint"),
+    [
+        ("die", "crashed", "*signal SIGSEGV*"),
+        ("hang", "timeout", "*no finished batch for 2 s*"),
+        ("error", "error", "*ValueError: the layer is broken*"),
+    ],
+)
+def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
+    pytester: pytest.Pytester, run: Run, what: str, outcome: str, complaint: str
+) -> None:
+    """A crash, a hang and an error cost their own case only, and pytest shows why without a traceback of ours."""
+    pytester.makepyfile(test_it=_misbehave(what, applied="[4]"))
+    result = run("--llmgpu-timeout=2", sizes="4,8")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([complaint, "*1 failed, 1 passed*"])
+    result.stdout.no_fnmatch_line("*Traceback (most recent call last)*")
+    assert _outcomes(pytester) == {"mp-bs4": outcome, "mp-bs8": "completed"}
+    failure = _report(pytester).cases[0].failure
+    assert failure is not None
+    assert "hook" in (failure.log_tail or ""), "the log shows where"
+
+
+def test_wrong_answers_fail(pytester: pytest.Pytester, run: Run) -> None:
+    """A case that is as fast as ever but answers below its baseline is no success."""
+    pytester.makepyfile(test_it=_misbehave("wrong answers", applied="[1]"))
+    result = run("--llmgpu-accuracy-baseline=0.95", sizes="1")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*below the baseline of 95.0 %*", "*1 failed*"])
+    (case,) = _report(pytester).cases
+    assert case.outcome == "completed"
+    assert case.accuracy_check is not None
+    assert case.accuracy_check.ok is False
+
+
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, signal: str) -> None:
+    """An interrupted session writes the finished cases and the batches of the one it stopped in."""
+    pytester.makepyfile(test_it=_misbehave(signal, rows=4, applied="[1]"))
+    result = run(sizes="1,4,8", in_process=False)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
+    written = _report(pytester)
+    assert (written.session.complete, written.session.interrupted) == (False, True)
+    assert written.cases[1].failure is not None
+    result.stdout.fnmatch_lines(["*LLM inference*"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are iok, mp, tp*"),
+        (["--llmgpu-model=lama-7b"], "--llmgpu-model=lama-7b: model 'lama-7b' is unknown (did you mean llama-7b?)*"),
+        (["--llmgpu-dataset=nowhere.jsonl"], "--llmgpu-dataset=nowhere.jsonl: dataset * is unknown*"),
+        (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
+        (
+            ["--llmgpu-batch-sizes=1,25"],
+            "batch size 25 is more than the 24 sequences*pass --llmgpu-batch-sizes with at most 24",
+        ),
+        (["--llmgpu-limit=2", "--llmgpu-batch-sizes=9"], "batch size 9 is more than the 8 sequences*--llmgpu-limit=2*"),
+        (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
+        (["--llmgpu-devices=2"], "*--llmgpu-devices=2: on a CPU they are processes, and mp has 1: allowed is 1*"),
+        (["--llmgpu-gpu-memory=8GiB"], "*no GPU to cap*"),
+        (["--llmgpu-cuda-graphs=on"], "--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, *"),
+        (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),
+        (["--llmgpu-model=llama-7b", "--llmgpu-load-format=dummy"], "*preset needs a GPU*--llmgpu-device=cpu*"),
+        (["--llmgpu-model=llama-7b"], "*load format dummy*"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    pytester: pytest.Pytester, run: Run, flags: list[str], complaint: str
+) -> None:
+    """One line names the value and what is allowed, exit 4, and there is no report."""
+    (pytester.path / "broken.jsonl").write_text((pytester.path / "items.jsonl").read_text().replace('"1"}', '"9"}'))
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run(*flags)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+    assert not (pytester.path / ".llmgpu").exists()
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel without CUDA on a GPU runner must not pass as a green run on the CPU."""
+    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1)
+    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(gpus=[gpu]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *1 x NVIDIA H200*cannot use CUDA*--llmgpu-device=cpu*"])
+    assert run("--llmgpu-device=cpu", sizes="8").ret == 0
+
+
+def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> None:
+    """A test may have batch sizes and a dataset of its own."""
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.llmgpu(batch_sizes=[2, 3], limit=2)
+        def test_marked(llm, hellaswag, batch_size, measure):
+            result = measure(llm, hellaswag, batch_size)
+            assert len(hellaswag.items) == 2
+            assert result.case.limit == 2
+        """
+    )
+    pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\n")
+    result = pytester.runpytest_inprocess("--collect-only", "-q")
+    result.stdout.fnmatch_lines(["*test_marked?mp-bs2?", "*test_marked?mp-bs3?"])
+    run("--llmgpu-batch-sizes=2,3").assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("marker", "complaint"),
+    [
+        ("batch_sizes=[0]", "*(batch_sizes=...): '0' is not allowed: *"),
+        ("batch_sizes=[]", "*(batch_sizes=...): '' is not allowed: *"),
+        ("batch_sizes=[1], modle='x'", "*@pytest.mark.llmgpu: modle is not allowed: *"),
+        ("limit=0", "*(limit=...): '0' is not allowed: *"),
+    ],
+)
+def test_a_bad_marker_is_refused_in_one_line(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
+    """The test is named with what is allowed, without a traceback of ours, and nothing runs."""
+    pytester.makepyfile(test_it=f"import pytest\n\n@pytest.mark.llmgpu({marker})\n{textwrap.dedent(_BENCHMARK)}")
+    result = pytester.runpytest_inprocess()  # no flags, which would win
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: test_it.py::test_hellaswag: {complaint}"])
+    assert "plugin.py" not in result.stdout.str() + result.stderr.str()
+    assert not (pytester.path / ".llmgpu").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("measure(llm, hellaswag, '4')", "batch_size: '4' is not allowed: *"),
+        ("measure(llm, hellaswag, True)", "batch_size: True is not allowed: *"),
+        ("llm.score(hellaswag, 0)", "batch_size: 0 is not allowed: *"),
+        ("llm.score([], 4)", "items: nothing is not allowed: *"),
+        ("llm.score([{'context': 'a'}], 4)", "items[[]0]: dict is not allowed: *"),
+        ("llm.score(iter(hellaswag.items), 4)", "items: tuple_iterator is not allowed: *"),
+        ("measure(llm, hellaswag, 25)", "batch size 25 is more than the 24 sequences of items.jsonl"),
+    ],
+)
+def test_a_wrong_argument_fails_before_a_model_loads(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, call: str, complaint: str
+) -> None:
+    """One line names the argument; no frame of ours and no second exception is shown."""
+    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("a model was loaded"))
+    pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
+    result = run()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([complaint, "*1 failed*"])
+    assert "fixtures.py" not in result.stdout.str()
+    assert "ValueError" not in result.stdout.str()
+
+
+def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, run: Run) -> None:
+    """An error on a rank is one failure of the test, and out of memory is shown as what it is."""
+    pytester.makepyfile(
+        test_it="""
+        import torch
+
+        def error(loaded):
+            raise ValueError("the layer is broken")
+
+        def oom(loaded):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        def test_error(llm):
+            llm.run(error)
+
+        def test_oom(llm):
+            llm.run(oom)
+        """
+    )
+    result = run("-v")
+    result.stdout.fnmatch_lines(["*test_oom?mp? OOM*", "error: ValueError: the layer is broken*", "*1 failed, 1 oom*"])
+    text = result.stdout.str()
+    assert "RankFailedError" not in text
+    assert "pytest_llmgpu/fixtures.py" not in text
+
+
+def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) -> None:
+    """Scoring without recording, functions on every rank, a profile of one's own, items of one's own."""
+    pytester.makepyfile(
+        test_it="""
+        import torch
+
+        def parameters(loaded, kind):
+            return sum(p.numel() for p in loaded.model.parameters()), kind, torch.get_num_threads() > 0
+
+        def test_llm(llm, hellaswag, nvml_profiler, measure):
+            one, = llm.run(parameters, "all")
+            assert one[0] > 0 and one[1:] == ("all", True)
+            with nvml_profiler.window() as window:
+                reply = llm.score(hellaswag, 8)
+            assert window.profile.why["profile"]
+            assert len(reply.accuracy.predictions) == 6
+            own = measure(llm, hellaswag.items[:3], 4)
+            assert own.case.dataset == "custom"
+            assert own.launches[0].accuracy.predictions == reply.accuracy.predictions[:3]
+            again = measure(llm, hellaswag.items[:3], 4)
+            assert (own.id, again.id) == ("mp-bs4", "mp-bs4#2")
+            assert own.key == again.key
+
+        def test_lambda(llm):
+            llm.run(lambda loaded: 1)
+        """
+    )
+    result = run()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*llm.run needs a function at the top of a module*"])
+
+
+def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None:
+    """A fixture called llm or batch_size in someone's suite is theirs: no parameters, no processes, no report."""
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.fixture
+        def llm():
+            return "mine"
+
+        @pytest.fixture
+        def batch_size():
+            return 3
+
+        def test_mine(llm, batch_size):
+            assert (llm, batch_size) == ("mine", 3)
+        """
+    )
+    result = pytester.runpytest_inprocess("-v")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*::test_mine PASSED*"])
+    result.stdout.no_fnmatch_line("*llmgpu:*")
+    assert not (pytester.path / ".llmgpu").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--collect-only", "-q"], ["test_it.py::test_hellaswag?mp-bs1?", "test_it.py::test_hellaswag?mp-bs8?"]),
+        (["--fixtures"], ["llm -- *", "    The model under the chosen strategy*", "measure -- *"]),
+        (["--setup-plan"], ["*llm?*mp*"]),
+    ],
+)
+def test_listing_starts_nothing(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
+) -> None:
+    """Listing tests or fixtures asks no GPU and writes no report."""
+    monkeypatch.setattr(machine, "probe", lambda: pytest.fail("torch was probed"))
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run(*flags)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines_random(shown)
+    assert not (pytester.path / ".llmgpu").exists()
+
+
+def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, run: Run) -> None:
+    """The report names what -k took out."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    assert run("-k", "bs4").ret == 0
+    session = _report(pytester).session
+    assert session.complete
+    assert session.deselected == ["test_it.py::test_hellaswag[mp-bs1]", "test_it.py::test_hellaswag[mp-bs8]"]
+
+
+def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, run: Run) -> None:
+    """What pytest never collects has no id to report: the report says what took it out."""
+    pytester.makepyfile(test_it=_misbehave("error", applied="[4]"))
+    assert run("test_it.py::test_hellaswag[mp-bs1]").ret == 0
+    assert _report(pytester).session.deselected == [
+        "tests not named on the command line",
+        "parameters not named on the command line",
+    ]
+    assert run("test_it.py::test_hellaswag", sizes="1").ret == 0
+    assert _report(pytester).session.deselected == ["tests not named on the command line"]
+    assert run("-p", "cacheprovider", sizes="1,4").ret == 1
+    assert _report(pytester).session.deselected == []
+    run("-p", "cacheprovider", "--lf", sizes="1,4").assert_outcomes(failed=1)
+    assert "--lf: tests that passed last time" in _report(pytester).session.deselected
+
+
+def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> None:
+    """Workers would measure each other; other tests may still use -n."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run("-n", "1", in_process=False)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: -n: *"])
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+    pytester.makepyfile(test_it="def test_other(): pass")
+    run("-n", "1", in_process=False).assert_outcomes(passed=1)
+
+
+def test_a_terminal_sees_a_live_line_and_a_pipe_does_not(pytester: pytest.Pytester, run: Run, model: Path) -> None:
+    """Batches done and the time left are drawn while a case runs, also under pytest's capture."""
+    pytester.makepyfile(
+        test_it="""
+        import threading
+
+        def wait(module, args):
+            threading.Event().wait(0.1)
+
+        def slow(loaded):
+            loaded.model.register_forward_pre_hook(wait)
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            llm.run(slow)
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    flags = [f"--llmgpu-model={model}", "--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=1"]
+    assert "\x1b7" not in run("-v", sizes="8").stdout.str()
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *flags]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "120"}):
+        os.close(theirs)
+        screen = _read_all(ours)
+    assert "\x1b7\x1b[Kmp-bs1  " in screen
+    assert f"/{tiny_model.SEQUENCES} batches" in screen
+    assert "mp-bs1] \x1b7" in screen, "it stands behind what pytest has written"
+
+
+def _read_all(descriptor: int) -> str:
+    chunks: list[bytes] = []
+    while select.select([descriptor], [], [], 120)[0]:
+        try:
+            chunk = os.read(descriptor, 4096)
+        except OSError:  # Linux says EIO when the other end of a terminal is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(descriptor)
+    return b"".join(chunks).decode(errors="replace")
+
+
+def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run, model: Path) -> None:
+    """`python -m pytest_llmgpu.ranks.worker REPORT CASE` measures one case in one process, for a debugger."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    (pytester.path / "tiny").symlink_to(model)
+    assert run(f"--llmgpu-model={pytester.path / 'tiny'}", sizes="8").ret == 0
+    (pytester.path / model.name).unlink(missing_ok=True)
+    (pytester.path / model.name).symlink_to(model)
+    by_hand = subprocess.run(
+        [sys.executable, "-m", "pytest_llmgpu.ranks.worker", ".llmgpu/last.json", "mp-bs8"],
+        cwd=pytester.path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(by_hand.stdout)
+    (launch,) = _report(pytester).cases[0].launches
+    assert launch.accuracy is not None
+    assert answer["accuracy"]["predictions"] == launch.accuracy.predictions
+    assert answer["plan_sha256"] == launch.plan_sha256
+    unknown = subprocess.run(
+        [sys.executable, "-m", "pytest_llmgpu.ranks.worker", ".llmgpu/last.json", "mp-bs9"],
+        cwd=pytester.path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert unknown.returncode == 1
+    assert unknown.stderr.strip() == "'mp-bs9' is no case of .llmgpu/last.json: it has mp-bs8"
+
+
+@pytest.mark.parametrize("where", ["measure", "llm.run"])
+def test_a_series_whose_last_test_does_not_measure_is_still_judged(
+    pytester: pytest.Pytester, run: Run, where: str
+) -> None:
+    """Out of memory everywhere fails the run, also where the last test skips itself or no test comes to measure."""
+    pytester.makepyfile(
+        test_it=f"""
+        import pytest
+        import torch
+
+        def break_it(loaded):
+            def hook(module, args, kwargs):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
+            if {where!r} == "llm.run":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            if batch_size == 4:
+                pytest.skip("not today")
+            llm.run(break_it)
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    result = run(sizes="1,4")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*1 skipped, 1 oom*"])
+    result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
+
+
+def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up while measuring ends neither the run nor the summary."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file, "dump", full)
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run(sizes="8")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["FAILED .llmgpu/last.json could not be written: No space left on device"])
+    result.stdout.fnmatch_lines(["*batch size*mp*", "*1 passed*"])
+
+
+def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be of hours, and the disk of the working directory alone is full."""
+    dump = file.dump
+
+    def full(told: Report, path: Path) -> None:
+        if tmp_path not in path.parents:
+            raise OSError(28, "No space left on device")
+        dump(told, path)
+
+    monkeypatch.setattr(file, "dump", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = run(sizes="8")
+    assert result.ret == 1
+    (kept,) = tmp_path.glob("llmgpu-*/last.json")
+    assert [case.case.batch_size for case in file.load(kept).cases] == [8]
+    result.stdout.fnmatch_lines([f"FAILED *: No space left on device; the report is {kept}"])
+
+
+def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, run: Run) -> None:
+    """`-p no:terminal` leaves the report as the only output."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    assert run("-p", "no:terminal", sizes="8").ret == 0
+    assert _outcomes(pytester) == {"mp-bs8": "completed"}

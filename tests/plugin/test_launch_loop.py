@@ -1,0 +1,306 @@
+"""Cases that are measured in several launches of their processes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from support import tiny_model, verdict_factory
+from support.faked_runs import BENCHMARK, FakedRuns
+from support.report_factory import make_answers, make_failed, make_result, make_traffic
+
+import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
+from pytest_llmgpu.analysis import launch_findings
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import machine, nvml
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling.nvml import Inventory
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Commit, Environment
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.session import recorder
+from pytest_llmgpu.session.recorder import Recorder
+
+
+@pytest.fixture
+def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
+    """Runs of a benchmark whose cases are measured at once."""
+    faked = FakedRuns(pytester)
+    faked.start(monkeypatch)
+    pytester.makepyfile(test_it=BENCHMARK)
+    return faked
+
+
+def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None:
+    """Processes are ended between launches and not between cases; each test is reported once."""
+    result = runs("-v", "--llmgpu-launches=3", "--strategy=mp", sizes="8,1")
+    assert result.ret == 0
+    launch = ["mp-bs1", "mp-bs8", "end"]
+    assert [name for name, _ in itertools.groupby(runs.did)] == ["end", *launch * 3]
+    result.stdout.fnmatch_lines(["*launch 1 of 3*", "*launch 3 of 3*", "*mp-bs1? PASSED*50%*", "*mp-bs8? PASSED*100%*"])
+    assert result.stdout.str().count("PASSED") == 2
+    result.stdout.fnmatch_lines(["*2 passed*"])
+
+
+def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
+    """One row in the report, with the batches of every launch in the order they ran."""
+    seconds = iter([3.0, 1.0, 2.0])
+    runs.seconds = lambda _: next(seconds)
+    assert runs("--llmgpu-launches=3", sizes="4").ret == 0
+    written = runs.report()
+    (case,) = written.cases
+    assert [launch.batches.latency_s[0] for launch in case.launches] == [3.0, 1.0, 2.0]
+    assert case.inference_s == pytest.approx(20.0)
+    assert (written.session.complete, written.session.collected) == (True, 1)
+    assert written.options["--llmgpu-launches"] == 3
+
+
+def test_one_launch_is_the_ordinary_run(runs: FakedRuns) -> None:
+    """Without the option nothing is ended between cases, and no launch is named."""
+    result = runs(sizes="1,8")
+    assert runs.did[:2] == ["mp-bs1", "mp-bs8"]
+    result.stdout.no_fnmatch_line("*launch * of *")
+    assert [len(case.launches) for case in runs.report().cases] == [1, 1]
+
+
+def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
+    """The test ends there, is shown as what it is, and is not measured again; the others go on."""
+    sizes: list[int] = []
+
+    def outcome(size: int) -> str:
+        sizes.append(size)
+        return "oom" if size == 8 and sizes.count(8) == 2 else "completed"
+
+    runs.outcome = outcome  # type: ignore[assignment]  # an outcome by its words
+    result = runs("-v", "--llmgpu-launches=4", sizes="1,8")
+    assert result.ret == 0
+    assert (sizes.count(1), sizes.count(8)) == (4, 2)
+    result.stdout.fnmatch_lines(["*mp-bs8? OOM*", "*mp-bs1? PASSED*", "*1 passed, 1 oom*"])
+    first, second = runs.report().cases
+    assert (first.outcome, len(first.launches)) == ("completed", 4)
+    assert (second.outcome, len(second.launches), second.inference_s) == ("oom", 2, None)
+    assert second.launches[0].batches.latency_s, "what was measured before is kept"
+
+
+@pytest.mark.parametrize(("flags", "measured"), [([], 5), (["-x"], 3)])
+def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: list[str], measured: int) -> None:
+    """With its reason, as if there were no other launch; -x ends the run with it."""
+    sizes: list[int] = []
+
+    def outcome(size: int) -> str:
+        sizes.append(size)
+        return "error" if len(sizes) == 3 else "completed"
+
+    runs.outcome = outcome  # type: ignore[assignment]
+    result = runs("--llmgpu-launches=3", *flags, sizes="1,8")
+    assert result.ret == 1
+    assert len(sizes) == measured
+    result.stdout.fnmatch_lines(["*it is error*"])
+    result.assert_outcomes(failed=1, passed=0 if flags else 1)
+    assert runs.report().session.complete is not bool(flags)
+
+
+def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """Other tests of the suite, and fixtures of the session, are theirs: a launch has its fixtures anew."""
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.fixture(scope="session")
+        def opened(request):
+            with open("log", "a") as log:
+                log.write("open ")
+            yield
+            with open("log", "a") as log:
+                log.write("close ")
+        """
+    )
+    pytester.makepyfile(
+        test_it="""
+        def test_hellaswag(llm, hellaswag, batch_size, measure, opened):
+            with open("log", "a") as log:
+                log.write("measure ")
+            measure(llm, hellaswag, batch_size)
+
+        def test_other():
+            with open("log", "a") as log:
+                log.write("other ")
+        """
+    )
+    runs("--llmgpu-launches=2", sizes="1").assert_outcomes(passed=2)
+    assert (pytester.path / "log").read_text() == "open measure close open measure other close "
+
+
+def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """`measure` returns the case with its launches; the second measurement of a test is another case in each."""
+    pytester.makepyfile(
+        test_it="""
+        def test_hellaswag(llm, hellaswag, measure):
+            first = measure(llm, hellaswag, 4)
+            second = measure(llm, hellaswag, 4)
+            assert (first.id, second.id) == ("mp-bs4", "mp-bs4#2")
+            assert len(first.launches) == len(second.launches)
+            with open("log", "a") as log:
+                log.write(str(len(first.launches)))
+        """
+    )
+    runs("--llmgpu-launches=3").assert_outcomes(passed=1)
+    assert (pytester.path / "log").read_text() == "123"
+    assert [(case.id, len(case.launches)) for case in runs.report().cases] == [("mp-bs4", 3), ("mp-bs4#2", 3)]
+
+
+def test_launches_let_the_gate_tell_a_change(runs: FakedRuns) -> None:
+    """A slowdown is judged over the launches of both sides, and the gate's items run once, at the end."""
+    assert runs("--llmgpu-launches=3", "--llmgpu-json=base.json", sizes="4").ret == 0
+    runs.seconds = lambda size: 3 * size
+    result = runs("-v", "--llmgpu-launches=3", "--llmgpu-compare=base.json", sizes="4")
+    assert result.ret == 1
+    result.assert_outcomes(passed=2, failed=1)
+    verdicts = runs.report().verdicts
+    assert verdicts is not None
+    (time,) = [row for row in verdicts.rows if row.metric == "time"]
+    assert (time.verdict, time.n) == ("REGRESSED", 3)
+
+
+def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """What pytest would stop for stops launches too."""
+    pytester.makepyfile(test_broken="import nothing_of_that_name")
+    assert runs("--llmgpu-launches=2").ret == pytest.ExitCode.INTERRUPTED
+    assert "mp-bs1" not in runs.did
+
+
+@pytest.mark.parametrize("flags", [["--collect-only", "-q"], ["--setup-plan"]])
+def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
+    """Nor does it name launches."""
+    result = runs("--llmgpu-launches=2", *flags)
+    assert result.ret == 0
+    assert "mp-bs1" not in runs.did
+    result.stdout.no_fnmatch_line("*launch * of *")
+
+
+def test_a_model_is_loaded_once_a_launch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes: new ones for each launch, the same for its cases, and equal answers."""
+    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
+    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
+    tiny_model.write_model(pytester.path / "tiny")
+    tiny_model.write_dataset(pytester.path / "items.jsonl")
+    pytester.makepyfile(
+        test_it="""
+        import os
+
+        def process(loaded):
+            return os.getpid()
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            with open("log", "a") as log:
+                log.write(f"{llm.run(process)[0]} ")
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    flags = ["--llmgpu-model=tiny", "--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=4,8", "--llmgpu-launches=2"]
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *flags).assert_outcomes(passed=2)
+    first, second, third, fourth = (pytester.path / "log").read_text().split()
+    assert first == second != third == fourth
+    for case in file.load(pytester.path / ".llmgpu" / "last.json").cases:
+        one, two = case.launches
+        assert one.plan_sha256 == two.plan_sha256
+        assert one.accuracy == two.accuracy
+        assert [finding.code for finding in case.findings if finding.code.startswith("launches")] == []
+
+
+def _launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *results: CaseResult) -> CaseResult:
+    """Return what a report holds of a case that was measured in one launch after another."""
+    monkeypatch.setattr(recorder, "commit", lambda _: Commit())
+    monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
+    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), [])
+    for result in results:
+        kept.start_launch()
+        kept.add(result, Options(), "test_it.py::test_it", TorchFacts(version="2"))
+    (case,) = file.load(tmp_path / "report.json").cases
+    return case
+
+
+def test_launches_that_answer_differently_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicates differ in time only; how many items differ is said over all launches."""
+    answers = [[True, True, True], [True, True, True], [True, False, True]]
+    results = [make_result(1.0, make_answers(right)) for right in answers]
+    case = _launched(tmp_path, monkeypatch, *results)
+    (finding,) = [found for found in case.findings if found.code.startswith("launches")]
+    assert finding.text == "3 launches of the same case answer 1 of 3 items differently (acc_norm)."
+
+
+def test_launches_that_send_differently_have_no_exact_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a later launch sends as much as the first: the disagreement is not forgotten."""
+    results = [make_result(1.0, traffic=make_traffic(ranks)) for ranks in (4, 2, 4)]
+    case = _launched(tmp_path, monkeypatch, *results)
+    assert case.traffic is None
+    assert "launches of the same thing sent" in case.why["traffic"]
+    assert [found.code for found in case.findings if found.code.startswith("launches")] == ["launches-send-otherwise"]
+
+
+def test_a_launch_that_failed_disagrees_with_nobody() -> None:
+    """Its outcome says enough."""
+    completed = make_result(1.0, make_answers([True]))
+    assert launch_findings.disagreements([completed, make_failed("crashed")]) == []
+
+
+def test_launches_of_other_batches_or_ways_are_findings() -> None:
+    """Their times are of different things."""
+    one, two = make_result(), make_result(execution="cuda_graphs")
+    two.launches[0].plan_sha256 = "0" * 64
+    codes = [finding.code for finding in launch_findings.disagreements([one, two])]
+    assert codes == ["launches-run-other-batches", "launches-run-otherwise"]
+
+
+def test_launches_that_take_other_links_are_a_finding() -> None:
+    """How many took which, from the fastest; one whose link is not known takes no other."""
+    links = ["pcie", "nvlink", None, "nvlink", "mixed"]
+    results = [make_result(1.0, traffic=verdict_factory.make_traffic(link=link)) for link in links]
+    (finding,) = launch_findings.disagreements(results)
+    assert (finding.code, finding.severity) == ("launches-take-other-paths", "warning")
+    assert finding.text == (
+        "4 launches of the same case do not send over the same links: 2 over NVLink, 1 over NVLink and PCIe, "
+        "1 over PCIe."
+    )
+    assert launch_findings.disagreements([results[1], results[2], results[3]]) == []
+
+
+def test_launches_whose_times_are_far_apart_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the fastest, the slowest and what to do; the report has it, of the case."""
+    case = _launched(tmp_path, monkeypatch, *(make_result(seconds) for seconds in (1.2, 1.0, 3.1)))
+    (finding,) = [found for found in case.findings if found.code == "launch-times-differ"]
+    assert finding.severity == "warning"
+    assert finding.text == (
+        "Launches differ in time by a factor of 3.1: launch 3 of 3 took 3.1 s, the slowest, and launch 2 1 s, the "
+        "fastest."
+    )
+    assert "another tenant" in finding.next_step
+    assert "more launches" in finding.next_step
+
+
+def test_times_that_noise_or_other_work_explains_are_no_finding() -> None:
+    """Nor is a launch that failed: its number counts all the same."""
+    near = [make_result(1.0), make_result(2.8)]
+    assert launch_findings.disagreements(near) == []
+    other = [make_result(1.0), make_result(9.0, execution="cuda_graphs")]
+    assert [found.code for found in launch_findings.disagreements(other)] == ["launches-run-otherwise"]
+    (finding,) = launch_findings.disagreements([make_result(1.0), make_failed("crashed"), make_result(4.0)])
+    assert "launch 3 of 3" in finding.text
+
+
+def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """Marked xfail it is measured all the same, and its case has all launches."""
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.xfail(strict=False)
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+            assert False
+        """
+    )
+    assert runs("--llmgpu-launches=3", sizes="4").ret == 0
+    (case,) = runs.report().cases
+    assert len(case.launches) == 3

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pytest_llmgpu.plugin import options
+from pytest_llmgpu.plugin.options import Options
+
+_TEST = """
+    import pytest
+    from pytest_llmgpu import options
+
+    @pytest.mark.llmgpu({marker})
+    def test_it(request):
+        chosen = options.resolve(request.config, request.node.iter_markers("llmgpu"))
+        print("limit", chosen.limit)
+"""
+
+
+def _mark(**given: object) -> pytest.Mark:
+    return pytest.mark.llmgpu(**given).mark
+
+
+def test_defaults_are_those_of_the_help(pytestconfig: pytest.Config) -> None:
+    """Without flag, marker and ini key an option has its documented default."""
+    chosen = Options()
+    assert chosen.strategy == ("mp",)
+    assert chosen.batch_sizes == (1, 2, 4, 8, 16, 32, 64)
+    assert chosen.sample_period == pytest.approx(1 / 6)
+    assert (chosen.model, chosen.limit, chosen.timeout) == ("bundled", None, 600.0)
+    assert options.resolve(pytestconfig) == chosen
+
+
+@pytest.mark.parametrize(
+    ("flags", "marker", "ini", "expected"),
+    [
+        (["--llmgpu-limit=1"], "limit=2", "llmgpu_limit=3", "limit 1"),
+        ([], "limit=2", "llmgpu_limit=3", "limit 2"),
+        ([], "", "llmgpu_limit=3", "limit 3"),
+        ([], "", "", "limit None"),
+    ],
+)
+def test_flag_beats_marker_beats_ini_beats_default(
+    pytester: pytest.Pytester, flags: list[str], marker: str, ini: str, expected: str
+) -> None:
+    """An option comes from the most deliberate place that names it."""
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    pytester.makepyfile(_TEST.format(marker=marker))
+    pytester.runpytest_inprocess("-s", *flags).stdout.fnmatch_lines([f"*{expected}*"])
+
+
+def test_the_closest_marker_wins(pytestconfig: pytest.Config) -> None:
+    """A test's own marker overrides its module's, argument by argument."""
+    chosen = options.resolve(pytestconfig, [_mark(limit=5), _mark(limit=7, devices=2)])
+    assert (chosen.limit, chosen.devices) == (5, 2)
+
+
+def test_a_marker_takes_python_values(pytestconfig: pytest.Config) -> None:
+    """Lists and numbers need no quoting in a marker."""
+    chosen = options.resolve(pytestconfig, [_mark(batch_sizes=[8, 1], strategy=["mp"], accuracy_baseline=0.5)])
+    assert (chosen.batch_sizes, chosen.strategy, chosen.accuracy_baseline) == ((1, 8), ("mp",), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"batch_sizes": "0,1"}, "'0,1' is not allowed: a comma list of whole numbers of at least 1"),
+        ({"batch_sizes": "many"}, "'many' is not allowed"),
+        ({"limit": -3}, "'-3' is not allowed: a whole number of at least 1"),
+        ({"limit": "few"}, "'few'"),
+        ({"devices": 0}, "'0'"),
+        ({"dtype": "float8"}, "allowed are auto, float32, float16, bfloat16"),
+        ({"load_format": "pt"}, "allowed are auto, dummy"),
+        ({"device": "tpu"}, "allowed are auto, cuda, cpu"),
+        ({"gpu_memory": "32 parsecs"}, "a size such as 32GiB"),
+        ({"gpu_memory": "0GiB"}, "a size such as 32GiB"),
+        ({"timeout": "soon"}, "seconds above 0"),
+        ({"timeout": "1/0"}, "seconds above 0"),
+        ({"load_timeout": "inf"}, "seconds above 0"),
+        ({"accuracy_baseline": 82}, "a fraction from 0 to 1"),
+        ({"accuracy_tolerance": "nan"}, "a fraction from 0 to 1"),
+        ({"accuracy_metric": "f1"}, "allowed are acc, acc_norm"),
+        ({"cuda_graphs": "yes"}, "allowed are auto, on, off"),
+        ({"tp_backend": "vllm"}, "allowed are transformers, deepspeed"),
+        ({"iok_stock": 1}, "allowed are true and false"),
+        ({"iok_min_tokens": 0}, "'0' is not allowed: a whole number of at least 1"),
+        ({"strategy": ","}, "a comma list of strategies"),
+        ({"model": " "}, "a value is needed"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(
+    pytestconfig: pytest.Config, given: dict[str, object], complaint: str
+) -> None:
+    """A value that is not allowed is refused in one line that names it, its source and the allowed ones."""
+    with pytest.raises(pytest.UsageError) as caught:
+        options.resolve(pytestconfig, [_mark(**given)])
+    assert complaint in str(caught.value)
+    assert f"({next(iter(given))}=...)" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"modle": "x"}, {"json": "x.json"}, {"sample_period": 1}])
+def test_an_unknown_marker_argument_is_refused(pytestconfig: pytest.Config, given: dict[str, object]) -> None:
+    """A marker takes only what one test can choose for itself."""
+    with pytest.raises(pytest.UsageError, match=r"is not allowed: allowed are strategy, model, .*expect_oom"):
+        options.resolve(pytestconfig, [_mark(**given)])
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_expect_oom_is_true_or_false(pytestconfig: pytest.Config, value: object) -> None:
+    """What merely counts as true may have meant something else."""
+    with pytest.raises(
+        pytest.UsageError, match=r"\(expect_oom=\.\.\.\): .* is not allowed: allowed are True and False"
+    ):
+        options.resolve(pytestconfig, [_mark(expect_oom=value)])
+    options.resolve(pytestconfig, [_mark(expect_oom=False)])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("32GiB", 32 * 2**30), ("24GB", 24 * 10**9), ("1.5gib", 3 * 2**29), ("512 MiB", 2**29), ("1000", 1000)],
+)
+def test_memory_sizes_are_binary_or_decimal_as_written(pytestconfig: pytest.Config, text: str, size: int) -> None:
+    """GiB counts in powers of two, GB in powers of ten."""
+    assert options.resolve(pytestconfig, [_mark(gpu_memory=text)]).gpu_memory == size
+
+
+def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester) -> None:
+    """Each field of Options is a flag and an ini key of `pytest --help`."""
+    text = pytester.runpytest_inprocess("--help").stdout.str()
+    for flag in Options().in_force():
+        assert re.search(rf"^  {flag}(=|\s)", text, re.MULTILINE)
+    for name in Options.__dataclass_fields__:
+        assert f"  llmgpu_{name} (string):" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "marker", "ini", "expected"),
+    [
+        (["--llmgpu-iok-stock"], "iok_stock=False", "llmgpu_iok_stock=false", "stock True"),
+        ([], "iok_stock=True", "llmgpu_iok_stock=false", "stock True"),
+        ([], "iok_stock=False", "llmgpu_iok_stock=true", "stock False"),
+        ([], "", "llmgpu_iok_stock=True", "stock True"),
+        ([], "", "", "stock False"),
+    ],
+)
+def test_a_flag_without_a_value_is_true_or_false_elsewhere(
+    pytester: pytest.Pytester, flags: list[str], marker: str, ini: str, expected: str
+) -> None:
+    """Where it is given it is true; a marker and an ini file say which."""
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    pytester.makepyfile(_TEST.format(marker=marker).replace('"limit", chosen.limit', '"stock", chosen.iok_stock'))
+    pytester.runpytest_inprocess("-s", *flags).stdout.fnmatch_lines([f"*{expected}*"])
+
+
+def test_a_bad_flag_stops_the_run_before_the_collection(pytester: pytest.Pytester) -> None:
+    """A typo in a flag is a usage error, exit 4, whatever is collected."""
+    pytester.makepyfile("def test_it(): pass")
+    result = pytester.runpytest_inprocess("--llmgpu-batch-sizes=0")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --llmgpu-batch-sizes: '0' is not allowed: *"])
+
+
+def test_strategies_add_up_over_repeated_flags(pytester: pytest.Pytester) -> None:
+    """`--strategy=a --strategy=b,a` means a and b, in this order."""
+    config = pytester.parseconfig("--strategy=mp", "--strategy=tp,mp")
+    assert options.resolve(config).strategy == ("mp", "tp")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ini", "expected"),
+    [
+        ([], "", None),
+        (["--llmgpu-save"], "", ""),
+        (["--llmgpu-save=mine"], "", "mine"),
+        (["--llmgpu-save"], "llmgpu_save = theirs", ""),
+        ([], "llmgpu_save = theirs", "theirs"),
+    ],
+)
+def test_a_flag_may_go_without_its_value(
+    pytester: pytest.Pytester, flags: list[str], ini: str, expected: str | None
+) -> None:
+    """`--llmgpu-save` is not the same as no flag, and wins over a name of the ini file."""
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    assert options.resolve(pytester.parseconfig(*flags)).save == expected
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--llmgpu-policy=gate.toml",
+        "--llmgpu-calibration=noise.json",
+        "--llmgpu-on-inconclusive=fail",
+        "--llmgpu-allow-missing",
+        "--llmgpu-allow-no-baseline",
+        "--llmgpu-require-armed",
+    ],
+)
+def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: str) -> None:
+    """A gate that judges nothing must not look like one; the ini file may hold such defaults for other runs."""
+    pytester.makepyfile("def test_it(): pass")
+    result = pytester.runpytest_inprocess(flag)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name = flag.partition("=")[0]
+    result.stderr.fnmatch_lines(
+        [f"ERROR: {name}: there is nothing to judge this run by: --llmgpu-compare=REF is needed"]
+    )
+    pytester.makeini("[pytest]\nllmgpu_on_inconclusive = fail\nllmgpu_require_armed = true\n")
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "owner"),
+    [("--llmgpu-iok-stock", "iok"), ("--llmgpu-iok-min-tokens=1", "iok"), ("--llmgpu-tp-backend=deepspeed", "tp")],
+)
+def test_a_flag_of_a_strategy_that_is_not_measured_is_refused(pytester: pytest.Pytester, flag: str, owner: str) -> None:
+    """It would change nothing; in the ini file it may wait, and a marker's strategy counts."""
+    pytester.makepyfile(
+        """
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    result = pytester.runpytest_inprocess(flag, "--collect-only")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name = flag.partition("=")[0]
+    result.stderr.fnmatch_lines([f"ERROR: {name}: is for strategy {owner}, and this run measures mp"])
+    assert pytester.runpytest_inprocess(flag, f"--strategy=mp,{owner}", "--collect-only").ret == 0
+    pytester.makeini("[pytest]\nllmgpu_iok_min_tokens = 1\n")
+    assert pytester.runpytest_inprocess("--collect-only").ret == 0
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.mark.llmgpu(strategy="{owner}")
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    assert pytester.runpytest_inprocess(flag, "--collect-only").ret == 0

@@ -1,0 +1,129 @@
+"""Runs that are kept in the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.report_factory import make_failed, make_result
+
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import machine as environment
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Commit, Environment
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.session import recorder
+from pytest_llmgpu.session.recorder import Recorder
+from pytest_llmgpu.store import store
+
+_NODEID = "test_it.py::test_it"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is asked nothing."""
+    monkeypatch.setattr(recorder, "commit", lambda _: Commit(sha="0123456789abcdef"))
+    found = Environment(cpu="Xeon", python="3.11.7", platform="Linux")
+    monkeypatch.setattr(environment, "fingerprint", lambda _: found)
+
+
+def _finished(
+    tmp_path: Path,
+    options: Options,
+    *,
+    exit_status: int = 0,
+    interrupted: bool = False,
+    result: CaseResult | None = None,
+) -> Recorder:
+    """Return the recorder of a run of one case."""
+    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, [])
+    kept.add(result or make_result(device="cpu", devices=1), options, _NODEID, TorchFacts(version="2"))
+    kept.conclude(exit_status, None, interrupted=interrupted, expected=[_NODEID], deselected=[])
+    kept.save()
+    return kept
+
+
+def test_a_run_is_saved_under_the_next_number_and_its_name(tmp_path: Path) -> None:
+    """What the store holds is the finished report, and the summary says where."""
+    kept = _finished(tmp_path, Options(save="before-the-upgrade"))
+    (one,) = store.stored(tmp_path / "store")
+    assert (one.number, one.name, one.machine) == (1, "before-the-upgrade", "CPU-Xeon")
+    assert file.load(one.path) == kept.report
+    assert kept.whereabouts() == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
+
+
+@pytest.mark.parametrize(("exit_status", "interrupted"), [(1, False), (2, True)])
+def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
+    tmp_path: Path, exit_status: int, interrupted: bool
+) -> None:
+    """A failed or interrupted run is kept as such."""
+    _finished(tmp_path, Options(save=""), exit_status=exit_status, interrupted=interrupted)
+    (one,) = store.stored(tmp_path / "store")
+    assert one.name is None
+    assert file.load(one.path).session.exit_status == exit_status
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "interrupted", "kept"), [(0, False, 1), (1, False, 0), (0, True, 0), (2, True, 0)]
+)
+def test_autosave_keeps_what_is_complete_and_green(
+    tmp_path: Path, exit_status: int, interrupted: bool, kept: int
+) -> None:
+    """A failed or interrupted run never becomes the latest of the store by itself."""
+    recorded = _finished(tmp_path, Options(autosave=True), exit_status=exit_status, interrupted=interrupted)
+    assert len(store.stored(tmp_path / "store")) == kept
+    assert len(recorded.whereabouts()) == 1 + kept
+
+
+def test_autosave_and_a_name_save_once(tmp_path: Path) -> None:
+    """Both at once are one report of the store."""
+    _finished(tmp_path, Options(autosave=True, save="mine"))
+    assert [one.name for one in store.stored(tmp_path / "store")] == ["mine"]
+
+
+def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
+    """No folder is made either."""
+    _finished(tmp_path, Options(), result=make_failed("oom", device="cpu", devices=1))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("options", [Options(save=""), Options(autosave=True)])
+def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, options: Options) -> None:
+    """Hours of measuring must not end in a folder that is a file."""
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(ValueError, match="cannot be written"):
+        Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, [])
+    Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), [])
+
+
+def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk costs the stored report, not the one that is written, and is said."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "save", full)
+    kept = _finished(tmp_path, Options(save=""))
+    said = "the report could not be kept in store: No space left on device"
+    assert kept.troubles == [said]
+    assert kept.whereabouts() == ["report: report.json", said]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--llmgpu-save=latest"], "*--llmgpu-save: 'latest' is not allowed: *means the newest report*"),
+        (["--llmgpu-save", "suite"], "*--llmgpu-save: 'suite' is not allowed: *is a file or folder here*"),
+        (["--llmgpu-save=7"], "*one letter at least*"),
+        (["--llmgpu-storage="], "*--llmgpu-storage: '' is not allowed: a value is needed"),
+    ],
+)
+def test_a_name_that_would_not_be_found_again_is_refused(
+    pytester: pytest.Pytester, flags: list[str], complaint: str
+) -> None:
+    """In one line, before anything is collected; so is a folder of tests that the flag has swallowed as its name."""
+    pytester.mkdir("suite")
+    result = pytester.runpytest_inprocess(*flags)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {complaint}"])

@@ -1,0 +1,710 @@
+"""The child process: its deadlines, its threads, its stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pytest_llmgpu.profiling.sampler.cumulative import Cumulative
+from pytest_llmgpu.profiling.sampler.deadlines import Tick, compensated, ticks
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
+from pytest_llmgpu.profiling.sampler.sampling import BlockingCall
+
+GIB = 1 << 30
+StubEnvironment = Callable[..., dict[str, str]]
+PCIE = "nvmlDeviceGetPcieThroughput"
+RING = "nvmlDeviceGetSamples, without a sample for a second nvmlDeviceGetUtilizationRates"
+NEITHER = {
+    "nvlink_tx_bytes_per_s": "nvmlDeviceGetFieldValues [138, 139]: Not Supported",
+    "nvlink_rx_bytes_per_s": "nvmlDeviceGetFieldValues [138, 139]: Not Supported",
+    "sm_active_pct": "nvmlGpmMetricsGet: Not Supported",
+    "tensor_active_pct": "nvmlGpmMetricsGet: Not Supported",
+    "dram_active_pct": "nvmlGpmMetricsGet: Not Supported",
+}
+"""What a device without NVLink and GPM says of them."""
+NOTHING = [None] * len(NEITHER)
+"""Its values."""
+
+
+class FakeClock:
+    """Time that passes only when told to."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
+
+    def wait(self, seconds: float) -> bool:
+        """Let time pass."""
+        self.now_s += seconds
+        return False
+
+
+def run_ticks(clock: FakeClock, work_s: list[float]) -> list[Tick]:
+    """Take one tick per entry, each working that long, at 1 s period from t0 = 100 s."""
+    taken = []
+    for tick, work in zip(ticks(100.0, 1.0, clock, clock.wait), work_s, strict=False):
+        taken.append(tick)
+        clock.now_s += work
+    return taken
+
+
+def test_deadlines_do_not_drift() -> None:
+    """However long each reading takes within the period, the next begins at t0 + k * period."""
+    taken = run_ticks(FakeClock(100.0), [0.3, 0.9, 0.0, 0.5])
+    assert taken == [Tick(0, 100.0), Tick(1, 101.0), Tick(2, 102.0), Tick(3, 103.0)]
+
+
+def test_a_late_tick_begins_at_once_and_the_next_is_on_time() -> None:
+    """A reading that runs over makes the next late, not the one after."""
+    assert run_ticks(FakeClock(100.0), [1.25, 0.25, 0.0]) == [Tick(0, 100.0), Tick(1, 101.25), Tick(2, 102.0)]
+
+
+def test_a_deadline_that_passed_entirely_is_skipped() -> None:
+    """After a reading of three and a half periods one tick follows, that of the deadline in force."""
+    assert run_ticks(FakeClock(100.0), [3.5, 0.0, 0.0]) == [Tick(0, 100.0), Tick(3, 103.5), Tick(4, 104.0)]
+
+
+def test_a_wait_that_ends_early_is_taken_up_again() -> None:
+    """A tick never begins before its deadline."""
+    clock = FakeClock(100.0)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        clock.now_s += 0.4 if seconds > 0.5 else seconds
+        return False
+
+    assert list(islice(ticks(100.5, 1.0, clock, wait), 2)) == [Tick(0, 100.5), Tick(1, 101.5)]
+    assert waits == pytest.approx([0.5, 0.0, 1.0, 0.6, 0.2, 0.0])
+
+
+def test_ticks_end_when_told() -> None:
+    """The end is noticed at a tick that is late already, too."""
+    clock = FakeClock(105.0)
+    assert list(ticks(100.0, 1.0, clock, lambda _: True)) == []
+
+
+def test_the_papers_wait_drifts_by_what_it_is_late() -> None:
+    """A round that takes longer than the period is followed at once; what is late stays late."""
+    clock = FakeClock(100.0)
+    taken = []
+    for tick, work in zip(compensated(100.0, 1.0, clock, clock.wait), [0.3, 1.25, 0.5, 0.0], strict=False):
+        taken.append(tick)
+        clock.now_s += work
+    assert taken == [Tick(0, 100.0), Tick(1, 101.0), Tick(2, 102.25), Tick(3, 103.25)]
+
+
+class GatedDevice:
+    """A device whose blocking call returns when the test says so."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.why: dict[str, str] = {}
+        self.gate = threading.Semaphore(0)
+        self.calls = 0
+
+    def read(self, metric: str) -> float:
+        """Return the number of the call."""
+        assert metric == "pcie_tx_bytes_per_s"
+        self.calls += 1
+        assert self.gate.acquire(timeout=10)
+        return float(self.calls)
+
+
+def test_a_hung_call_gives_none_until_it_returns() -> None:
+    """A call given up is not repeated while it hangs, and its late answer belongs to no tick."""
+    device = GatedDevice()
+    call = BlockingCall(cast("Device", device), "pcie_tx_bytes_per_s")
+    call.ask()
+    assert call.answer(timeout_s=0) is None
+    assert device.why == {"pcie_tx_bytes_per_s": f"{PCIE}: did not return within 1 s"}
+    call.ask()
+    device.gate.release()
+    call._answers.put(call._answers.get(timeout=10))  # the late answer has come
+    assert call.answer(timeout_s=10) is None
+    device.gate.release()
+    call.ask()
+    assert call.answer(timeout_s=10) == 2.0
+    assert device.calls == 2
+
+
+@contextmanager
+def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.025) -> Iterator[subprocess.Popen[str]]:
+    """Run the sampler every 25 ms."""
+    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", "--period", str(period_s), *arguments]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    rescue = threading.Timer(30, process.kill)  # so that a stream that stays silent fails the test
+    rescue.start()
+    with process:
+        try:
+            yield process
+        finally:
+            rescue.cancel()
+            process.kill()
+
+
+def records(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
+    """Read so many lines of its stream."""
+    assert process.stdout is not None
+    return [json.loads(process.stdout.readline()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 16])
+def test_values_arrive_in_their_columns_and_units(nvml_stub: StubEnvironment, gpus: int) -> None:
+    """Each device's readings stand under their metric, in percent, bytes, bytes/s, W and MHz."""
+    with sampler(nvml_stub(gpus=gpus)) as process:
+        header, first, second = records(process, 3)
+    assert header["metrics"] == list(METRICS)
+    assert [device["index"] for device in header["devices"]] == list(range(gpus))
+    assert all(device["why"] == NEITHER for device in header["devices"])
+    for tick in (first, second):
+        for index, values in enumerate(tick["values"]):
+            assert dict(zip(header["metrics"], values, strict=True)) == {
+                "utilization_pct": 40 + index,
+                "memory_used_bytes": (10 + index) * GIB,
+                "pcie_tx_bytes_per_s": 1_000_000 * (index + 1),
+                "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
+                "power_w": 300 + index,
+                "sm_clock_mhz": 1500 + index,
+                **dict.fromkeys(NEITHER),
+            }
+    assert first["k"] == 0
+    assert second["t_s"] >= header["t0_s"] + second["k"] * header["period_s"]
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 16])
+def test_blocking_calls_of_a_tick_run_all_at_once(nvml_stub: StubEnvironment, gpus: int, tmp_path: Path) -> None:
+    """Each GPU and direction has a thread, all meet inside their call, and no other call leaves the main thread."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(gpus=gpus, pcie_together=2 * gpus, pcie_us=1000, log=log)) as process:
+        header, *stream = records(process, 4)
+    assert all(device["why"] == NEITHER for device in header["devices"])
+    assert all(None not in values[:6] for tick in stream for values in tick["values"])
+    calls = [line.split() for line in log.read_text().splitlines()]
+    threads: dict[str, set[int]] = {}
+    for _, _, thread, _, function, device in calls:
+        if function == PCIE:
+            threads.setdefault(device, set()).add(int(thread))
+    assert {device: len(of_device) for device, of_device in threads.items()} == {str(i): 2 for i in range(gpus)}
+    assert len(set.union(*threads.values())) == 2 * gpus
+    assert {function for _, _, thread, process_id, function, _ in calls if thread != process_id} == {PCIE}
+    assert process.pid not in set.union(*threads.values())
+
+
+def test_what_a_device_does_not_support_is_null_with_its_reason(nvml_stub: StubEnvironment) -> None:
+    """A refusal at the start is told in the header and the call is not made again."""
+    refused = f"nvmlDeviceGetPowerUsage,{PCIE}@1"
+    with sampler(nvml_stub(gpus=2, unsupported=refused)) as process:
+        header, tick = records(process, 2)
+    power, pcie = "nvmlDeviceGetPowerUsage: Not Supported", f"{PCIE}: Not Supported"
+    assert header["devices"][0]["why"] == {**NEITHER, "power_w": power}
+    assert header["devices"][1]["why"] == {
+        **NEITHER,
+        "power_w": power,
+        "pcie_tx_bytes_per_s": pcie,
+        "pcie_rx_bytes_per_s": pcie,
+    }
+    assert tick["values"] == [
+        [40, 10 * GIB, 1e6, 2e6, None, 1500, *NOTHING],
+        [41, 11 * GIB, None, None, None, 1501, *NOTHING],
+    ]
+
+
+def test_an_unsupported_call_is_made_once(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """What NVML refused at the start costs nothing later."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(unsupported="nvmlDeviceGetPowerUsage", log=log)) as process:
+        records(process, 5)
+    functions = [line.split()[4] for line in log.read_text().splitlines()]
+    assert functions.count("nvmlDeviceGetPowerUsage") == 1
+    assert functions.count("nvmlDeviceGetClockInfo") >= 4
+
+
+def test_a_gpu_lost_on_the_way_is_null_with_its_reason_told_once(nvml_stub: StubEnvironment) -> None:
+    """Other devices go on, and the stream does not repeat the reason."""
+    with sampler(nvml_stub(gpus=2, lost="1:40")) as process:
+        header, *stream = records(process, 12)
+    assert header["devices"][1]["why"] == NEITHER
+    assert None not in stream[0]["values"][1][:6]
+    assert stream[-1]["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING], [None] * len(METRICS)]
+    told = [tick["why"] for tick in stream if "why" in tick]
+    reasons: dict[str, str] = {}
+    for news in told:
+        assert set(news) == {"1"}
+        reasons.update((metric, reason) for metric, reason in news["1"].items() if metric not in NEITHER)
+    assert set(reasons) == set(METRICS) - set(NEITHER)
+    assert all(reason.endswith("GPU is lost") for reason in reasons.values())
+    assert len(told) <= 2
+
+
+def test_a_pcie_reading_above_the_link_is_null(nvml_stub: StubEnvironment) -> None:
+    """A rate that the link cannot carry is in another unit: it is refused with the figure."""
+    with sampler(nvml_stub(pcie_kb=50_000_000)) as process:
+        header, tick = records(process, 2)
+    assert tick["values"][0][2:4] == [5e10, None]
+    assert header["devices"][0]["why"] == {
+        **NEITHER,
+        "pcie_rx_bytes_per_s": f"{PCIE}: 1e+11 bytes/s is more than the link can carry",
+    }
+
+
+def column(record: dict[str, Any], metric: str, device: int = 0, of: str = "values") -> Any:
+    """Return one entry of a tick."""
+    return record[of][device][METRICS.index(metric)]
+
+
+def methods(header: dict[str, Any], device: int = 0) -> dict[str, str]:
+    """Return metric to method."""
+    return dict(zip(header["metrics"], header["devices"][device]["methods"], strict=True))
+
+
+def test_gpm_is_chosen_where_there_is_one(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """PCIe and activity come from GPM, each speaking for the time since the sample before; nothing blocks."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(gpus=2, gpm=1, fields="197,198", log=log), period_s=0.1) as process:
+        header, *stream = records(process, 5)
+    assert header["spans"]
+    assert {methods(header, 1)[metric] for metric in METRICS[2:4] + METRICS[8:]} == {"nvmlGpmMetricsGet"}
+    ticks_spoken = [tick for tick in stream if column(tick, "sm_active_pct", 1) is not None]
+    assert ticks_spoken
+    for tick in ticks_spoken:
+        assert [column(tick, metric, 1) for metric in METRICS[8:]] == [21, 51, 101]
+        assert column(tick, "pcie_tx_bytes_per_s", 1) == 201 << 20
+        assert column(tick, "sm_active_pct", 1, "seconds") > 0.09
+    assert PCIE not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"fields": "197,198"}, ["nvmlDeviceGetFieldValues [197, 198]"] * 2),
+        ({"fields": "197"}, ["nvmlDeviceGetFieldValues [197, 198]", PCIE]),
+        ({"fields": "197@1,198@1"}, [PCIE, PCIE]),
+        ({"gpm": 1, "gpm_refused": "20"}, [PCIE, "nvmlGpmMetricsGet"]),
+        ({"gpm": 1, "fields": "197,198", "gpm_refused": "20,21"}, ["nvmlDeviceGetFieldValues [197, 198]"] * 2),
+        ({}, [PCIE, PCIE]),
+    ],
+)
+def test_a_source_is_chosen_per_metric(
+    nvml_stub: StubEnvironment, settings: dict[str, Any], expected: list[str]
+) -> None:
+    """What GPM does not have comes from byte counters, and what these do not have from the call that blocks."""
+    with sampler(nvml_stub(**settings), period_s=0.1) as process:
+        (header,) = records(process, 1)
+    assert [methods(header)[metric] for metric in METRICS[2:4]] == expected
+
+
+def test_sources_differ_from_device_to_device(nvml_stub: StubEnvironment) -> None:
+    """A mixed machine has the best of each."""
+    with sampler(nvml_stub(gpus=2, fields="138@1,139@1,197@1,198@1")) as process:
+        (header,) = records(process, 1)
+    assert (methods(header, 0)["pcie_tx_bytes_per_s"], methods(header, 0)["nvlink_tx_bytes_per_s"]) == (PCIE, "")
+    assert methods(header, 1)["pcie_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [197, 198]"
+    assert methods(header, 1)["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]"
+    assert "nvlink_tx_bytes_per_s" not in header["devices"][1]["why"]
+
+
+def test_counters_stream_every_byte_over_a_wrap(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Rates times seconds add up to all that the counters grew by from tick to tick, over a wrap of 16 steps."""
+    log, step = tmp_path / "calls", 1 << 28
+    with sampler(nvml_stub(fields="197,198", field_step=step, log=log)) as process:
+        _, first, *stream = records(process, 20)
+    looks_s = looks(log)
+    before, last = (
+        next(n for n, look_s in enumerate(looks_s) if look_s >= tick["t_s"] - 1e-6) for tick in (first, stream[-1])
+    )
+    for metric in ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"):
+        streamed = sum(column(tick, metric) * column(tick, metric, of="seconds") for tick in stream)
+        assert streamed == pytest.approx((last - before) * step)
+    assert last - before >= len(stream)
+
+
+def test_nvlink_streams_every_byte(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """What the tick after a mark says is all that was sent since the counters were read first."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(fields="138,139", field_step=1000, log=log)) as process:
+        records(process, 4)
+        marks(process, 1)
+        (hurried,) = records(process, 1)
+    last = next(number for number, look_s in enumerate(looks(log)) if look_s >= hurried["t_s"] - 1e-6)
+    first = 1  # after PCIe's counters, which there are none of
+    for metric in ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"):
+        streamed = column(hurried, metric) * column(hurried, metric, of="seconds")
+        assert streamed == pytest.approx((last - first) * 1000 * 1024)
+
+
+def test_nvlink_is_not_read_at_every_tick(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Its call is the dearest: once at the start, at a mark, and at the tick after it."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(fields="138,139", log=log)) as process:
+        header, *stream = records(process, 6)
+        marks(process, 1)
+        (hurried,) = records(process, 1)
+    assert methods(header)["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]"
+    assert [column(tick, "nvlink_tx_bytes_per_s") for tick in stream] == [None] * 5
+    assert column(hurried, "nvlink_tx_bytes_per_s") > 0
+    functions = [line.split()[4] for line in log.read_text().splitlines()]
+    before = functions[: functions.index("nvmlDeviceGetTotalEnergyConsumption")]
+    assert before.count("nvmlDeviceGetFieldValues") <= 4  # PCIe's and NVLink's at the start; bytes and time of the mark
+
+
+def test_a_call_that_hangs_in_a_running_stream_costs_its_metric_alone(nvml_stub: StubEnvironment) -> None:
+    """After a second its figures are null with the reason; other metrics of that device and other devices go on."""
+    settings = {"gpus": 2, "hang": f"{PCIE}:6@1"}
+    with sampler(nvml_stub(**settings)) as process:
+        _, *stream = records(process, 12)
+    assert column(stream[0], "pcie_tx_bytes_per_s", 1) == 2e6
+    hung = next(tick for tick in stream if column(tick, "pcie_tx_bytes_per_s", 1) is None)
+    reason = f"{PCIE}: did not return within 1 s"
+    assert hung["why"]["1"] | {"pcie_rx_bytes_per_s": reason, "pcie_tx_bytes_per_s": reason} == hung["why"]["1"]
+    following = [tick for tick in stream if tick["k"] > hung["k"]]
+    assert following
+    for tick in following:
+        assert tick["values"][1] == [41, 11 * GIB, None, None, 301, 1501, *NOTHING]
+        assert tick["values"][0] == [40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING]
+    starts_s = [tick["t_s"] for tick in following]
+    assert starts_s[-1] - starts_s[0] < 1  # it is waited for once
+
+
+def test_marks_of_eight_gpus_with_slow_counters_are_whole(nvml_stub: StubEnvironment) -> None:
+    """Energy calls of 15 ms each spread a mark over ticks and hold up none of its devices for long."""
+    with sampler(nvml_stub(gpus=8, energy_us=15_000), period_s=0.1) as process:
+        records(process, 2)
+        first, second = marks(process, 2)
+    for mark in (first, second):
+        assert [len(mark[name]) for name in ("t_s", "counters", "why")] == [8, 8, 8]
+        assert mark["t_s"][-1] - mark["t_s"][0] >= 7 * 0.015
+        assert mark["t_s"] == sorted(mark["t_s"])
+    spent = [second["counters"][index]["energy_j"] - first["counters"][index]["energy_j"] for index in range(8)]
+    assert spent == [5 + index for index in range(8)]
+
+
+def test_byte_counters_are_looked_at_between_ticks(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """However long the period, no look at them is due later than 40 ms after the one before."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(fields="197,198", log=log), period_s=0.2) as process:
+        _, first, last = records(process, 3)
+    looks_s = looks(log)
+    assert sum(first["t_s"] <= look_s < last["t_s"] for look_s in looks_s) >= 4
+
+
+def looks(log: Path) -> list[float]:
+    """Return when fields were read."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [int(line[0]) / 1e6 for line in lines if line[4] == "nvmlDeviceGetFieldValues"]
+
+
+@pytest.mark.parametrize(("ring", "value"), [("absent", 40), ("idle", None), ("70", None)])
+def test_utilization_comes_from_the_ring_of_samples(nvml_stub: StubEnvironment, ring: str, value: int | None) -> None:
+    """An idle ring is one too; without one the rate of the driver's last period is read at every tick."""
+    with sampler(nvml_stub(ring=ring)) as process:
+        header, tick = records(process, 2)
+    assert methods(header)["utilization_pct"] == ("nvmlDeviceGetUtilizationRates" if ring == "absent" else RING)
+    assert column(tick, "utilization_pct") == value
+
+
+def test_a_library_without_the_newer_symbols_is_read_the_old_way(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """A driver that lacks GPM, fields and rings altogether still gives what it can, and the reasons."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    newer = (
+        *("DeviceGetFieldValues", "DeviceGetSamples", "DeviceGetTotalEnergyConsumption", "GpmQueryDeviceSupport"),
+        *("DeviceGetTotalEccErrors", "EventSetCreate", "DeviceGetComputeRunningProcesses_v3"),
+    )
+    hidden = [f"-Dnvml{name}=absent{name}" for name in newer]
+    source = Path(__file__).parents[2] / "support" / "nvml_stub.c"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", *hidden, "-Wl,-soname,libnvidia-ml.so.1", "-o", library, source], check=True
+    )
+    environment = {**nvml_stub(gpm=1, ring=50, fields="138,197,198"), "LD_LIBRARY_PATH": str(tmp_path)}
+    with sampler(environment) as process:
+        header, tick = records(process, 2)
+        (mark,) = marks(process, 1)
+    assert tick["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING]]
+    assert header["devices"][0]["why"] == {
+        metric: reason.replace("Not Supported", "Function Not Found") for metric, reason in NEITHER.items()
+    }
+    assert mark["counters"] == [{}]
+    assert set(mark["why"][0]) == set(Cumulative.NAMES)
+    assert all(reason.endswith("Function Not Found") for reason in mark["why"][0].values())
+
+
+def marks(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
+    """Order so many marks, one after another, and read on until the last has come."""
+    found: list[dict[str, Any]] = []
+    for _ in range(count):
+        assert process.stdin is not None
+        process.stdin.write("mark\n")
+        process.stdin.flush()
+        (record,) = records(process, 1)
+        while "mark" not in record:
+            (record,) = records(process, 1)
+        found.append(record)
+    return found
+
+
+def test_a_mark_reads_the_counters(nvml_stub: StubEnvironment) -> None:
+    """Energy in J, throttled time in s and NVLink in bytes are read when told to, per device."""
+    with sampler(nvml_stub(gpus=2, fields="74,75,138,139")) as process:
+        first, second = marks(process, 2)
+    assert (first["mark"], second["mark"]) == (1, 2)
+    assert [second["counters"][i]["energy_j"] - first["counters"][i]["energy_j"] for i in (0, 1)] == [5, 6]
+    assert set(first["counters"][0]) == {*Cumulative.NAMES, "nvlink_tx_bytes", "nvlink_rx_bytes"}
+    assert first["why"] == second["why"] == [{}, {}]
+    assert second["counters"][1]["throttled_heat_s"] > first["counters"][1]["throttled_heat_s"]
+    assert second["t_s"][0] >= first["t_s"][1] >= first["t_s"][0]
+
+
+def test_xid_errors_are_heard_of_before_the_first_mark(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """A crash while the model loads is counted too; the paper's profiler asks for nothing of the kind."""
+    for method, registered in (("auto", True), ("paper", False)):
+        log = tmp_path / method
+        with sampler(nvml_stub(log=log), "--method", method) as process:
+            records(process, 2)
+        assert ("nvmlDeviceRegisterEvents" in log.read_text()) is registered
+
+
+def test_ticks_tell_how_many_marks_were_ordered_before_them(nvml_stub: StubEnvironment) -> None:
+    """The first tick that counts an order is the one at which counters read once a second speak."""
+    with sampler(nvml_stub(fields="138,139")) as process:
+        _, before = records(process, 2)
+        marks(process, 1)
+        (after,) = records(process, 1)
+        ordered = [marks(process, 2), records(process, 1)][1][0]
+    assert [tick["orders"] for tick in (before, after, ordered)] == [0, 1, 3]
+    assert column(before, "nvlink_tx_bytes_per_s") is None
+    assert column(after, "nvlink_tx_bytes_per_s") is not None
+
+
+def test_memory_without_the_newer_call_is_that_of_the_older(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """A driver without it has the metric all the same, by the method that the header names; it is not asked in vain."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(unsupported="nvmlDeviceGetMemoryInfo_v2", log=log)) as process:
+        header, tick = records(process, 2)
+    assert methods(header)["memory_used_bytes"] == "nvmlDeviceGetMemoryInfo"
+    assert column(tick, "memory_used_bytes") == 11 * GIB
+    assert log.read_text().count("nvmlDeviceGetMemoryInfo_v2") == 1
+
+
+def test_a_mark_counts_errors_and_processes(nvml_stub: StubEnvironment) -> None:
+    """Memory errors and Xid errors add up on the device that has them; compute processes are those of the moment."""
+    with sampler(nvml_stub(gpus=2, ecc="1:1", xid="0:1", processes="3@1")) as process:
+        found = marks(process, 3)
+    names = ("ecc_uncorrected", "xids", "compute_processes")
+    for index, expected in enumerate([[(0, 0, 1), (0, 1, 1), (0, 2, 1)], [(0, 0, 3), (1, 0, 3), (2, 0, 3)]]):
+        assert [tuple(mark["counters"][index][name] for name in names) for mark in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("nvmlDeviceGetTotalEccErrors", "ecc_uncorrected"),
+        ("nvmlDeviceRegisterEvents", "xids"),
+        ("nvmlEventSetWait_v2", "xids"),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", "compute_processes"),
+    ],
+)
+def test_a_count_that_is_not_supported_is_a_reason(nvml_stub: StubEnvironment, call: str, name: str) -> None:
+    """A GPU without ECC has no memory errors to count, which is not 0 of them; the other GPU has."""
+    with sampler(nvml_stub(gpus=2, fields="74,75", unsupported=f"{call}@0")) as process:
+        found = marks(process, 2)
+    for mark in found:
+        assert mark["why"] == [{name: f"{call}: Not Supported"}, {}]
+        assert [set(counters) for counters in mark["counters"]] == [{*Cumulative.NAMES} - {name}, {*Cumulative.NAMES}]
+
+
+def test_a_gpu_without_processes_has_none(nvml_stub: StubEnvironment) -> None:
+    """An empty list is 0, not a refusal."""
+    with sampler(nvml_stub(processes="0")) as process:
+        (mark,) = marks(process, 1)
+    assert mark["counters"][0]["compute_processes"] == 0
+
+
+def test_a_mark_of_a_lost_gpu_has_its_reasons(nvml_stub: StubEnvironment) -> None:
+    """Every count of it tells the loss, bytes over NVLink included."""
+    with sampler(nvml_stub(gpus=2, fields="74,75,138,139", lost="1:40")) as process:
+        records(process, 12)
+        (mark,) = marks(process, 1)
+    assert mark["counters"][1] == {}
+    assert mark["why"][0] == {}
+    assert set(mark["why"][1]) == {*Cumulative.NAMES, "nvlink_tx_bytes", "nvlink_rx_bytes"}
+    assert all(reason.endswith(": GPU is lost") for reason in mark["why"][1].values())
+    assert mark["why"][1]["nvlink_tx_bytes"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
+
+
+def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: StubEnvironment) -> None:
+    """Every source of it tells the loss, and the other device goes on."""
+    settings = {"gpm": 1, "gpm_refused": "20,21", "fields": "138,139,197,198", "ring": 50}
+    with sampler(nvml_stub(gpus=2, lost="1:60", **settings), period_s=0.1) as process:
+        _, *stream = records(process, 25)
+    assert stream[-1]["values"][1] == [None] * len(METRICS)
+    assert column(stream[-1], "pcie_tx_bytes_per_s", 0) is not None
+    reasons: dict[str, str] = {}
+    for tick in stream:
+        reasons.update(tick.get("why", {}).get("1", {}))
+    assert set(reasons) == set(METRICS)
+    assert all(reason.endswith("GPU is lost") for reason in reasons.values()), reasons
+
+
+def test_the_papers_profiler_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Utilisation, memory, PCIe out and in, device by device in one thread, and nothing else once it runs."""
+    log = tmp_path / "calls"
+    with sampler(nvml_stub(gpus=2, gpm=1, fields="138", ring=50, log=log), "--method", "paper") as process:
+        header, *stream = records(process, 4)
+    calls = [line.split() for line in log.read_text().splitlines()]
+    first = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
+    order = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo_v2", PCIE, PCIE]
+    one_round = [(function, device) for device in ("0", "1") for function in order]
+    assert [(call[4], call[5]) for call in calls[first:]][:24] == one_round * 3
+    assert {call[2] for call in calls} == {str(process.pid)}
+    assert stream[-1]["values"][1] == [41, 11 * GIB, 2e6, 4e6, *[None] * 7]
+    assert set(header["devices"][0]["why"]) == set(METRICS[4:])
+    assert methods(header)["pcie_tx_bytes_per_s"] == PCIE
+
+
+def test_the_papers_profiler_never_makes_up_for_a_late_round(nvml_stub: StubEnvironment) -> None:
+    """Rounds begin a period apart or more, where deadlines would let one come sooner after a late one."""
+    with sampler(nvml_stub(gpus=2, pcie_us=1000), "--method", "paper") as process:
+        _, *stream = records(process, 25)
+    starts_s = [tick["t_s"] for tick in stream]
+    assert min(after - before for before, after in pairwise(starts_s)) >= 0.025 - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "period_s", "smallest"),
+    [({"gpm": 1}, 0.09, "0.1 s"), ({}, 0.024, "0.025 s"), ({"gpm": 1, "gpm_refused": "20"}, 0.05, "0.1 s")],
+)
+def test_a_period_below_what_the_sources_allow_is_refused(
+    nvml_stub: StubEnvironment, settings: dict[str, Any], period_s: float, smallest: str
+) -> None:
+    """The sampler ends with the smallest period, and the planner can ask for the same refusal."""
+    environment = nvml_stub(gpus=2, **settings)
+    with sampler(environment, period_s=period_s) as process:
+        (record,) = records(process, 1)
+        assert process.wait(10) == 0
+    assert record["error"].startswith(f"sampling period is {period_s:g} s; allowed are {smallest} and more")
+    script = (
+        "from pytest_llmgpu.profiling.sampler.devices import check_period\n"
+        f"check_period(0.1); check_period({period_s}, method='paper')\n"
+        f"try: check_period({period_s})\nexcept ValueError as error: print(error)"
+    )
+    asked = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert asked.stdout.strip() == record["error"]
+
+
+def test_a_period_that_a_round_fills_is_refused(nvml_stub: StubEnvironment) -> None:
+    """Where nothing blocks, what the calls themselves take is the limit: a core would do little else."""
+    with sampler(nvml_stub(gpus=8, fields="197,198"), period_s=0.0001) as process:
+        (record,) = records(process, 1)
+    assert record["error"].startswith("sampling period is 0.0001 s; allowed are 0.0")
+
+
+def test_byte_counters_allow_a_shorter_period(nvml_stub: StubEnvironment) -> None:
+    """Without GPM and the call that blocks periods may be shorter, and without NVML none is refused."""
+    with sampler(nvml_stub(fields="197,198"), period_s=0.005) as process:
+        assert "t0_s" in records(process, 1)[0]
+    with sampler(nvml_stub(gpm=1), "--method", "paper", period_s=0.005) as process:
+        assert "t0_s" in records(process, 1)[0]
+    environment = nvml_stub(init=9)
+    script = "from pytest_llmgpu.profiling.sampler.devices import check_period; check_period(1e-9)"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_it_tells_its_own_cpu_seconds(nvml_stub: StubEnvironment) -> None:
+    """Every tick has the CPU seconds used so far, which only grow."""
+    with sampler(nvml_stub()) as process:
+        _, *stream = records(process, 5)
+    spent = [tick["cpu_s"] for tick in stream]
+    assert spent == sorted(spent)
+    assert 0 < spent[0] < spent[-1] < 60
+
+
+def test_devices_come_in_the_order_asked_for(nvml_stub: StubEnvironment) -> None:
+    """Only the GPUs asked for are read, in that order."""
+    wanted = [f"GPU-{index:08d}-0000-0000-0000-000000000000" for index in (2, 0)]
+    with sampler(nvml_stub(gpus=3), "--uuids", ",".join(wanted)) as process:
+        header, tick = records(process, 2)
+    assert [device["uuid"] for device in header["devices"]] == wanted
+    assert [values[0] for values in tick["values"]] == [42, 40]
+
+
+@pytest.mark.parametrize("shown", ["2,0", "GPU-00000002,GPU-00000000-0000", "GPU-00000002,0,7,1"])
+def test_devices_that_cuda_counts_otherwise_are_read_as_cuda_counts_them(
+    nvml_stub: StubEnvironment, shown: str
+) -> None:
+    """By index, by shortened UUID or both: ticks and marks come in the order of CUDA_VISIBLE_DEVICES."""
+    environment = nvml_stub(gpus=4, processes="3@2")
+    script = (
+        "from pytest_llmgpu.profiling import nvml\n"
+        f"print(','.join(gpu.uuid for gpu in nvml.visible(nvml.inventory(), {shown!r})))"
+    )
+    asked = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    with sampler(environment, "--uuids", asked.stdout.strip()) as process:
+        header, tick = records(process, 2)
+        (mark,) = marks(process, 1)
+    assert [device["index"] for device in header["devices"]] == [2, 0]
+    assert [values[0] for values in tick["values"]] == [42, 40]
+    assert [counters["compute_processes"] for counters in mark["counters"]] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "reason"),
+    [
+        ({"init": 9}, [], "nvmlInit: Driver Not Loaded"),
+        ({"gpus": 0}, [], "NVML shows no GPU"),
+        ({"gpus": 1}, ["--uuids", "GPU-x"], "NVML shows no GPU GPU-x"),
+        (
+            {"gpus": 2, "lost": "1:0"},
+            ["--uuids", "GPU-x"],
+            "NVML shows no GPU GPU-x; gpu 1: nvmlDeviceGetUUID: GPU is lost",
+        ),
+    ],
+)
+def test_nothing_to_read_is_one_line_and_the_end(
+    nvml_stub: StubEnvironment, settings: dict[str, Any], arguments: list[str], reason: str
+) -> None:
+    """Without NVML or a GPU the only line is the reason."""
+    with sampler(nvml_stub(**settings), *arguments) as process:
+        assert records(process, 1) == [{"error": reason}]
+        assert process.wait(10) == 0
+
+
+def test_it_ends_when_stdin_closes_and_not_on_ctrl_c(nvml_stub: StubEnvironment) -> None:
+    """SIGINT is the test process's to handle; the end of stdin is the order to end."""
+    with sampler(nvml_stub()) as process:
+        records(process, 2)
+        os.kill(process.pid, signal.SIGINT)
+        records(process, 3)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(10) == 0
+
+
+def test_it_does_not_run_for_a_parent_that_is_gone(nvml_stub: StubEnvironment) -> None:
+    """A parent that ended before the child could bind itself to it leaves no sampler behind."""
+    with sampler(nvml_stub(), "--parent", "1") as process:
+        assert process.wait(10) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+
+
+def test_it_stays_light() -> None:
+    """The child imports nothing that costs seconds or hundreds of megabytes."""
+    heavy = "torch transformers accelerate datasets numpy pytest"
+    script = f"import sys, pytest_llmgpu.profiling.sampler.__main__; print(set(sys.modules) & set({heavy!r}.split()))"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "set()\n"
+    )

@@ -1,0 +1,434 @@
+"""Sources that lose nothing: wraps, gaps, idle rings, and the choice among them."""
+
+# ruff: noqa: N802 - names of pynvml's
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pytest_llmgpu.profiling.sampler import devices
+from pytest_llmgpu.profiling.sampler.calls import CALLS
+from pytest_llmgpu.profiling.sampler.counters import ByteCounters, NvLink
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
+from pytest_llmgpu.profiling.sampler.sampling import Sampler
+from pytest_llmgpu.profiling.sampler.sources import Gpm, SampleRing
+
+GIB = 1 << 30
+WRAP = 1 << 32
+
+
+class Refusal(Exception):  # noqa: N818 - stands for NVMLError
+    """As pynvml refuses."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(f"refusal {value}")
+        self.value = value
+
+
+class FakeNvml:
+    """The calls of the sources, answered by what the test sets; time passes only when told to."""
+
+    NVMLError = Refusal
+    NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_NO_PERMISSION = 4
+    NVML_ERROR_NOT_FOUND = 6
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
+    NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25
+    NVML_GPU_UTILIZATION_SAMPLES = 1
+    NVML_GPM_METRICS_GET_VERSION = 1
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.fields: dict[int, int | None] = {}
+        self.ring: list[tuple[int, int]] = []
+        self.gpm: dict[int, float] = {}
+        self.rate = 0
+        self.lost = False
+        self.asked: list[Any] = []
+        self.taken: list[float] = []
+
+    def clock(self) -> float:
+        """Return the time."""
+        return self.now_s
+
+    def nvmlDeviceGetFieldValues(self, handle: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
+        """Return what `fields` says; None is a refusal."""
+        del handle
+        self._alive()
+        self.asked += ids
+        answers = []
+        for entry in ids:
+            field = entry[0] if isinstance(entry, tuple) else entry
+            value = self.fields.get(field)
+            answers.append(
+                SimpleNamespace(
+                    fieldId=field,
+                    nvmlReturn=3 if value is None else 0,
+                    valueType=1,
+                    value=SimpleNamespace(uiVal=value),
+                )
+            )
+        return answers
+
+    def nvmlDeviceGetSamples(self, handle: object, kind: int, last_us: int) -> tuple[int, list[SimpleNamespace]]:
+        """Return the samples after that time, the older ones of a ring too."""
+        del handle, kind, last_us
+        self._alive()
+        if not self.ring:
+            raise Refusal(6)
+        return 1, [SimpleNamespace(timeStamp=t, sampleValue=SimpleNamespace(uiVal=v)) for t, v in self.ring]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> SimpleNamespace:
+        """Return the rate."""
+        del handle
+        return SimpleNamespace(gpu=self.rate)
+
+    def nvmlGpmQueryDeviceSupport(self, handle: object) -> SimpleNamespace:
+        """Say whether there is GPM."""
+        del handle
+        return SimpleNamespace(isSupportedDevice=int(bool(self.gpm)))
+
+    def nvmlGpmSampleAlloc(self) -> list[float]:
+        """Return an empty sample."""
+        return [0.0]
+
+    def nvmlGpmSampleGet(self, handle: object, sample: list[float]) -> None:
+        """Take a sample."""
+        del handle
+        self._alive()
+        sample[0] = self.now_s
+        self.taken.append(self.now_s)
+
+    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
+        """Return an empty question."""
+        return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(98)])
+
+    def nvmlGpmMetricsGet(self, question: Any) -> None:
+        """Answer with `gpm`; a metric it lacks is refused. Samples too near to each other are an error of the test."""
+        assert question.sample2[0] - question.sample1[0] >= 0.1
+        for metric in question.metrics[: question.numMetrics]:
+            metric.nvmlReturn = 0 if metric.metricId in self.gpm else 3
+            metric.value = self.gpm.get(metric.metricId, 0.0)
+
+    def _alive(self) -> None:
+        if self.lost:
+            raise Refusal(15)
+
+
+def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
+    """Return counters of a Gen5 x16 link that begin there."""
+    nvml.fields = {197: values.get("tx"), 198: values.get("rx")}
+    return ByteCounters(nvml, None, 69e9, nvml.clock)
+
+
+def test_a_byte_counter_that_wraps_loses_nothing() -> None:
+    """Bytes across any number of wraps are counted, whether looked at by polls or by readings."""
+    nvml = FakeNvml()
+    source = counters(nvml, tx=WRAP - GIB, rx=0)
+    for step in range(1, 11):
+        nvml.now_s += 0.04
+        nvml.fields = {197: (WRAP - GIB + step * 2 * GIB) % WRAP, 198: step}
+        source.poll()
+    spoken = source.read(nvml.now_s)
+    assert spoken is not None
+    assert spoken.seconds == pytest.approx(0.4)
+    assert spoken.values["pcie_tx_bytes_per_s"] * spoken.seconds == pytest.approx(20 * GIB)
+    assert spoken.values["pcie_rx_bytes_per_s"] * spoken.seconds == pytest.approx(10)
+
+
+def test_a_byte_counter_looked_at_too_late_leaves_that_time_out() -> None:
+    """After a gap in which it may have wrapped twice the gap is not spoken for, and alone it is a reason."""
+    nvml = FakeNvml()
+    source = counters(nvml, tx=0, rx=0)
+    nvml.now_s += 0.2
+    nvml.fields = {197: 5, 198: 5}
+    spoken = source.read(nvml.now_s)
+    assert spoken is not None
+    assert (spoken.values, spoken.seconds) == ({}, 0.0)
+    assert "may have wrapped" in spoken.why["pcie_tx_bytes_per_s"]
+    nvml.now_s += 0.03
+    nvml.fields = {197: 35, 198: 5}
+    spoken = source.read(nvml.now_s)
+    assert spoken is not None
+    assert spoken.values["pcie_tx_bytes_per_s"] == pytest.approx(1000)
+    assert spoken.seconds == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(("limit", "poll_s"), [(None, 0.036), (69e9, 0.037), (8e9, 0.04), (133e9, 0.019)])
+def test_a_faster_link_is_looked_at_more_often(limit: float | None, poll_s: float) -> None:
+    """Polls are at most 40 ms apart and leave time before the counter can wrap."""
+    nvml = FakeNvml()
+    nvml.fields = {197: 0, 198: 0}
+    source = ByteCounters(nvml, None, limit, nvml.clock)
+    assert source.poll_s == pytest.approx(poll_s, abs=0.001)
+    assert source.due_s == 100.0 + source.poll_s
+
+
+def test_a_counter_refused_at_the_start_is_not_asked_again() -> None:
+    """One direction alone is a source of one metric; none is no source; one refused later is a reason."""
+    nvml = FakeNvml()
+    source = counters(nvml, rx=0)
+    assert list(source.metrics) == ["pcie_rx_bytes_per_s"]
+    nvml.asked.clear()
+    nvml.now_s += 0.01
+    nvml.fields = {}
+    spoken = source.read(nvml.now_s)
+    assert nvml.asked == [198]
+    assert spoken is not None
+    assert spoken.why == {"pcie_rx_bytes_per_s": "nvmlDeviceGetFieldValues [198]: refusal 3"}
+    with pytest.raises(Refusal):
+        counters(FakeNvml())
+
+
+def test_nvlink_counts_over_a_refusal() -> None:
+    """Kibibytes over all links become bytes per second; a device away for a tick loses nothing."""
+    nvml = FakeNvml()
+    nvml.fields = {138: 1000, 139: 0}
+    source = NvLink(nvml, None, nvml.clock)
+    assert nvml.asked == [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)]
+    nvml.lost = True
+    with pytest.raises(Refusal):
+        source.read(101.0)
+    nvml.lost = False
+    nvml.fields = {138: 5000, 139: 2000}
+    assert source.totals() == {"nvlink_tx_bytes": 5000 * 1024, "nvlink_rx_bytes": 2000 * 1024}
+    spoken = source.read(102.0)
+    assert spoken is not None
+    assert spoken.seconds == 2.0
+    assert spoken.values == {"nvlink_tx_bytes_per_s": 2000 * 1024, "nvlink_rx_bytes_per_s": 1000 * 1024}
+
+
+def test_nvlink_is_read_once_a_second_or_where_a_window_ends() -> None:
+    """A tick in between costs no call and loses no byte; the answer speaks for all the time since the one before."""
+    nvml = FakeNvml()
+    nvml.fields = {138: 0, 139: 0}
+    source = NvLink(nvml, None, nvml.clock)
+    nvml.asked.clear()
+    nvml.fields = {138: 600, 139: 0}
+    assert source.read(100.5) is None
+    assert nvml.asked == []
+    spoken = source.read(100.5, hurry=True)
+    assert spoken is not None
+    assert (spoken.seconds, spoken.values["nvlink_tx_bytes_per_s"]) == (0.5, 1200 * 1024)
+    nvml.fields = {138: 1600, 139: 0}
+    assert source.read(101.4) is None
+    spoken = source.read(101.5)
+    assert spoken is not None
+    assert (spoken.seconds, spoken.values["nvlink_tx_bytes_per_s"]) == (1.0, 1000 * 1024)
+
+
+def test_an_nvlink_counter_that_goes_back_is_a_reason() -> None:
+    """A counter that was reset gives no rate, and the next reading counts from there."""
+    nvml = FakeNvml()
+    nvml.fields = {138: 1000, 139: 0}
+    source = NvLink(nvml, None, nvml.clock)
+    nvml.fields = {138: 10, 139: 0}
+    spoken = source.read(101.0)
+    assert spoken is not None
+    assert set(spoken.why) == {"nvlink_tx_bytes_per_s"}
+    nvml.fields = {138: 11, 139: 0}
+    spoken = source.read(102.0)
+    assert spoken is not None
+    assert spoken.values["nvlink_tx_bytes_per_s"] == 1024
+
+
+def test_gpm_samples_stay_apart_and_speak_for_the_time_between() -> None:
+    """A tick that comes too soon leaves its time to the next; PCIe is in bytes, activity in percent."""
+    nvml = FakeNvml()
+    nvml.gpm = {20: 3.0, 21: 4.0, 2: 50.0, 5: 25.0}
+    source = Gpm(nvml, None, nvml.clock)
+    nvml.now_s = 100.09
+    assert source.read(100.09) is None
+    nvml.now_s = 100.15
+    spoken = source.read(100.15)
+    assert spoken is not None
+    assert spoken.seconds == pytest.approx(0.15)
+    assert spoken.values == {
+        "pcie_tx_bytes_per_s": 3 << 20,
+        "pcie_rx_bytes_per_s": 4 << 20,
+        "sm_active_pct": 50.0,
+        "tensor_active_pct": 25.0,
+    }
+    assert spoken.why == {"dram_active_pct": "nvmlGpmMetricsGet [10]: refusal 3"}
+    assert nvml.taken == [100.0, 100.15]
+
+
+def test_gpm_without_a_figure_is_a_reason() -> None:
+    """What is no number is told, not written."""
+    nvml = FakeNvml()
+    nvml.gpm = {2: float("nan")}
+    source = Gpm(nvml, None, nvml.clock)
+    nvml.now_s = 101.0
+    spoken = source.read(101.0)
+    assert spoken is not None
+    assert spoken.values == {}
+    assert spoken.why["sm_active_pct"] == "nvmlGpmMetricsGet [2]: gave nan"
+
+
+def test_the_ring_gives_every_new_sample_once_weighted_by_its_time() -> None:
+    """Samples seen before count no more, and a sample of 200 ms counts twice one of 100 ms."""
+    nvml = FakeNvml()
+    nvml.ring = [(900_000, 99), (1_000_000, 100)]
+    source = SampleRing(nvml, None, nvml.clock)
+    assert source.read(100.5) is None
+    nvml.ring += [(1_100_000, 10), (1_300_000, 40)]
+    spoken = source.read(101.0)
+    assert spoken is not None
+    assert spoken.values == {"utilization_pct": pytest.approx(30.0)}
+    assert spoken.seconds == 1.0
+    nvml.ring += [(1_400_000, 70)]
+    spoken = source.read(101.2, hurry=True)
+    assert spoken is not None
+    assert spoken.values == {"utilization_pct": 70.0}
+    assert spoken.seconds == pytest.approx(0.2)
+
+
+def test_an_empty_ring_is_an_idle_gpu() -> None:
+    """No sample in a second is no activity, unless the other call contradicts; in less it is not known yet."""
+    nvml = FakeNvml()
+    source = SampleRing(nvml, None, nvml.clock)
+    assert source.read(100.3, hurry=True) is None
+    assert source.read(101.0) == ({"utilization_pct": 0.0}, 1.0, {})
+    nvml.rate = 80
+    assert source.read(102.0) == ({"utilization_pct": 80.0}, 1.0, {})
+
+
+def test_the_first_sample_after_an_idle_stretch_does_not_stand_for_it() -> None:
+    """A sample speaks for a second at most."""
+    nvml = FakeNvml()
+    nvml.ring = [(1_000_000, 0)]
+    source = SampleRing(nvml, None, nvml.clock)
+    nvml.ring = [(61_000_000, 20), (62_000_000, 40)]
+    assert source.read(162.0) == ({"utilization_pct": 30.0}, 2.0, {})
+
+
+def test_a_ring_that_ran_over_speaks_for_what_it_still_holds() -> None:
+    """After a minute in which nobody read it, 71 samples of 0.2 s are 15 s, not all of the minute."""
+    nvml = FakeNvml()
+    nvml.ring = [(1_000_000, 0)]
+    source = SampleRing(nvml, None, nvml.clock)
+    nvml.ring = [(47_000_000 + 200_000 * number, 100) for number in range(71)]
+    spoken = source.read(160.0)
+    assert spoken is not None
+    assert spoken.values == {"utilization_pct": pytest.approx(100.0)}
+    assert spoken.seconds == pytest.approx(15.0)
+    nvml.ring = [(61_000_000 + 200_000 * number, 50) for number in range(1, 5)]
+    spoken = source.read(161.0)
+    assert spoken is not None
+    assert spoken.seconds == 1.0, "the newest sample is not of just now, and nothing is lost"
+
+
+def test_a_ring_that_is_refused_is_no_source() -> None:
+    """Only an empty ring is idle; any other refusal goes on."""
+    nvml = FakeNvml()
+    nvml.lost = True
+    with pytest.raises(Refusal):
+        SampleRing(nvml, None, nvml.clock)
+
+
+def device(nvml: FakeNvml, **calls: Any) -> Device:
+    """Return a device with calls beside those of the sources."""
+    link = {"nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5, "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16}
+    for name, call in (link | calls).items():
+        setattr(nvml, name, call)
+    return Device(nvml, None, 0, "GPU-0")
+
+
+@pytest.mark.parametrize(("code", "kept"), [(999, True), (15, True), (3, False), (13, False), (4, False), (25, False)])
+def test_only_a_refusal_that_lasts_drops_a_metric(code: int, kept: bool) -> None:
+    """One bad answer at the start does not cost the metric for the session; a call that is not there is asked once."""
+    asked: list[int] = []
+
+    def power(_: object) -> int:
+        asked.append(code)
+        if len(asked) == 1:
+            raise Refusal(code)
+        return 300_000
+
+    one = device(FakeNvml(), nvmlDeviceGetPowerUsage=power)
+    one.chosen = {"power_w": CALLS["power_w"]}
+    sampler = Sampler([one])
+    rounds = [sampler.round(100.0).values[0][METRICS.index("power_w")] for _ in range(2)]
+    assert rounds == ([300.0] * 2 if kept else [None] * 2)
+    assert len(asked) == (3 if kept else 1)
+    assert one.why == {"power_w": f"nvmlDeviceGetPowerUsage: refusal {code}"}
+
+
+@pytest.mark.parametrize(("code", "opened"), [(999, True), (3, False)])
+def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> None:
+    """A better source is not given up for the session because of one answer that need not last."""
+    refusals = [Refusal(code)]
+    nvml = FakeNvml()
+    nvml.fields = {138: 0, 139: 0}
+    read = nvml.nvmlDeviceGetFieldValues
+
+    def fields(handle: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
+        if ids[0] == (138, 0xFFFFFFFF) and refusals:
+            raise refusals.pop()
+        return read(handle, ids)
+
+    one = device(nvml, nvmlDeviceGetFieldValues=fields, nvmlEventSetCreate=_refuse)
+    one.open()
+    assert any(isinstance(source, NvLink) for source in one.sources) is opened
+    assert ("nvlink_tx_bytes_per_s" in one.why) is not opened
+
+
+def test_a_poll_that_is_refused_is_the_reason_of_its_own_metrics() -> None:
+    """What another source gives has nothing to do with it."""
+    nvml = FakeNvml()
+    one = device(nvml)
+    source = counters(nvml, tx=0, rx=0)
+    one.sources = [source]
+    one.chosen = {"pcie_tx_bytes_per_s": source, "pcie_rx_bytes_per_s": CALLS["pcie_rx_bytes_per_s"]}
+    nvml.lost = True
+    one.poll(101.0)
+    assert one.why == {"pcie_tx_bytes_per_s": "nvmlDeviceGetFieldValues [197, 198]: refusal 15"}
+
+
+def test_the_smallest_period_leaves_a_round_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five times the shortest round of three: the first is slow, and one may be interrupted."""
+    nvml = FakeNvml()
+    took_s = iter((0.5, 0.002, 0.1, 0.0, 0.5, 0.002, 0.1))
+
+    def power(_: object) -> int:
+        nvml.now_s += next(took_s)
+        return 300_000
+
+    one = device(nvml, nvmlDeviceGetPowerUsage=power)
+    monkeypatch.setattr("time.monotonic", nvml.clock)
+    monkeypatch.setattr(one, "open", lambda: False)
+    monkeypatch.setattr(one, "choose", lambda: one.chosen.update(power_w=CALLS["power_w"]))
+    with pytest.raises(ValueError, match=r"period is 0\.009 s; allowed are 0\.01\d* s and more"):
+        devices.choose([one], 0.009)
+    next(took_s)
+    devices.choose([one], 0.0101)
+
+
+def _refuse(*_: object) -> None:
+    raise Refusal(3)
+
+
+def test_metrics_have_one_column_each() -> None:
+    """No column is there twice."""
+    assert len(set(METRICS)) == len(METRICS) == 11
+
+
+def test_the_paper_reads_nothing_else() -> None:
+    """Counters are left alone by the paper's profiler, with the reason."""
+    device = Device(cast("Any", SimpleNamespace(NVMLError=Refusal, **_link())), None, 0, "GPU-0", "paper")
+    assert not device.open()
+    device.choose()
+    assert set(device.why) == set(METRICS) - set(device.chosen)
+    assert device.cumulative()[0] == {}
+    assert device.smallest_period_s == 0.0
+
+
+def _link() -> dict[str, Any]:
+    return {
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
+    }

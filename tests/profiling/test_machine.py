@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_llmgpu.profiling import machine as environment
+from pytest_llmgpu.profiling.machine import (
+    Machine,
+    TorchDevice,
+    TorchFacts,
+    fingerprint,
+    installed_version,
+    machine,
+    probe,
+)
+from pytest_llmgpu.profiling.nvml import Gpu, Inventory
+
+_CPU_TORCH = TorchFacts(version="2.13.0+cpu", why="Torch not compiled with CUDA enabled")
+_CUDA_TORCH = TorchFacts(
+    version="2.13.0",
+    cuda="13.0",
+    nccl="2.29.1",
+    devices=[TorchDevice(name="NVIDIA H200", uuid=f"GPU-{letter}", memory_bytes=10**11) for letter in "dcba"],
+)
+_BLIND_TORCH = TorchFacts(version="2.13.0", cuda="13.0", why="No CUDA GPUs are available")
+_FOUR_GPUS = Inventory(
+    gpus=[
+        Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200", nvlinks=18) for index, letter in enumerate("abcd")
+    ],
+    driver="580.1",
+    cuda="13.0",
+)
+_NO_NVML = Inventory(why={"nvml": "nvmlInit: NVML Shared Library Not Found"})
+
+
+def _choose(
+    device: str = "auto",
+    devices: int | None = None,
+    *,
+    facts: TorchFacts = _CUDA_TORCH,
+    inventory: Inventory = _FOUR_GPUS,
+    visible: str | None = None,
+    nodes: int = 0,
+) -> Machine:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return machine(device, devices, facts=facts, inventory=inventory, environ=environ, device_nodes=nodes)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_all_gpus_are_taken_in_cudas_order(device: str) -> None:
+    """Devices are matched by UUID: NVML orders by bus, CUDA as it likes."""
+    chosen = _choose(device)
+    assert (chosen.device, chosen.devices) == ("cuda", 4)
+    assert [gpu.index for gpu in chosen.gpus] == [3, 2, 1, 0]
+    assert chosen.describe() == "4 x NVIDIA H200 (cuda)"
+
+
+def test_a_count_takes_the_first_gpus() -> None:
+    """Those that torch numbers from 0."""
+    assert [gpu.uuid for gpu in _choose("cuda", 2).gpus] == ["GPU-d", "GPU-c"]
+
+
+def test_different_gpus_are_counted_by_name() -> None:
+    """Nobody takes a mixed machine for an even one."""
+    mixed = TorchFacts(
+        version="2.13.0", cuda="13.0", devices=[TorchDevice(name=n, uuid=n, memory_bytes=1) for n in ("A", "B", "A")]
+    )
+    assert _choose(facts=mixed, inventory=_NO_NVML).describe() == "2 x A, 1 x B (cuda)"
+
+
+def test_gpus_are_known_without_nvml() -> None:
+    """Torch's own figures stand in, and what only NVML knows has its reason."""
+    gpu = _choose(devices=1, inventory=_NO_NVML).gpus[0]
+    assert (gpu.index, gpu.uuid, gpu.name, gpu.memory_bytes) == (0, "GPU-d", "NVIDIA H200", 10**11)
+    assert gpu.why["nvlinks"] == "nvmlInit: NVML Shared Library Not Found"
+
+
+@pytest.mark.parametrize(("visible", "masked"), [(None, ""), ("0,1,2,3", " with CUDA_VISIBLE_DEVICES=0,1,2,3")])
+def test_more_devices_than_there_are_is_refused(visible: str | None, masked: str) -> None:
+    """The message names both numbers, and the mask that may be the reason."""
+    with pytest.raises(ValueError, match=rf"^devices 8: CUDA has 4{masked}; allowed are 1 to 4$"):
+        _choose("cuda", 8, visible=visible)
+
+
+@pytest.mark.parametrize(("device", "devices", "message"), [
+    ("gpu", None, "device 'gpu': allowed are auto, cuda, cpu"),
+    ("cpu", 0, "devices 0: at least 1 is needed"),
+])  # fmt: skip
+def test_bad_choices_are_refused(device: str, devices: int | None, message: str) -> None:
+    """The message names the value and what is allowed."""
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        _choose(device, devices)
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
+    """A laptop runs the default."""
+    chosen = _choose(facts=_CPU_TORCH, inventory=_NO_NVML)
+    assert (chosen.device, chosen.devices, chosen.gpus) == ("cpu", 1, [])
+
+
+def test_the_cpu_can_be_asked_for_beside_gpus() -> None:
+    """`--llmgpu-device=cpu` is a choice, and its count is passed on to the strategy."""
+    chosen = _choose("cpu", 2)
+    assert (chosen.device, chosen.devices, chosen.gpus) == ("cpu", 2, [])
+    assert chosen.describe().startswith("2 x CPU, ")
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "-1,0", "NoDevFiles"])
+def test_gpus_hidden_on_purpose_leave_the_cpu(visible: str) -> None:
+    """Who empties CUDA_VISIBLE_DEVICES means the CPU."""
+    assert _choose(facts=_BLIND_TORCH, visible=visible).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        (
+            {"facts": _CPU_TORCH, "nodes": 4},
+            r"4 x NVIDIA H200 found.*not compiled with CUDA.*install a build of torch with CUDA",
+        ),
+        (
+            {"facts": _CPU_TORCH, "inventory": _NO_NVML, "nodes": 2},
+            r"2 x /dev/nvidia\* found.*install a build of torch with CUDA",
+        ),
+        (
+            {"facts": _BLIND_TORCH, "visible": "7"},
+            r"4 x NVIDIA H200 found.*see whether CUDA_VISIBLE_DEVICES='7' names a GPU",
+        ),
+        ({"facts": _BLIND_TORCH}, r"4 x NVIDIA H200 found.*No CUDA GPUs are available.*nvidia-smi"),
+    ],
+)
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_that_torch_cannot_use_is_refused(device: str, seen: dict[str, Any], message: str) -> None:
+    """A wheel without CUDA on a GPU machine is no green run on its CPU; the message says how to go on."""
+    with pytest.raises(ValueError, match=rf"^device {device}: {message}.*, or pass --llmgpu-device=cpu") as caught:
+        _choose(device, **seen)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("visible", "message"), [(None, "no GPU found"), ("", "hides every GPU: unset it")])
+def test_cuda_without_a_gpu_is_refused(visible: str | None, message: str) -> None:
+    """Asked for by name, CUDA is never replaced by the CPU."""
+    inventory = _NO_NVML if visible is None else _FOUR_GPUS
+    with pytest.raises(ValueError, match=message):
+        _choose("cuda", facts=_BLIND_TORCH, inventory=inventory, visible=visible)
+
+
+def test_the_cpu_is_named() -> None:
+    """The first line of a run says what it runs on."""
+    assert _choose("cpu").describe() == f"CPU, {environment._cores()} cores ({environment._cpu()})"
+
+
+_FAKE_TORCH = """
+import sys
+print("a library's chatter on stdout")
+__version__ = "9.9"
+class version: cuda = "13.0"
+class distributed: is_nccl_available = staticmethod(lambda: True)
+class _Device: name, total_memory, uuid = "NVIDIA H200", 1000, "abc-{}"
+class cuda:
+    init = staticmethod(lambda: None)
+    device_count = staticmethod(lambda: 2)
+    @staticmethod
+    def get_device_properties(number):
+        device = _Device(); device.uuid = f"abc-{number}"; return device
+    class nccl: version = staticmethod(lambda: (2, 29, 1))
+"""
+
+
+@pytest.fixture
+def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the module that a child process imports as torch."""
+    root = str(Path(environment.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    return tmp_path / "torch.py"
+
+
+def test_the_probe_tells_what_torch_can_use(fake_torch: Path) -> None:
+    """UUIDs are written as NVML writes them, and a library that prints does no harm."""
+    fake_torch.write_text(_FAKE_TORCH, encoding="utf-8")
+    facts = probe()
+    assert (facts.version, facts.cuda, facts.nccl, facts.why) == ("9.9", "13.0", "2.29.1", None)
+    assert facts.devices == [TorchDevice(name="NVIDIA H200", uuid=f"GPU-abc-{i}", memory_bytes=1000) for i in range(2)]
+
+
+def test_the_probe_tells_why_cuda_cannot_be_used(fake_torch: Path) -> None:
+    """The first line of torch's own words; no device is listed."""
+    broken = "init = staticmethod(lambda: (_ for _ in ()).throw(RuntimeError('driver too old\\nmore')))"
+    fake_torch.write_text(_FAKE_TORCH.replace("init = staticmethod(lambda: None)", broken), encoding="utf-8")
+    facts = probe()
+    assert (facts.devices, facts.why) == ([], "driver too old")
+
+
+def test_a_torch_that_does_not_import_is_one_line(fake_torch: Path) -> None:
+    """No traceback reaches the user."""
+    fake_torch.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^torch cannot be used: ImportError: libcudart.*exit status 1 of") as caught:
+        probe()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_torch_that_hangs_is_one_line(fake_torch: Path) -> None:
+    """A file system that hangs ends in a message."""
+    fake_torch.write_text("import os; os.read(os.pipe()[0], 1)", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"did not import and answer within 0\.2 s"):
+        probe(timeout_s=0.2)
+
+
+def test_a_torch_that_kills_its_process_is_one_line(fake_torch: Path) -> None:
+    """A library built for another processor ends in a message."""
+    fake_torch.write_text("import os; os.kill(os.getpid(), 4)", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no message \(exit status -4 of"):
+        probe()
+
+
+def test_looking_at_the_machine_does_not_import_torch() -> None:
+    """Pytest's own process stays light and holds no CUDA context."""
+    code = "import sys, pytest_llmgpu.profiling.machine; print(sorted({'torch', 'pynvml', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_fingerprint_holds_machine_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs and driver are NVML's, CUDA and NCCL torch's, versions those installed, null where not."""
+    monkeypatch.setattr(environment, "_DISTRIBUTIONS", ("pytest", "a-distribution-nobody-has"))
+    found = fingerprint(_CUDA_TORCH, _FOUR_GPUS, {})
+    assert (found.driver, found.cuda, found.nccl, len(found.gpus)) == ("580.1", "13.0", "2.29.1", 4)
+    assert found.python == sys.version.split()[0]
+    assert found.versions == {"torch": "2.13.0", "pytest": pytest.__version__, "a-distribution-nobody-has": None}
+    assert found.why == {}
+
+
+def test_what_the_fingerprint_lacks_has_its_reason() -> None:
+    """A CPU build and a machine without NVML leave nulls that explain themselves."""
+    found = fingerprint(_CPU_TORCH, _NO_NVML, {})
+    assert (found.cuda, found.nccl, found.driver) == (None, None, None)
+    assert found.why["cuda"] == "torch 2.13.0+cpu is built without CUDA"
+    assert found.why["nvml"] == "nvmlInit: NVML Shared Library Not Found"
+
+
+def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No secret, no home folder, and nothing else of the user's environment."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    kept = {
+        "NCCL_DEBUG": "INFO",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "CUDA_HOME": "/home/ada/cuda",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "2",
+    }
+    others = {
+        "NCCL_API_TOKEN": "t0p",
+        "PYTORCH_SECRET": "t0p",
+        "CUDA_LICENSE_KEY": "t0p",
+        "HF_TOKEN": "t0p",
+        "HOME": "/home/ada",
+        "MY_NCCL_X": "1",
+        "OMP_NUM_THREADS_X": "1",
+    }
+    found = fingerprint(_CPU_TORCH, _NO_NVML, {**kept, **others})
+    assert found.variables == {**kept, "CUDA_HOME": "~/cuda"}
+    assert "t0p" not in json.dumps(found.variables)
+
+
+def test_a_distribution_that_is_not_installed_has_no_version() -> None:
+    """Null, and no error."""
+    assert installed_version("a-distribution-nobody-has") is None
+    assert installed_version("pytest") == pytest.__version__

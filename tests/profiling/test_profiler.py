@@ -1,0 +1,475 @@
+"""The test process's side: starting the sampler, windows, and what happens when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pytest_llmgpu.profiling import profiler as module
+from pytest_llmgpu.profiling.profiler import Profiler
+
+GIB = 1 << 30
+PERIOD_S = 0.025
+StubEnvironment = Callable[..., dict[str, str]]
+
+
+def uuid(index: int) -> str:
+    """Return the UUID the stub gives that device."""
+    return f"GPU-{index:08d}-0000-0000-0000-000000000000"
+
+
+@contextmanager
+def profiler(environment: dict[str, str], uuids: list[str] | None = None) -> Iterator[Profiler]:
+    """Start a profiler that reads every 25 ms."""
+    profiler = Profiler(PERIOD_S, uuids, environment)
+    try:
+        profiler.start()
+        yield profiler
+    finally:
+        profiler.close()
+
+
+def wait_for_ticks(profiler: Profiler, count: int) -> None:
+    """Wait until so many more ticks have come."""
+    recording = profiler._recording
+    assert recording is not None, profiler.why
+    with profiler._changed:
+        goal = len(recording._kept) + count
+        assert profiler._changed.wait_for(lambda: len(recording._kept) >= goal, 10)
+
+
+def wait_for_end(profiler: Profiler) -> None:
+    """Wait until the sampler has ended and that is known."""
+    with profiler._changed:
+        assert profiler._changed.wait_for(lambda: profiler._ended, 10)
+
+
+def ends(pid: int) -> bool:
+    """Return whether that process ends within ten seconds."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(10_000))
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 16])
+def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> None:
+    """A block's profile has each device's figures, every tick inside, and none missed that came."""
+    with profiler(nvml_stub(gpus=gpus)) as nvml:
+        with nvml.window(held_bytes={uuid(0): 4 * GIB}) as window:
+            wait_for_ticks(nvml, 3)
+        assert nvml.why is None
+    profile = window.profile
+    assert profile is not None
+    assert profile.samples >= 2
+    assert profile.why == {}
+    assert [(device.index, device.uuid) for device in profile.devices] == [(i, uuid(i)) for i in range(gpus)]
+    for index, device in enumerate(profile.devices):
+        held = 4 if index == 0 else 0
+        assert {name: metric.max for name, metric in device.metrics.items()} == {
+            "utilization_pct": 40 + index,
+            "memory_used_bytes": (10 + index - held) * GIB,
+            "pcie_tx_bytes_per_s": 1_000_000 * (index + 1),
+            "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
+            "power_w": 300 + index,
+            "sm_clock_mhz": 1500 + index,
+            **dict.fromkeys(
+                (
+                    "nvlink_tx_bytes_per_s",
+                    "nvlink_rx_bytes_per_s",
+                    "sm_active_pct",
+                    "tensor_active_pct",
+                    "dram_active_pct",
+                )
+            ),
+        }
+        assert device.energy_j == 5 + index
+        assert {name for name, metric in device.metrics.items() if metric.max is None} == set(device.why) - {
+            "throttled_s"
+        }
+    assert window.end_s is not None
+    assert profile.duration_s == window.end_s - window.start_s
+
+
+def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvironment) -> None:
+    """Marks at both ends give energy, throttled time and all bytes over NVLink; the sampler's cost is at hand."""
+    with profiler(nvml_stub(fields="74,75,138,139", field_step=1_000_000)) as nvml:
+        with nvml.window() as window:
+            wait_for_ticks(nvml, 4)
+        recording = nvml._recording
+        assert recording is not None
+        first, last = recording._marks
+        assert window.end_s is not None
+        assert (nvml.cpu_s(window.start_s, window.end_s) or 0) > 0
+    assert window.profile is not None
+    device = window.profile.devices[0]
+    counted = last.counters[0]["nvlink_tx_bytes"] - first.counters[0]["nvlink_tx_bytes"]
+    metric = device.metrics["nvlink_tx_bytes_per_s"]
+    assert max(first.answered_s) <= window.start_s, "a window begins when its counters have been read"
+    # Marks that lie around the window have its bytes, and idle time beside it.
+    around = window.end_s <= last.t_s[0]
+    seconds = window.end_s - window.start_s if around else last.t_s[0] - first.t_s[0]
+    assert metric.mean == pytest.approx(counted / seconds)
+    assert metric.coverage == 1.0
+    assert device.energy_j == 5.0
+    assert device.throttled_s is not None
+    assert device.throttled_s > 0
+
+
+def test_a_slice_marks_the_end_of_a_window_that_has_just_ended(nvml_stub: StubEnvironment) -> None:
+    """Whoever marks the start and takes a slice at the end has the counters."""
+    with profiler(nvml_stub()) as nvml:
+        nvml.mark()
+        start_s = time.monotonic()
+        wait_for_ticks(nvml, 10)
+        assert nvml.slice(start_s, time.monotonic()).devices[0].energy_j == 5.0
+
+
+def test_a_slice_waits_for_the_tick_that_its_mark_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick between a window's end and the mark says nothing of its last second: the ring is read at the next one."""
+    nvml = Profiler(1.0)
+    device = {"index": 0, "uuid": "GPU-0", "why": {}, "methods": ["ring"], "windows_s": [None]}
+    header = {"t0_s": 100.0, "period_s": 1.0, "metrics": ["utilization_pct"], "devices": [device], "spans": True}
+    ended = {"k": 3, "t_s": 103.0, "values": [[None]], "seconds": [[None]], "orders": 0}
+    hurried = {"k": 4, "t_s": 104.0, "values": [[70.0]], "seconds": [[4.0]], "orders": 1}
+    for record in (header, ended, {"mark": 1, "t_s": [103.1], "answered_s": [103.1], "counters": [{}], "why": [{}]}):
+        nvml._take(json.dumps(record).encode() + b"\n")
+    nvml._marks, nvml._marked_s = 1, 103.05
+
+    def wait_for(settled: Callable[[], bool], _timeout_s: float) -> bool:
+        assert not settled()
+        nvml._take(json.dumps(hurried).encode() + b"\n")
+        return settled()
+
+    monkeypatch.setattr(nvml._changed, "wait_for", wait_for)
+    metric = nvml.slice(101.0, 102.9).devices[0].metrics["utilization_pct"]
+    assert metric.mean == 70.0
+    assert metric.coverage == pytest.approx(1.0)
+
+
+def test_a_window_says_what_its_profile_shows(nvml_stub: StubEnvironment) -> None:
+    """An empty list means that nothing speaks against it; how many programs are ours is not known here."""
+    with profiler(nvml_stub(ecc="0:1", xid="0:1", processes="5")) as nvml, nvml.window() as window:
+        wait_for_ticks(nvml, 10)
+    assert window.profile is not None
+    assert [sentence.partition(":")[0] for sentence in window.profile.invalid] == [
+        "memory errors that ECC could not correct",
+        "errors of the GPU that the driver logged (Xid, see dmesg)",
+    ]
+
+
+def test_a_sampler_that_died_is_replaced_at_the_next_start(nvml_stub: StubEnvironment) -> None:
+    """One death costs a case its profile, not all that follow; bytes held by ranks that live on stay known."""
+    with profiler(nvml_stub()) as nvml:
+        nvml.held_bytes = {uuid(0): 4 * GIB}
+        first = nvml.pid
+        assert first is not None
+        with nvml.window() as outer:
+            os.kill(first, signal.SIGKILL)
+            wait_for_end(nvml)
+            nvml.start()
+            assert nvml.pid == first, "what it saw of the open window is not thrown away"
+        assert outer.profile is not None
+        assert outer.profile.why["sampler"] == "the sampler ended with signal 9 (SIGKILL)"
+        with nvml.window() as window:
+            wait_for_ticks(nvml, 10)
+        assert nvml.pid != first
+        assert nvml.why is None
+    assert window.profile is not None
+    assert window.profile.why == {}
+    device = window.profile.devices[0]
+    assert (device.metrics["memory_used_bytes"].max, device.energy_j) == (6 * GIB, 5.0)
+
+
+def test_a_sampler_that_fell_silent_is_replaced_and_a_refused_one_is_not(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that never returns costs one case; without NVML, and after the close, nothing is started again."""
+    monkeypatch.setattr(module, "_STREAM_S", 0.05)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6")) as nvml:
+        with nvml._changed:
+            assert nvml._changed.wait_for(lambda: nvml._recording is not None and nvml._recording._kept, 10)
+        first, process = nvml.pid, nvml._process
+        assert process is not None
+        nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
+        nvml.start()
+        assert nvml.pid != first
+        assert process.returncode == -signal.SIGKILL
+        last = nvml.pid
+        nvml.close()
+        nvml.start()
+        assert nvml.pid == last
+    with profiler(nvml_stub(init=9)) as nvml:
+        wait_for_end(nvml)
+        first = nvml.pid
+        nvml.start()
+        assert nvml.pid == first
+
+
+def test_a_mark_without_a_sampler_is_nothing(nvml_stub: StubEnvironment) -> None:
+    """Before the start, after the end and after its death a mark does not raise."""
+    Profiler(PERIOD_S).mark()
+    with profiler(nvml_stub()) as nvml:
+        assert nvml.pid is not None
+        os.kill(nvml.pid, signal.SIGKILL)
+        nvml.mark()
+        wait_for_end(nvml)
+        nvml.mark()
+        nvml.close()
+        nvml.mark()
+
+
+def test_the_papers_method_reaches_the_sampler(nvml_stub: StubEnvironment) -> None:
+    """Its four figures are there, the others and the counters have the reason."""
+    nvml = Profiler(PERIOD_S, environment=nvml_stub(gpm=1), method="paper")
+    with nvml.window() as window:
+        wait_for_ticks(nvml, 3)
+    nvml.close()
+    assert window.profile is not None
+    device = window.profile.devices[0]
+    assert device.metrics["pcie_tx_bytes_per_s"].method == "nvmlDeviceGetPcieThroughput"
+    assert (device.metrics["sm_active_pct"].mean, device.energy_j) == (None, None)
+    assert set(device.why.values()) == {"the paper's profiler does not read it"}
+
+
+def test_the_papers_profiler_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """Its calls follow each other and block, rounds begin a period apart or more, 12 % of the time is looked at."""
+    log = tmp_path / "calls"
+    blocking_us, period_s = 20_000, 1 / 6
+    settings = {"gpus": 2, "gpm": 1, "fields": "138,139", "ring": 50, "pcie_us": blocking_us, "log": log}
+    nvml = Profiler(period_s, environment=nvml_stub(**settings), method="paper")
+    with nvml.window() as window:
+        wait_for_ticks(nvml, 5)
+        recording = nvml._recording
+    nvml.close()
+    profile = window.profile
+    assert profile is not None
+    assert recording is not None
+    starts_s = [reading.t_s for reading in recording._kept]
+    assert min(after - before for before, after in pairwise(starts_s)) >= period_s - 1e-6
+    calls = [line.split() for line in log.read_text().splitlines()]
+    at = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
+    asked = [(int(begin), int(end), name, device) for begin, end, _, _, name, device in calls[at:]]
+    names = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo_v2", *["nvmlDeviceGetPcieThroughput"] * 2]
+    assert [call[2:] for call in asked[:16]] == [(name, device) for device in "01" for name in names] * 2
+    assert all(before[1] <= after[0] for before, after in pairwise(asked))
+    for index, device in enumerate(profile.devices):
+        for metric, mean in (("pcie_tx_bytes_per_s", 1e6), ("pcie_rx_bytes_per_s", 2e6)):
+            figures = device.metrics[metric]
+            assert (figures.method, figures.mean) == ("nvmlDeviceGetPcieThroughput", mean * (index + 1))
+            assert figures.coverage == pytest.approx(profile.samples * 0.020 / profile.duration_s, abs=0.03)
+            assert figures.coverage == pytest.approx(0.12, abs=0.05)
+        assert device.metrics["utilization_pct"].method == "nvmlDeviceGetUtilizationRates"
+        assert device.metrics["memory_used_bytes"].method == "nvmlDeviceGetMemoryInfo_v2"
+        assert (device.metrics["utilization_pct"].coverage, device.energy_j) == (None, None)
+
+
+def test_a_period_the_sources_do_not_allow_is_the_reason_of_the_profile(nvml_stub: StubEnvironment) -> None:
+    """A sampler that refuses its period names the smallest."""
+    with profiler(nvml_stub(gpm=1)) as nvml:
+        wait_for_end(nvml)
+        assert "allowed are 0.1 s and more" in (nvml.why or "")
+
+
+def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:
+    """What was measured before an exception is not lost, and the exception goes on."""
+    with profiler(nvml_stub()) as nvml, pytest.raises(KeyError, match="mine"), nvml.window() as window:
+        raise KeyError("mine")
+    assert window.profile is not None
+    assert window.profile.devices[0].metrics["utilization_pct"].mean == 40
+
+
+def test_devices_are_those_asked_for_in_that_order(nvml_stub: StubEnvironment) -> None:
+    """UUIDs choose the GPUs and their order; the index stays NVML's."""
+    with profiler(nvml_stub(gpus=4), [uuid(3), uuid(1)]) as nvml:
+        wait_for_ticks(nvml, 1)
+        profile = nvml.slice(0.0, time.monotonic())
+    assert [(device.index, device.metrics["power_w"].max) for device in profile.devices] == [(3, 303), (1, 301)]
+
+
+def test_start_starts_one_sampler(nvml_stub: StubEnvironment) -> None:
+    """A second start and a window use the sampler that runs."""
+    with profiler(nvml_stub()) as nvml:
+        pid = nvml.pid
+        nvml.start()
+        with nvml.window():
+            assert nvml.pid == pid is not None
+
+
+def test_the_sampler_outlives_the_thread_that_started_it(nvml_stub: StubEnvironment) -> None:
+    """The bond to the parent is to its process, not to the thread that happened to call start."""
+    nvml = Profiler(PERIOD_S, environment=nvml_stub())
+    try:
+        thread = threading.Thread(target=nvml.start)
+        thread.start()
+        thread.join(10)
+        wait_for_ticks(nvml, 3)
+        assert nvml.why is None
+    finally:
+        nvml.close()
+
+
+def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: StubEnvironment) -> None:
+    """Close ends the sampler in peace, twice if need be, and slices go on."""
+    with profiler(nvml_stub()) as nvml:
+        start_s = time.monotonic()
+        wait_for_ticks(nvml, 2)
+        end_s = time.monotonic()
+        nvml.close()
+        nvml.close()
+        assert nvml._process is not None
+        assert nvml._process.returncode == 0
+        assert nvml.why is None
+        assert nvml.slice(start_s, end_s).samples >= 1
+
+
+def test_without_a_gpu_the_profile_says_so(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
+    """NVML absent, refused, without GPUs or without the one asked for: no exception, a reason everywhere."""
+    (tmp_path / "libnvidia-ml.so.1").touch()
+    absent = {**nvml_stub(), "LD_LIBRARY_PATH": str(tmp_path)}
+    cases = [
+        (absent, None, "nvmlInit: NVML Shared Library Not Found"),
+        (nvml_stub(gpus=0), None, "NVML shows no GPU"),
+        (nvml_stub(), ["GPU-other"], "NVML shows no GPU GPU-other"),
+        (nvml_stub(), [], "no GPU is visible"),
+    ]
+    for environment, uuids, reason in cases:
+        with profiler(environment, uuids) as nvml:
+            with nvml.window() as window:
+                pass
+            assert nvml.why == reason
+        assert window.profile is not None
+        assert window.profile.why == {"profile": reason}
+        assert (window.profile.samples, window.profile.devices, window.profile.series) == (0, [], None)
+
+
+def test_a_profiler_that_was_not_started_says_so() -> None:
+    """A slice before the start has no readings and the reason."""
+    nvml = Profiler(PERIOD_S)
+    assert nvml.why == "the sampler was not started"
+    assert nvml.slice(1.0, 2.0).why == {"profile": "the sampler was not started"}
+    nvml.close()
+
+
+def test_a_sampler_that_cannot_run_says_so(
+    nvml_stub: StubEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that fails to import gives its status and last line; a missing interpreter gives the error."""
+    (tmp_path / "pynvml.py").write_text("raise SystemError('broken wheel')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with profiler({**nvml_stub(), "PYTHONPATH": path}) as nvml:
+        wait_for_end(nvml)
+        assert nvml.why == "the sampler ended with exit status 1: SystemError: broken wheel"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with profiler(nvml_stub()) as nvml:
+        wait_for_end(nvml)
+        assert "could not be started" in (nvml.why or "")
+
+
+def test_a_sampler_killed_on_the_way_leaves_what_it_saw(nvml_stub: StubEnvironment) -> None:
+    """The readings before its death are profiled, the deadlines after count as missed, and the cause is named."""
+    with profiler(nvml_stub()) as nvml:
+        start_s = time.monotonic()
+        wait_for_ticks(nvml, 2)
+        assert nvml.pid is not None
+        os.kill(nvml.pid, signal.SIGKILL)
+        wait_for_end(nvml)
+        cause = "the sampler ended with signal 9 (SIGKILL)"
+        assert nvml.why == cause
+        profile = nvml.slice(start_s, time.monotonic() + 10 * PERIOD_S)
+    assert profile.why == {"sampler": cause}
+    assert profile.samples >= 1
+    assert profile.missed >= 9
+    assert profile.devices[0].metrics["power_w"].mean == 300
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out() -> None:
+    """Half a line is no error in the thread that listens."""
+    nvml = Profiler(PERIOD_S)
+    nvml._take(b'{"t0_s":1.0,"per')
+    assert nvml.why == "the sampler was not started"
+
+
+def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NVML call that never returns costs a bounded wait, is told, and close kills the process."""
+    monkeypatch.setattr(module, "_STREAM_S", 0.05)
+    monkeypatch.setattr(module, "_END_S", 0.05)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6")) as nvml:
+        with nvml._changed:
+            assert nvml._changed.wait_for(lambda: nvml._recording is not None and nvml._recording._kept, 10)
+        profile = nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
+        assert "did not answer within" in profile.why["sampler"]
+        assert profile.samples <= 2
+        assert profile.missed >= 9
+        nvml.close()
+        assert nvml._listener is not None
+        nvml._listener.join(10)
+        assert nvml._process is not None
+        assert nvml._process.returncode == -signal.SIGKILL
+
+
+def test_a_sampler_that_hangs_at_the_start_does_not_hang_it(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start returns after its limit with the reason."""
+    monkeypatch.setattr(module, "_HEADER_S", 0.05)
+    monkeypatch.setattr(module, "_END_S", 0.5)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:0")) as nvml:
+        assert nvml.why == "the sampler has not answered yet"
+        assert nvml.slice(0.0, 1.0).why == {"profile": "the sampler has not answered yet"}
+
+
+PARENT = """
+import sys
+from pytest_llmgpu.profiling.profiler import Profiler
+profiler = Profiler(0.025)
+profiler.start()
+print(profiler.pid, profiler.why, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("hang", ["none", "nvmlDeviceGetPowerUsage:4"])
+def test_the_sampler_dies_with_its_parent(nvml_stub: StubEnvironment, hang: str) -> None:
+    """A killed test process leaves no sampler, not even one that hangs in NVML and cannot notice."""
+    command = [sys.executable, "-c", PARENT]
+    environment = nvml_stub(hang=hang)
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, why = parent.stdout.readline().split()
+        assert why == "None"
+        parent.kill()
+        assert ends(int(pid))
+
+
+@pytest.mark.parametrize("period_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_period_that_is_no_time_is_refused(period_s: float) -> None:
+    """The sampling period is a positive number of seconds."""
+    with pytest.raises(ValueError, match="allowed are positive"):
+        Profiler(period_s)
+
+
+def test_a_window_that_ends_before_its_start_is_refused() -> None:
+    """Swapped times are an error, not an empty profile."""
+    with pytest.raises(ValueError, match="before its start"):
+        Profiler(PERIOD_S).slice(2.0, 1.0)

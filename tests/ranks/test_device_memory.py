@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from support import tiny_model
+from support.report_factory import make_case
+
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.ranks import device_memory, worker
+from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Loaded
+
+_CPU = (torch.device("cpu"),)
+_GPU = (torch.device("cuda", 0),)
+_WEIGHTS = 1000
+
+
+def test_a_cpu_has_no_cap_and_no_figures() -> None:
+    """What torch does not count on a CPU is None with its reason, never 0."""
+    assert device_memory.hold(_CPU, 2**30) == [0]
+    assert device_memory.allocated(_CPU) == [None]
+    device_memory.reset(_CPU)
+    (use,) = device_memory.usage(_CPU, [None], [None], [0])
+    assert (use.uuid, use.peak_allocated_bytes, use.weights_bytes) == (None, None, None)
+    assert set(use.why) == {"weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}
+
+
+class _Allocator:
+    """torch's caching allocator as far as a case's memory shows it: what is freed stays reserved, peaks stay peaks.
+
+    cuBLAS keeps a workspace, as large as the largest batch so far needed, among the live tensors.
+    """
+
+    def __init__(self) -> None:
+        self.cublas = 0
+        self.allocated = self.peak_allocated = _WEIGHTS
+        self.reserved = self.peak_reserved = _WEIGHTS
+
+    def forward(self, batch_size: int) -> None:
+        self.cublas = max(self.cublas, 8 * batch_size)
+        self.allocated = _WEIGHTS + self.cublas
+        self.peak_allocated = max(self.peak_allocated, self.allocated + 100 * batch_size)
+        self.reserved = max(self.reserved, self.peak_allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def clear_cublas_workspaces(self) -> None:
+        self.cublas = 0
+        self.allocated = _WEIGHTS
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def reset_peaks(self, _device: torch.device) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> _Allocator:
+    """The allocator of an emulated GPU."""
+    emulated = _Allocator()
+    cuda = torch.cuda
+    # A wheel without CUDA lacks it.
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", emulated.clear_cublas_workspaces, raising=False)
+    monkeypatch.setattr(cuda, "empty_cache", emulated.empty_cache)
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", emulated.reset_peaks)
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: emulated.peak_allocated)
+    monkeypatch.setattr(cuda, "max_memory_reserved", lambda _: emulated.peak_reserved)
+    monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="0"))
+    return emulated
+
+
+def _sweep(allocator: _Allocator, batch_sizes: Sequence[int]) -> dict[int, DeviceUse]:
+    uses = {}
+    for batch_size in batch_sizes:
+        device_memory.reset(_GPU)
+        allocator.forward(batch_size)
+        (uses[batch_size],) = device_memory.usage(_GPU, [_WEIGHTS], [_WEIGHTS], [0])
+    return uses
+
+
+@pytest.mark.parametrize("order", [(1, 2, 4, 8), (8, 4, 2, 1), (4, 8, 4)])
+def test_a_case_has_the_same_memory_alone_and_in_a_sweep(allocator: _Allocator, order: tuple[int, ...]) -> None:
+    """Neither peaks, nor cached blocks, nor cuBLAS's workspaces of the cases before it count as its own."""
+    for batch_size, use in _sweep(allocator, order).items():
+        (alone,) = _sweep(_fresh(allocator), (batch_size,)).values()
+        assert use == alone
+        assert use.peak_allocated_bytes == use.peak_reserved_bytes == _WEIGHTS + 108 * batch_size
+        assert use.weights_bytes == _WEIGHTS
+
+
+def _fresh(allocator: _Allocator) -> _Allocator:
+    """Put the emulated GPU in the state of a new process."""
+    vars(allocator).update(vars(_Allocator()))
+    return allocator
+
+
+def test_garbage_of_the_case_before_is_collected(allocator: _Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors in reference cycles are freed before the caches are emptied, not in the middle of the next case."""
+    events: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: events.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("forget"))
+    device_memory.reset(_GPU)
+    assert events == ["collect", "empty", "forget"]
+    assert allocator.cublas == 0
+
+
+class Preparing(LayerParallel):
+    """A strategy that says when it is told to make a workspace; its place is `test_memory:Preparing`."""
+
+    name = "preparing"
+    events: ClassVar[list[object]] = []
+
+    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
+        """Say for how many rows."""
+        assert loaded.devices
+        assert tokens
+        self.events.append(batch_size)
+
+
+def test_every_case_of_a_sweep_begins_as_the_first_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each case, larger or smaller than the one before, caches are emptied and workspaces are made anew."""
+    events: list[object] = []
+    monkeypatch.setattr(Preparing, "events", events)
+    monkeypatch.setattr(device_memory, "reset", lambda _: events.append("reset"))
+    tiny_model.write_model(tmp_path / "tiny")
+    tiny_model.write_dataset(tmp_path / "items.jsonl")
+    dataset = hellaswag.load(str(tmp_path / "items.jsonl"), rootdir=tmp_path)
+    source = models.resolve(str(tmp_path / "tiny"), texts=dataset.texts(), rootdir=tmp_path)
+    case = make_case(dtype="float32", device="cpu", devices=1, dataset_sha256=dataset.sha256)
+    state = RankState(on_batch=lambda _: None)
+    worker.load(state, case, source, "test_memory:Preparing")
+    worker.give(state, dataset.sha256, dataset.items)
+    for batch_size in (2, 8, 2):
+        events.clear()
+        reply = worker.score(state, dataset.sha256, batch_size)
+        assert sum(reply.batches.sequences) == tiny_model.SEQUENCES
+        assert events[:2] == ["reset", batch_size]

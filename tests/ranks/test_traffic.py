@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from support import traffic_functions as ranks
+from support.report_factory import make_case
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks import traffic, worker
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.report.result import Collective, CollectiveKind
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Loaded
+
+_CASE = make_case(strategy="tp", backend="transformers", model="bundled", dtype="float32", device="cpu", devices=2)
+_NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
+_TP, _IOK = "support.rank_functions:UncompiledTensorParallel", "support.emulated_iok:EmulatedInjection"
+_LAYERS, _HIDDEN, _ELEMENT = 2, 256, 4
+
+
+def _one(kind: CollectiveKind, payload_bytes: int, wire_bytes: int, calls: int = 1) -> Collective:
+    return Collective(collective=kind, calls=calls, payload_bytes=payload_bytes, wire_bytes=wire_bytes)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[None]:
+    """This process is rank 1 of 4, whose others are not there: what is sent to them is dropped."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    distributed.destroy_process_group()
+
+
+def _world() -> distributed.ProcessGroup:
+    world = distributed.group.WORLD
+    assert world is not None
+    return world
+
+
+def _redistribute(tensor: torch.Tensor) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    DTensor.from_local(tensor, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local() + 1
+
+
+def _need_the_sum(tensor: torch.Tensor) -> None:
+    torch.relu(DTensor.from_local(tensor, init_device_mesh("cpu", (4,)), [Partial()]))
+
+
+def _send_and_receive(tensor: torch.Tensor) -> None:
+    way = [
+        distributed.P2POp(distributed.isend, tensor, 2),
+        distributed.P2POp(distributed.irecv, torch.empty(2), 0),
+    ]
+    for work in distributed.batch_isend_irecv(way):
+        work.wait()
+
+
+# 24 floats in 4 ranks: 96 bytes.
+_KNOWN: dict[str, tuple[Callable[[torch.Tensor], object], list[Collective]]] = {
+    "all_reduce": (distributed.all_reduce, [_one("all_reduce", 96, 144)]),
+    "two all_reduces": (
+        lambda tensor: (distributed.all_reduce(tensor), distributed.all_reduce(tensor[:12])),
+        [_one("all_reduce", 96 + 48, 144 + 72, calls=2)],
+    ),
+    "half precision": (lambda tensor: distributed.all_reduce(tensor.half()), [_one("all_reduce", 48, 72)]),
+    "all_gather": (
+        lambda tensor: distributed.all_gather([torch.empty(24) for _ in range(4)], tensor),
+        [_one("all_gather", 96, 288)],
+    ),
+    "reduce_scatter": (
+        lambda tensor: distributed.reduce_scatter(torch.empty(6), list(tensor.split(6))),
+        [_one("reduce_scatter", 96, 72)],
+    ),
+    "broadcast": (lambda tensor: distributed.broadcast(tensor, src=0), [_one("broadcast", 96, 96)]),
+    "broadcast that ends here": (lambda tensor: distributed.broadcast(tensor, src=2), [_one("broadcast", 96, 0)]),
+    "functional broadcast": (
+        lambda tensor: functional.broadcast(tensor, 2, _world()) + 1,
+        [_one("broadcast", 96, 0)],
+    ),
+    "send": (lambda tensor: distributed.send(tensor, 2), [_one("send", 96, 96)]),
+    "receive": (lambda tensor: distributed.recv(tensor, 2), [_one("recv", 96, 96)]),
+    "send and receive": (_send_and_receive, [_one("send", 96, 96), _one("recv", 8, 8)]),
+    "all_to_all": (
+        lambda tensor: distributed.all_to_all_single(torch.empty(24), tensor),
+        [_one("all_to_all", 96, 72)],
+    ),
+    "uneven all_to_all": (
+        lambda tensor: distributed.all_to_all_single(torch.empty(24), tensor, [6] * 4, [0, 18, 6, 0]),
+        [_one("all_to_all", 96, 24)],
+    ),
+    "all_to_all of a list": (
+        lambda tensor: distributed.all_to_all(
+            list(torch.empty(24).split([1, 12, 11, 0])), list(tensor.split([1, 12, 11, 0]))
+        ),
+        [_one("all_to_all", 96, 48)],
+    ),
+    "functional all_reduce": (
+        lambda tensor: functional.all_reduce(tensor, "sum", _world()) + 1,
+        [_one("all_reduce", 96, 144)],
+    ),
+    "functional all_reduce of its answer": (
+        lambda tensor: functional.all_reduce(functional.all_reduce(tensor, "sum", _world()), "sum", _world()) + 1,
+        [_one("all_reduce", 192, 288, calls=2)],
+    ),
+    "coalesced": (
+        lambda tensor: [one + 1 for one in functional.all_reduce_coalesced([tensor, tensor[:1]], "sum", _world())],
+        [_one("all_reduce", 100, 150)],
+    ),
+    "redistribution": (_redistribute, [_one("all_reduce", 96, 144)]),
+    "op on parts of a sum": (_need_the_sum, [_one("all_reduce", 96, 144)]),
+    "barrier": (lambda _tensor: distributed.barrier(), []),
+    "computation": (lambda tensor: tensor.to(torch.float16) @ tensor.half(), []),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+@pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "autograd"])
+@pytest.mark.parametrize("name", _KNOWN)
+@pytest.mark.usefixtures("four")
+def test_known_collectives_are_counted(name: str, inference: bool) -> None:
+    """Payload and wire bytes are those that one works out by hand, whichever way the op is called."""
+    call, expected = _KNOWN[name]
+    with torch.inference_mode(inference):
+        tensor = torch.ones(24)
+        assert traffic.count(lambda: call(tensor), world_size=4) == expected
+
+
+@pytest.mark.usefixtures("four")
+def test_the_size_of_a_group_is_its_own() -> None:
+    """An all-reduce of two of the four ranks sends as much as its payload, and one of a single rank nothing."""
+    two, alone = distributed.new_group([0, 1]), distributed.new_group([1])
+
+    def reduce() -> None:
+        tensor = torch.ones(24)
+        distributed.all_reduce(tensor, group=two)
+        functional.all_reduce(tensor, "sum", two) + 1
+        distributed.all_reduce(tensor, group=alone)
+        functional.all_reduce(tensor, "sum", alone) + 1
+
+    assert traffic.count(reduce, world_size=4) == [_one("all_reduce", 4 * 96, 2 * 96, calls=4)]
+
+
+@pytest.mark.usefixtures("four")
+def test_an_op_that_is_not_known_is_an_error() -> None:
+    """It is named, with those that are known."""
+    tensor = torch.ones(2)
+    with pytest.raises(ValueError, match=r"^c10d::reduce_: what this op sends is not known; known of c10d are c10d::"):
+        traffic.count(lambda: distributed.reduce(tensor, 0), world_size=4)
+
+
+def test_an_op_that_is_not_known_is_not_run() -> None:
+    """One rank that has sent and then fails would leave another to wait for the next."""
+    ran: list[torch.Tensor] = []
+    library = torch.library.Library("symm_mem", "FRAGMENT")
+    library.define("tell_everybody(Tensor self) -> ()")
+    library.impl("tell_everybody", ran.append, "CPU")
+    tensor = torch.ones(2)
+    with pytest.raises(ValueError, match=r"^symm_mem::tell_everybody: .*; known of symm_mem are none$"):
+        traffic.count(lambda: torch.ops.symm_mem.tell_everybody(tensor), world_size=4)
+    assert ran == []
+    torch.ops.symm_mem.tell_everybody(tensor)
+    assert len(ran) == 1
+
+
+def test_every_op_that_torch_has_by_a_known_name_has_its_payload() -> None:
+    """A release that renames an argument is noticed here and not in a run."""
+    there = {schema.name: schema for schema in torch._C._jit_get_all_schemas()}
+    payloads = {op: argument for op, (_, argument) in traffic._MOVING.items() if op in there}
+    assert {"c10d::allreduce_", "_c10d_functional::all_gather_into_tensor"} <= set(payloads)
+    for op, argument in payloads.items():
+        assert argument in {one.name for one in there[op].arguments}, op
+
+
+@pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "autograd"])
+def test_copies_between_devices_are_counted(inference: bool) -> None:
+    """Accelerate moves hidden states so; what stays on a device, or comes from the host, is no traffic of theirs."""
+    with FakeTensorMode(), torch.inference_mode(inference):
+        first, second, host = (torch.empty(10, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
+        assert traffic.count(lambda: first.to("cuda:1"), world_size=1) == [_one("peer_copy", 40, 40)]
+        assert traffic.count(lambda: second.to("cuda:1", copy=True), world_size=1) == []
+        assert traffic.count(lambda: host.to("cuda:1"), world_size=1) == []
+
+
+def test_copies_into_another_devices_tensor_are_counted() -> None:
+    """By what is copied, whose dtype may be the smaller. Without a GPU, torch has no such copy that could be seen."""
+    with FakeTensorMode():
+        source, target = torch.empty(10, device="cuda:0", dtype=torch.float16), torch.empty(10, device="cuda:1")
+    assert [*traffic._moved("aten::copy_", {"self": target, "src": source}, target, 1)] == [("peer_copy", 20, 20)]
+    assert [*traffic._moved("aten::copy_", {"self": target, "src": target}, target, 1)] == []
+
+
+@pytest.fixture
+def load(gloo_pair: RankGroup, bundled: ModelSource) -> Callable[..., RankGroup]:
+    """`load(_TP, backend="deepspeed")`: two ranks that share the bundled model."""
+
+    def load_shared(place: str, **fields: Any) -> RankGroup:
+        case = msgspec.structs.replace(_CASE, load_format=bundled.load_format, **fields)
+        gloo_pair.ask(worker.load, case, bundled, place, phase="load", timeout_s=120)
+        return gloo_pair
+
+    return load_shared
+
+
+def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return group.ask(worker.call, fn, args, phase="forward", timeout_s=60)
+
+
+def _assert_plan_is_its_batches(group: RankGroup, workload: str = logits.LEAN) -> list[Collective]:
+    """What is said of a plan is what its batches send, added up; return it."""
+    first, second = _run(group, ranks.of_plan, workload)
+    assert first == second
+    batches = _run(group, ranks.of_each_batch, workload)[0]
+    summed = [
+        _one(
+            same[0].collective,
+            sum(one.payload_bytes for one in same),
+            sum(one.wire_bytes for one in same),
+            calls=sum(one.calls for one in same),
+        )
+        for same in zip(*batches, strict=True)
+    ]
+    assert first == summed
+    return summed
+
+
+def _hidden(vocabulary: int = 0) -> tuple[int, int]:
+    """Return bytes of the plan's hidden states, and of the logits of the tokens that it predicts."""
+    plan = ranks.make_plan()
+    tokens = sum(batch.padded_tokens for batch in plan.batches)
+    predicted = sum(batch.predicted for batch in plan.batches)
+    return tokens * _HIDDEN * _ELEMENT, predicted * vocabulary * _ELEMENT
+
+
+def test_transformers_sends_hidden_states_and_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
+    """Two all-reduces a layer, one of the embedding, and a gather of the logits that are predicted."""
+    said = _assert_plan_is_its_batches(load(_TP))
+    batches, reductions = len(ranks.make_plan().batches), 2 * _LAYERS + 1
+    hidden, logits = _hidden(bundled.config["vocab_size"])
+    assert said == [
+        _one("all_reduce", reductions * hidden, reductions * hidden, calls=reductions * batches),
+        _one("all_gather", logits // 2, logits // 2, calls=batches),
+    ]
+
+
+def test_full_logits_are_sent_for_every_padded_token(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
+    """Scored as the harness does, whatever is predicted; the KV cache stays where it is."""
+    said = _assert_plan_is_its_batches(load(_TP), logits.FULL_LOGITS)
+    plan, reductions = ranks.make_plan(), 2 * _LAYERS + 1
+    hidden, batches = _hidden()[0], len(plan.batches)
+    size = sum(batch.padded_tokens for batch in plan.batches) * bundled.config["vocab_size"] * _ELEMENT
+    assert said == [
+        _one("all_reduce", reductions * hidden, reductions * hidden, calls=reductions * batches),
+        _one("all_gather", size // 2, size // 2, calls=batches),
+    ]
+
+
+def test_bytes_per_padded_token_do_not_depend_on_the_batch(load: Callable[..., RankGroup]) -> None:
+    """So a change of the program shows whatever the batch size is."""
+    group = load(_TP)
+    small, large = (_run(group, ranks.of_forward, *shape)[0] for shape in ((1, 7), (8, 40)))
+    assert [one.calls for one in small] == [one.calls for one in large]
+    assert [Fraction(one.payload_bytes, 7) for one in small] == [Fraction(one.payload_bytes, 320) for one in large]
+
+
+@_NEEDS_DEEPSPEED
+def test_autotp_sums_its_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
+    """Two all-reduces a layer, and one of whole logits; the same when it goes through shared memory, by its own op."""
+    group = load(_TP, backend="deepspeed")
+    said = _assert_plan_is_its_batches(group)
+    hidden, logits = _hidden(bundled.config["vocab_size"])
+    size, calls = 2 * _LAYERS * hidden + logits, (2 * _LAYERS + 1) * len(ranks.make_plan().batches)
+    assert said == [_one("all_reduce", size, size, calls=calls)]
+    group.ask(ranks.reduce_through_shared_memory, phase="forward", timeout_s=60)
+    try:
+        assert _assert_plan_is_its_batches(group) == said
+    finally:
+        group.ask(ranks.reduce_through_the_group, phase="forward", timeout_s=60)
+
+
+@_NEEDS_DEEPSPEED
+def test_injected_kernels_sum_hidden_states(load: Callable[..., RankGroup]) -> None:
+    """Two all-reduces a layer, by DeepSpeed's own call of torch.distributed; embedding and head are on every rank."""
+    said = _assert_plan_is_its_batches(load(_IOK, strategy="iok", backend="deepspeed"))
+    size = 2 * _LAYERS * _hidden()[0]
+    assert said == [_one("all_reduce", size, size, calls=2 * _LAYERS * len(ranks.make_plan().batches))]
+
+
+@_NEEDS_DEEPSPEED
+@pytest.mark.parametrize(("place", "strategy", "logits_sent"), [(_TP, "tp", 1), (_IOK, "iok", 0)])
+def test_deepspeed_sends_full_logits_where_it_sends_any(
+    load: Callable[..., RankGroup], bundled: ModelSource, place: str, strategy: str, logits_sent: int
+) -> None:
+    """AutoTP sums those of every padded token; injected kernels have the whole head on every rank."""
+    said = _assert_plan_is_its_batches(load(place, strategy=strategy, backend="deepspeed"), logits.FULL_LOGITS)
+    plan, hidden = ranks.make_plan(), _hidden()[0]
+    tokens = sum(batch.padded_tokens for batch in plan.batches)
+    size = 2 * _LAYERS * hidden + logits_sent * tokens * bundled.config["vocab_size"] * _ELEMENT
+    assert said == [_one("all_reduce", size, size, calls=(2 * _LAYERS + logits_sent) * len(plan.batches))]
+
+
+def test_real_ranks_are_counted_each(load: Callable[..., RankGroup]) -> None:
+    """Over gloo: who sends and who receives is told apart."""
+    reduced = _one("all_reduce", 40, 40)
+    assert _run(load(_TP), ranks.exchange) == [
+        [reduced, _one("send", 40, 40)],
+        [reduced, _one("recv", 40, 40)],
+    ]
+
+
+def test_ranks_that_share_nothing_are_an_error(load: Callable[..., RankGroup]) -> None:
+    """A model that every rank has to itself would be measured as if it were shared."""
+    seen = _run(load(_TP), ranks.of_each_for_itself)
+    with pytest.raises(ValueError, match="no collective was seen in a forward of rank 0 of 2"):
+        traffic.check(seen)
+    with pytest.raises(ValueError, match="of rank 1 of 2"):
+        traffic.check([[_one("all_reduce", 40, 40)], []])
+    traffic.check([[]])
+
+
+def test_a_single_process_sends_nothing(bundled: ModelSource) -> None:
+    """Mp on a CPU has no other device to copy to, and that is no error."""
+    loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
+    assert ranks.of_plan(loaded) == []
+
+
+@pytest.mark.parametrize("workload", logits.WORKLOADS.values())
+def test_accelerates_hooks_are_seen(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, workload: str) -> None:
+    """Hidden states move once and rotary tables to every layer, whose bytes go by the length of a row alone."""
+    model: Any = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled).model
+    second = {"model.layers.1": "meta", "model.norm": "meta", "lm_head": "meta"}
+    for name, device in second.items():
+        module = model.get_submodule(name).to(device)
+        # As mp has it: a KV cache stays on the device of its layer.
+        add_hook_to_module(module, AlignDevicesHook(execution_device=device, skip_keys="past_key_values"))
+    # The meta device stands for a second GPU, and computes nothing.
+    monkeypatch.setattr(traffic, "_between_gpus", lambda source, target: source != target)
+    cpu = torch.device("cpu")
+    loaded = Loaded(model=model, config=model.config, input_device=cpu, devices=(cpu,))
+    (said,) = ranks.of_plan(loaded, workload)
+    each = [
+        traffic._records(traffic._of_forward(loaded, batch.rows, batch.width, batch.predicted, workload))[0]
+        for batch in ranks.make_plan().batches
+    ]
+    assert said.collective == "peer_copy"
+    assert said.calls == sum(one.calls for one in each)
+    assert said.payload_bytes == said.wire_bytes == sum(one.payload_bytes for one in each)
+    assert _hidden()[0] < said.payload_bytes < 2 * _hidden()[0]
+
+
+def test_traffic_that_depends_on_more_is_an_error(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource) -> None:
+    """Rather than a figure that a case never had."""
+    loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
+
+    def of_forward(_loaded: object, rows: int, width: int, _predicted: int, _workload: str) -> traffic._Tally:
+        return {"peer_copy": (Fraction(1), Fraction(rows * width**2), Fraction(rows * width**2))}
+
+    monkeypatch.setattr(traffic, "_of_forward", of_forward)
+    with pytest.raises(ValueError, match=r"traffic of 2 rows of \d+ tokens, .* 1 peer_copy of \d+ bytes; smaller"):
+        ranks.of_plan(loaded)
+
+
+def test_what_is_received_is_not_counted_twice() -> None:
+    """Per sequence, the bytes of all ranks: a receiver's are the sender's."""
+    sent, received = [_one("send", 40, 40)], [_one("recv", 40, 40), _one("all_reduce", 8, 12)]
+    assert traffic.wire_bytes_per_sequence([sent, received], 4) == 13.0

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import datetime
+
+import msgspec
+from support.report_factory import make_report, make_result
+from support.verdict_factory import with_launches
+
+from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.render import charts
+from pytest_llmgpu.render.charts import Chart
+from pytest_llmgpu.report.file import Commit, Report
+from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
+
+
+def _report(level: float, sha: str = "a") -> Report:
+    results = [with_launches([level] * 3, strategy=strategy) for strategy in ("mp", "tp")]
+    report = make_report(results)
+    report.commit = Commit(sha=sha * 40)
+    return report
+
+
+def _ratio(report: Report) -> Chart | None:
+    return next((chart for chart in charts.of_report(report).charts if chart.id == "ratio"), None)
+
+
+def _judged(report: Report, base: Report) -> Report:
+    report.verdicts = judge.judge(base, report, Policy(), today=datetime.date(2026, 1, 1))
+    return report
+
+
+def _verdicts(sha: str, ratio: float) -> Verdicts:
+    row = Row(key="k", id="mp-bs1", metric="time", verdict="OK", reason="as before.", ratio=ratio, low=0.9, high=1.1)
+    return Verdicts(
+        baseline=Baseline(commit=sha * 40), policy="", policy_sha256="0" * 64, armed=Armed(compared=1), rows=[row]
+    )
+
+
+def test_a_slower_case_has_its_ratio_and_interval() -> None:
+    """By the gate, which pairs batches."""
+    chart = _ratio(_judged(_report(1.5), _report(1.0)))
+    assert chart is not None
+    name, verdict, ratio, low, high, launches, _ = chart.rows[0]
+    assert (name, verdict, ratio, launches) == ("mp-bs1", "REGRESSED", "1.5", "3")
+    assert float(low) < 1.5 < float(high)
+    assert "2 slower" in chart.summary
+
+
+def test_without_a_baseline_nothing_is_compared() -> None:
+    """And nothing is said to be missing."""
+    found = charts.of_report(_report(1.0))
+    assert not [line for line in found.omitted if "baseline" in line]
+    assert _ratio(_report(1.0)) is None
+
+
+def test_the_verdicts_of_the_report_are_drawn_and_no_others() -> None:
+    """They were made by the policy and the calibration of whoever ran the gate, whatever commit they are against."""
+    report = _report(1.5)
+    report.verdicts = _verdicts("b", 1.01)
+    chart = _ratio(report)
+    assert chart is not None
+    assert [row[:3] for row in chart.rows] == [["mp-bs1", "OK", "1.01"]]
+
+
+def test_slower_and_faster_have_colours_of_their_own() -> None:
+    """Those of the strategies mean something else."""
+    chart = _ratio(_judged(_report(1.5), _report(1.0)))
+    assert chart is not None
+    used = [
+        layer["encoding"]["color"]["scale"]["range"] for layer in chart.spec["layer"] if "color" in layer["encoding"]
+    ]
+    assert set(used) == {"ordinal"}
+    kinds = chart.spec["layer"][-1]["encoding"]["color"]["scale"]["domain"]
+    assert len(charts.theme(dark=False)["range"]["ordinal"]) >= len(kinds)
+
+
+def test_cases_that_cannot_be_paired_have_their_reason() -> None:
+    """Other batches than the baseline's: in the table, where other cases are drawn."""
+    report = _report(1.5)
+    launches = report.cases[0].launches
+    report.cases[0].launches = [msgspec.structs.replace(launch, plan_sha256="0" * 64) for launch in launches]
+    chart = _ratio(_judged(report, _report(1.0)))
+    assert chart is not None
+    assert [row["c"] for row in chart.spec["data"]["values"]] == ["tp-bs1"]
+    assert chart.rows[0][:3] == ["mp-bs1", "NOT_COMPARABLE", "-"]
+
+
+def test_a_baseline_of_other_cases_is_named_as_the_reason() -> None:
+    """Rather than an empty chart."""
+    found = charts.of_report(_judged(make_report([make_result()]), make_report([make_result(strategy="tp")])))
+    (reason,) = [line for line in found.omitted if line.startswith("Time against the baseline")]
+    assert reason.startswith("Time against the baseline: no case")

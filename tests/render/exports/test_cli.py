@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.export_reports import judged, row, two_strategies, verdicts
+from support.stored_reports import measured
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.render.exports import FORMATS, export
+from pytest_llmgpu.report.file import Commit, dump
+from pytest_llmgpu.store.store import save
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_export_writes_to_stdout_or_to_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text, once with `-` or nothing, once with a path."""
+    report = two_strategies()
+    dump(report, Path("report.json"))
+    expected = export(name).render(report) + "\n"
+    for arguments in ([], ["--output", "-"]):
+        assert main(["export", name, "report.json", *arguments]) == 0
+        assert capsys.readouterr().out == expected
+    assert main(["export", name, "report.json", "--output", "out"]) == 0
+    assert capsys.readouterr().out == ""
+    assert Path("out").read_text(encoding="utf-8") == expected
+
+
+def test_export_reads_the_store(capsys: pytest.CaptureFixture[str]) -> None:
+    """A report can be meant as everywhere else."""
+    save(measured(), Path(".llmgpu"))
+    assert main(["export", "csv", "latest"]) == 0
+    assert "\nmp-bs1," in capsys.readouterr().out
+
+
+def test_export_holds_the_report_against_a_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    """The verdicts are those of the gate, by the policy that lies here or the one that is named."""
+    base = two_strategies(oom=())
+    dump(base, Path("base.json"))
+    dump(two_strategies(), Path("head.json"))
+    assert main(["export", "pytest-benchmark", "head.json", "--baseline", str(Path("base.json").resolve())]) == 0
+    found = json.loads(capsys.readouterr().out)["llmgpu"]["verdicts"]
+    assert found["baseline"]["name"] == "base.json"
+    assert [one["verdict"] for one in found["rows"]].count("CAPACITY_REGRESSED") == 2
+    Path("policy.toml").write_text("[time]\nmargin = 0.5\n", encoding="utf-8")
+    assert main(["export", "pytest-benchmark", "head.json", "--baseline=base.json", "--policy=policy.toml"]) == 0
+    again = json.loads(capsys.readouterr().out)["llmgpu"]["verdicts"]
+    assert "margin = 0.5" in again["policy"]
+    assert "margin = 0.5" not in found["policy"]
+
+
+def test_export_takes_the_verdicts_of_a_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a gate wrote is shown as it is, and takes the place of what the report holds."""
+    dump(judged(two_strategies(), two_strategies()), Path("report.json"))
+    Path("verdicts.json").write_bytes(msgspec.json.encode(verdicts([row("FAILED", "outcome", id="mp-bs8")])))
+    assert main(["export", "github-annotations", "report.json", "--verdicts", "verdicts.json"]) == 0
+    assert "FAILED%3A mp-bs8%2C outcome" in capsys.readouterr().out
+
+
+def test_export_refuses_the_verdicts_of_another_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its rows would pass for this one's; of the report that was judged they are taken, in whatever file it is."""
+    ours, other = two_strategies(), two_strategies()
+    ours.created, other.created = "2026-01-02T03:04:05Z", "2026-01-02T03:04:06Z"
+    other.commit = Commit(sha="b" * 40)
+    for report, path in ((ours, "ours.json"), (ours, "copy.json.gz"), (other, "other.json")):
+        dump(report, Path(path))
+    main(["gate", "other.json", "ours.json", "--json", "verdicts.json"])
+    capsys.readouterr()
+    for path in ("ours.json", "copy.json.gz"):
+        assert main(["export", "csv", path, "--verdicts", "verdicts.json"]) == 0
+    capsys.readouterr()
+    assert main(["export", "csv", "other.json", "--verdicts", "verdicts.json"]) == 2
+    said = (
+        "llmgpu: verdicts verdicts.json: are of another report, of 2026-01-02T03:04:05Z; "
+        "this one is of 2026-01-02T03:04:06Z and commit bbbbbbbb\n"
+    )
+    assert capsys.readouterr() == ("", said)
+
+
+def test_nothing_to_annotate_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even an empty line."""
+    dump(two_strategies(oom=()), Path("report.json"))
+    assert main(["export", "github-annotations", "report.json"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["export", "github-annotations", "report.json", "--output", "out"]) == 0
+    assert Path("out").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["missing.json"], "missing.json"),
+        (["report.json", "--baseline", "missing.json"], "missing.json"),
+        (["report.json", "--policy", "p.toml"], "--policy: is for --baseline"),
+        (["report.json", "--today", "2026-01-02"], "--today: is for --baseline"),
+        (["report.json", "--verdicts", "missing.json"], "verdicts missing.json: cannot be read: No such file"),
+        (["report.json", "--verdicts", "report.json"], "verdicts report.json: Object missing required field"),
+        (["report.json", "--verdicts", "deep.json"], "verdicts deep.json: "),
+        (["report.json", "--output", "report.json/x"], "report.json/x: cannot be written: "),
+        (["report.json", "--output", "."], ".: cannot be written: Is a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the file, or the flag, and what is wrong."""
+    dump(two_strategies(), Path("report.json"))
+    Path("deep.json").write_bytes(b"[" * 100_000)
+    assert main(["export", "csv", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("llmgpu: ")
+    assert named in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["xml", "report.json"], ["csv", "r.json", "--baseline=a", "--verdicts=b"]])
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown format names the known ones; verdicts come from one place."""
+    with pytest.raises(SystemExit) as caught:
+        main(["export", *arguments])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count(os.linesep) == 1

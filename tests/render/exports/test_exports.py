@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from support.export_reports import NASTY, judged, nasty, two_strategies
+from support.report_factory import make_failed, make_report, make_result
+from support.verdict_factory import with_launches
+
+from pytest_llmgpu.render.exports import FORMATS, export
+from pytest_llmgpu.render.exports.figures import figures, launches_s, names
+from pytest_llmgpu.report.file import Report
+
+_JSON = ["bencher", "github-action-benchmark-bigger", "github-action-benchmark-smaller", "pytest-benchmark"]
+
+
+def _no_constant(text: str) -> Any:
+    raise AssertionError(f"{text} is no JSON")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "report", [make_report(), make_report([make_failed("interrupted")]), two_strategies(), nasty()]
+)
+def test_every_format_takes_every_report(name: str, report: Report) -> None:
+    """An empty one, one without figures, a usual one and a hostile one give text without a line break at its end."""
+    text = export(name).render(report)
+    assert text == text.rstrip("\n")
+    assert not {"\x1b", "\u202e", "\r"} & set(text)
+    if name in _JSON:
+        assert isinstance(json.loads(text, parse_constant=_no_constant), (dict, list))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_out_of_memory_does_not_vanish(name: str) -> None:
+    """A case without a time is in every format: as its outcome where there is a word for it, as a number elsewhere."""
+    before, after = (export(name).render(two_strategies(oom=oom)) for oom in ((), (64,)))
+    assert before != after
+    if name == "github-annotations":
+        assert "oom%3A tp-bs64" in after
+    elif name == "github-action-benchmark-bigger":
+        assert json.loads(after)[0]["value"] == json.loads(before)[0]["value"] - 1
+    else:
+        assert "tp-bs64" in after
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_exporting_changes_nothing(name: str) -> None:
+    """A report is as it was, and gives the same text again."""
+    report = judged(two_strategies(1.5), two_strategies())
+    before = msgspec.json.encode(report)
+    assert export(name).render(report) == export(name).render(report)
+    assert msgspec.json.encode(report) == before
+
+
+def test_an_unknown_format_names_the_known() -> None:
+    """Whoever mistypes a name is told what there is."""
+    with pytest.raises(ValueError, match=r"export format 'xml': allowed are bencher, csv, "):
+        export("xml")
+
+
+def test_exporting_needs_no_heavy_library() -> None:
+    """All formats load on a laptop, and none of them with the package of their names."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
+        "from pytest_llmgpu.render.exports import FORMATS, export\n"
+        "assert 'msgspec' not in sys.modules\n"
+        "assert all(export(name) for name in FORMATS)\n"
+        "import pytest_llmgpu.render.exports.junit\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_case_has_the_same_name_in_every_report() -> None:
+    """Tools that draw lines over commits know it again, whatever else ran beside it and in which order."""
+    first, second = make_result(model="llama-7b"), make_result(model="llama-13b", limit=64, load_format="dummy")
+    second.id = "mp-bs1#2"
+    assert names([first, second]) == [
+        "mp-bs1 (llama-7b, float16, 4 x cuda, hellaswag)",
+        "mp-bs1 (llama-13b with random weights, float16, 4 x cuda, first 64 of hellaswag)",
+    ]
+    assert sorted(names([second, first])) == sorted(names([first, second]))
+
+
+def test_two_measurements_of_one_case_have_two_names() -> None:
+    """None hides the other in a format whose keys are names."""
+    assert names([make_result(), make_result()])[1] == f"{names([make_result()])[0]} #2"
+
+
+def test_names_are_one_line_that_can_be_printed() -> None:
+    """Whatever a model or a dataset is called."""
+    for name in names(nasty().cases):
+        assert name.isprintable()
+        assert len(name) <= 500
+    assert NASTY not in names(nasty().cases)[0]
+
+
+def test_figures_give_the_range_over_launches() -> None:
+    """The time of a case is the median, between its fastest and its slowest launch."""
+    result = with_launches([1.0, 3.0, 2.0])
+    result.inference_s = 420.0
+    (time,) = (figure for figure in figures(result) if figure.name == "time")
+    assert (time.value, time.low, time.high) == (420.0, 210.0, 630.0)
+    assert launches_s(result) == [210.0, 630.0, 420.0]
+
+
+def test_a_case_that_did_not_complete_has_no_figures() -> None:
+    """The batches that it finished do not pass as its time."""
+    result = with_launches([1.0, 2.0])
+    result.outcome = "timeout"
+    assert figures(result) == []
+    assert launches_s(result) == []
+
+
+def test_chance_is_no_accuracy() -> None:
+    """Random weights answer by chance: nobody should draw a line of that."""
+    for load_format, expected in (("auto", True), ("dummy", False)):
+        (result,) = two_strategies().cases[:1]
+        result.case = msgspec.structs.replace(result.case, load_format=load_format)
+        assert ("accuracy" in {figure.name for figure in figures(result)}) == expected

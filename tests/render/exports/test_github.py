@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+import shlex
+import string
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.export_reports import NASTY, TODAY, judged, nasty, row, two_strategies, verdicts, without_traffic
+from support.judged_reports import on_h200, timed
+from support.report_factory import make_failed, make_report, make_result
+
+from pytest_llmgpu.cli import main, parser
+from pytest_llmgpu.gate.policy import Known, Policy
+from pytest_llmgpu.gate.selftest.injected_regressions import plants
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.render.exports import export, github_summary
+from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
+from pytest_llmgpu.render.exports.github_annotations import LIMIT
+from pytest_llmgpu.render.exports.github_summary import LIMIT_BYTES
+from pytest_llmgpu.render.exports.markdown_table import HEADER
+from pytest_llmgpu.render.exports.notices import notices
+from pytest_llmgpu.report.file import Report, dump
+from pytest_llmgpu.report.result import CaseResult, Finding
+
+_WORKFLOW = Path(__file__).parents[3] / "examples" / "github-actions.yml"
+
+
+def _summary(report: Report) -> str:
+    return export("github-summary").render(report)
+
+
+def _annotations(report: Report) -> list[str]:
+    return export("github-annotations").render(report).splitlines()
+
+
+def _parsed(command: str) -> tuple[str, dict[str, str], str]:
+    """Return what a runner makes of a line: command, properties, message."""
+    found = re.fullmatch(r"::(\w+) ([^:]*)::(.*)", command)
+    assert found is not None
+    pairs = dict(pair.split("=", 1) for pair in found[2].split(","))
+
+    def back(text: str) -> str:
+        for mark, letter in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
+            text = text.replace(mark, letter)
+        return text
+
+    return found[1], {name: back(value) for name, value in pairs.items()}, back(found[3])
+
+
+def _finding(severity: Any, text: str = "Something.") -> Finding:
+    return Finding(code=f"a-{severity}", severity=severity, text=text, next_step="Do something.")
+
+
+def test_annotations_are_at_most_as_many_as_github_keeps() -> None:
+    """The worst are kept, and the last one says how many more there are."""
+    report = make_report()
+    rows = [row("INCONCLUSIVE", id=f"mp-bs{number}") for number in range(20)]
+    report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("FAILED", id="tp-bs2", metric="outcome")])
+    lines = _annotations(report)
+    assert len(lines) == LIMIT
+    assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * 8]
+    assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: FAILED: tp-bs2, outcome"
+    assert _parsed(lines[-1])[2].startswith("13 more are not shown")
+    report.verdicts = verdicts(rows[:LIMIT])
+    assert len(_annotations(report)) == LIMIT
+    assert "more" not in _annotations(report)[-1]
+
+
+def test_an_annotation_stands_at_its_test() -> None:
+    """The file of the node id, so that GitHub shows it there; its lines stay lines."""
+    regressed = msgspec.structs.replace(
+        row("REGRESSED", reason="+5 %.\nRun it again."), nodeid="a/test_b.py::test_c[x]"
+    )
+    report = make_report()
+    report.verdicts = verdicts([regressed])
+    (line,) = _annotations(report)
+    assert _parsed(line) == (
+        "error",
+        {"file": "a/test_b.py", "line": "1", "title": "pytest-llmgpu: REGRESSED: mp-bs8, time"},
+        "+5 %.\nRun it again.",
+    )
+
+
+def test_annotations_hold_no_command_of_a_user() -> None:
+    """Each is one line, whose properties and message are the text as it was given."""
+    for line in _annotations(nasty()):
+        _, properties, message = _parsed(line)
+        assert set(properties) == {"file", "line", "title"} or set(properties) == {"title"}
+        assert message
+        assert not set("\r\x1b\u202e") & set(line)
+    assert any("::error::%0A" in _parsed(line)[2] for line in _annotations(nasty()))
+
+
+def test_what_is_as_it_should_be_is_not_annotated() -> None:
+    """A green comparison says nothing, and nor does a case that is new."""
+    report = make_report()
+    report.verdicts = verdicts([row("OK"), row("IMPROVED"), row("NEW"), row("NO_BASELINE")])
+    assert export("github-annotations").render(report) == ""
+
+
+def test_loudness_is_that_of_the_gate() -> None:
+    """What fails by the policy in force is an error, what does not a warning: known, not gated, or let pass."""
+    report = judged(two_strategies(), two_strategies(oom=()))
+    assert notices(report)[0].level == "failure"
+    known = Known(case="tp-bs64", metric="outcome", reason="bug 7", expires=TODAY)
+    series = Known(case="tp", metric="largest_batch", reason="bug 7", expires=TODAY)
+    report = judged(two_strategies(), two_strategies(oom=()), Policy(known=[known, series], on_inconclusive="pass"))
+    told = {notice.title: notice for notice in notices(report)}
+    assert told["CAPACITY_REGRESSED: tp-bs64, outcome"].level == "warning"
+    assert told["CAPACITY_REGRESSED: tp-bs64, outcome"].text.endswith("Known: bug 7")
+    strict = judged(two_strategies(), two_strategies(), Policy(on_inconclusive="fail"))
+    assert {notice.level for notice in notices(strict) if "INCONCLUSIVE" in notice.title} == {"failure"}
+
+
+def test_without_verdicts_findings_and_outcomes_are_told() -> None:
+    """A crash is an error, out of memory an answer; a finding counts by its severity, and is told once."""
+    result = make_result(batch_size=2)
+    result.findings = [_finding("warning"), _finding("info"), _finding("failure")]
+    crashed = make_failed("crashed", batch_size=4)
+    found = notices(make_report([make_failed("oom", batch_size=8), result, crashed]))
+    assert [(notice.level, notice.title) for notice in found] == [
+        ("failure", "a-failure: mp-bs2"),
+        ("failure", "crashed: mp-bs4"),
+        ("warning", "a-warning: mp-bs2"),
+        ("info", "oom: mp-bs8"),
+    ]
+    crashed.findings = [_finding("failure")]
+    assert [notice.title for notice in notices(make_report([crashed]))] == ["a-failure: mp-bs4"]
+
+
+def test_a_case_whose_end_was_judged_is_told_once() -> None:
+    """Its row says it, so that its findings and its bare outcome do not; a case that completed keeps its findings."""
+    head = two_strategies()
+    head.cases[0].findings = [_finding("warning")]
+    for number, result in enumerate(head.cases[2:]):
+        result.outcome = "crashed"
+        result.findings = [_finding("failure")] * number
+    told = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
+    assert sorted(told) == [
+        "FAILED: tp-bs64, outcome",
+        "FAILED: tp-bs8, outcome",
+        "INCONCLUSIVE: mp-bs64, time",
+        "INCONCLUSIVE: mp-bs8, time",
+        "a-warning: mp-bs8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("report", "headline"),
+    [
+        (judged(two_strategies(), two_strategies(oom=())), r"❌ 2 fail \(2 CAPACITY REGRESSED, "),
+        (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 INCONCLUSIVE, .* OK"),
+        (judged(two_strategies(), None), r"❌ nothing that can fail was compared \(\d+ NO BASELINE"),
+        (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ nothing that can fail was compared \("),
+        (
+            judged(two_strategies(), without_traffic(), Policy(require_armed=True)),
+            r"❌ not all that is gated was compared \(3 INCONCLUSIVE",
+        ),
+        (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
+        (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
+        (make_report(), r"nothing was compared$"),
+    ],
+)
+def test_the_first_line_of_the_summary_says_what_came_out(report: Report, headline: str) -> None:
+    """Green is only what was compared, and told."""
+    first = _summary(report).splitlines()[0]
+    assert re.match(rf"## LLM inference: {headline}", first), first
+
+
+def test_only_a_comparison_without_open_ends_is_green() -> None:
+    """Every row that was compared is OK, and something that can fail was compared."""
+    report = make_report()
+    report.verdicts = verdicts([row("OK")])
+    assert _summary(report).startswith("## LLM inference: ✅ none fails (1 OK)")
+    report.verdicts = verdicts([row("OK")], gated=0)
+    assert "✅" not in _summary(report).splitlines()[0]
+
+
+def test_the_summary_begins_with_the_worst() -> None:
+    """What failed comes before what is open, what is open before the cases, and what is fine is folded away."""
+    report = judged(two_strategies(sent=50e6), two_strategies(oom=()))
+    assert report.verdicts is not None
+    report.verdicts.warnings.append("differs from the baseline: driver")
+    page = _summary(report)
+    places = [page.index(text) for text in ("CAPACITY REGRESSED |", "| INCONCLUSIVE |", "driver", HEADER[0], "| OK |")]
+    assert places == sorted(places)
+    assert page.count("<details>") == page.count("</details>") == 2
+    assert "4 rows compared" not in page
+    assert f"{report.verdicts.armed.compared} rows compared" in page
+
+
+def test_a_summary_that_is_too_large_is_cut_and_says_so() -> None:
+    """The page stays below what GitHub takes, the worst stays on it, and every cut is counted."""
+    report = make_report([make_result() for _ in range(3000)])
+    for number, result in enumerate(report.cases):
+        result.id = f"mp-bs{number}"
+    lost = [row("REGRESSED", id=f"mp-bs{number}", reason="ä" * 400) for number in range(2000)]
+    fine = [row("OK", "memory", id=result.id) for result in report.cases]
+    report.verdicts = verdicts([*lost, row("FAILED", "outcome", id="mp-bs2999", reason="the worst"), *fine])
+    page = _summary(report)
+    assert LIMIT_BYTES - 2000 < len(page.encode()) <= LIMIT_BYTES
+    assert page.index("the worst") < 1000
+    cut = [int(number.replace(",", "")) for number in re.findall(r"\*\*([\d,]+) more lines are left out", page)]
+    assert len(cut) == 3
+    assert sum(cut) + page.count("<code>mp-bs") == 2000 + 1 + 3000 + 3000
+    assert page.endswith("The report has them all.**")
+
+
+def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the limit is, as long as titles fit; nothing is left out where all fits."""
+    report = judged(two_strategies(), two_strategies(oom=()))
+    whole = len(_summary(report).encode())
+    for limit in range(2500, whole + 2000, 97):
+        monkeypatch.setattr(github_summary, "LIMIT_BYTES", limit)
+        page = _summary(report)
+        assert len(page.encode()) <= limit
+        if limit > whole + 1000:
+            assert "left out" not in page
+
+
+def test_tables_keep_their_columns_whatever_is_in_them() -> None:
+    """A name with pipes and line breaks is one cell, and runs no HTML."""
+    for text in (export("markdown").render(nasty()), _summary(nasty())):
+        tables = [line for line in text.splitlines() if line.startswith("|")]
+        assert tables
+        widths = {line.count("|") for line in tables}
+        assert widths <= {10, 9}
+        assert not re.search(r"<(?!/?(?:code|br|details|summary)>|!-- -->)", text)
+        assert not re.search(r"@\w|\bhttps?://|www\.|::error::%0A *$", text)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("markdown_it") is None, reason="renders Markdown by markdown-it-py")
+def test_escaped_text_shows_as_it_is() -> None:
+    """Rendered, in a paragraph as in a table, it reads as it was given and holds no markup of its own."""
+    markdown_it = importlib.import_module("markdown_it")
+    renderer = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    table = f"| a | b |\n|---|---|\n| {code(NASTY)} | {markdown(NASTY)} |"
+    page = renderer.render(table)
+    cells = re.findall(r"<td>(.*?)</td>", page, re.DOTALL)
+    assert len(cells) == 2
+    for cell in cells:
+        plain = cell.replace("<!-- -->", "").removeprefix("<code>").removesuffix("</code>")
+        assert "<" not in plain
+        shown = plain.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").replace("&quot;", '"')
+        assert shown == one_line(NASTY)
+
+
+def test_a_cell_of_a_table_of_cases_reads_well() -> None:
+    """Times, rates, memory and traffic have their units; a wrong answer and a failure stand by the outcome."""
+    text = export("markdown").render(judged(two_strategies(), two_strategies(oom=())))
+    lines = text.splitlines()
+    assert lines[:2] == list(HEADER)
+    assert lines[2] == (
+        "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.07 "
+        "| 75.00 % | 17.00 GiB | 40.000 MB | INCONCLUSIVE: time |"
+    )
+    assert (
+        "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | CAPACITY REGRESSED: outcome |" in lines[5]
+    )
+    assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | CAPACITY REGRESSED: largest batch |"
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "escaped"),
+    [
+        (one_line, "a\n\tb\x00\u202ec\ud800 ", "a b c"),
+        (one_line, "x" * 501, "x" * 499 + "…"),
+        (markdown, "a_b _c_ 2*3", "a_b &#95;c&#95; 2&#42;3"),
+        (markdown, "&#124; <b>", "&#38;&#35;124; &#60;b>"),
+        (markdown, "https://a www.b @c", "https&#58;//a www&#46;b @<!-- -->c"),
+        (spreadsheet, "=1+1", "'=1+1"),
+        (spreadsheet, " \n-x", "'-x"),
+        (spreadsheet, "a=1", "a=1"),
+        (command_value, "100%\r\n::x,y", "100%25%0D%0A::x,y"),
+        (command_property, "a:b,c%0A", "a%3Ab%2Cc%250A"),
+    ],
+)
+def test_text_is_escaped(function: Any, text: str, escaped: str) -> None:
+    """Each format's own signs stand for themselves."""
+    assert function(text) == escaped
+
+
+def test_a_gate_that_compared_nothing_is_an_annotation() -> None:
+    """It fails the job with no row that fails: the page says why, first."""
+    report = judged(two_strategies(), None)
+    command, properties, text = _parsed(_annotations(report)[0])
+    assert (command, properties["title"]) == ("error", "pytest-llmgpu: Gate")
+    assert text.startswith("NOT ARMED: a gate that compares nothing is not green")
+    allowed = judged(two_strategies(), None, Policy(allow_no_baseline=True))
+    assert not [line for line in _annotations(allowed) if line.startswith("::error")]
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Any:
+    """The workflow to copy."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
+    return yaml.safe_load(_WORKFLOW.read_text(encoding="utf-8"))
+
+
+def _commands(text: str, environ: dict[str, str]) -> list[list[str]]:
+    """Return the arguments of each `llmgpu` in a script, as a shell passes them on."""
+    text = string.Template(text).safe_substitute(environ).replace('"${verdicts[@]}"', "--verdicts verdicts.json")
+    found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
+    return [shlex.split(arguments, comments=True) for arguments in found]
+
+
+def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
+    """Each one, also of the comments: its flags are there, and its formats."""
+    commented = re.sub(r"^\s*# ?(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    commands = _commands(commented.replace("\n          --", " --"), {"BASE": "main"})
+    exports = ["export"] * 2
+    assert [arguments[0] for arguments in commands] == ["promote", "calibrate", "gate", *exports, "html", *exports]
+    for arguments in commands:
+        assert callable(parser().parse_args(arguments).run)
+    assert workflow["jobs"]["judge"]["needs"] == "measure"
+    (measure,) = [step["run"] for step in workflow["jobs"]["measure"]["steps"] if step.get("name") == "Measure"]
+    flags = re.findall(r"--llmgpu-([a-z-]+)", measure)
+    assert {flag.replace("-", "_") for flag in flags} <= {field.name for field in dataclasses.fields(Options)}
+    uploads = [step for step in workflow["jobs"]["measure"]["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert [step["if"] for step in uploads] == ["always()"]
+
+
+def test_the_workflow_s_gate_catches_a_slowdown_of_5_percent(
+    workflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the runner's noise, which the commit has that is merged into; without it four launches cannot tell."""
+    monkeypatch.chdir(tmp_path)
+    quiet = [1 + 0.001 * number for number in range(10)]
+    recorded = on_h200([timed(*quiet[:8:2])])
+    dump(on_h200([timed(*quiet)]), Path("launches.json"))
+    dump(recorded, Path(workflow["env"]["BASELINE"]))
+    assert main(["calibrate", "launches.json", "--output", workflow["env"]["CALIBRATION"]]) == 0
+    Path("pyproject.toml").write_text("[project]\nname = 'x'\n")
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for arguments in (("init", "-q", "-b", "main"), ("add", "."), ("commit", "-q", "-m", "rules")):
+        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+    (script,) = [step["run"] for step in workflow["jobs"]["judge"]["steps"] if step.get("name") == "Gate"]
+    (gate,) = _commands(script, {**workflow["env"], "BASE": "main"})
+    (slower,) = [plant for plant in plants(0.05) if plant.name == "time"]
+    for planted, status in ((False, 0), (True, 1)):
+        head = on_h200([timed(*quiet[1:8:2])], sha="b" * 40)
+        if planted:
+            found = slower.sow(head.cases[0], Policy())
+            assert isinstance(found, CaseResult)
+            head.cases = [found]
+        dump(head, Path("report.json.gz"))
+        assert main(gate) == status, capsys.readouterr().out
+    at = gate.index("--calibration")
+    assert main(gate[:at] + gate[at + 2 :]) == 0, "it is blind for 5 %"
+
+
+def test_the_workflow_s_bar_is_not_the_change_s_own(workflow: Any) -> None:
+    """A pull request is held against its target, a push against what was there before it."""
+    base = workflow["env"]["BASE"]
+    assert "github.event_name == 'push' && github.event.before" in base
+    assert "github.base_ref" in base

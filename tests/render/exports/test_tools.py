@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from support.export_reports import NASTY, judged, nasty, row, two_strategies, verdicts
+from support.report_factory import make_failed, make_report, make_result
+from support.verdict_factory import with_launches
+
+from pytest_llmgpu.render.exports import export
+from pytest_llmgpu.render.exports.csv_table import COLUMNS
+from pytest_llmgpu.render.exports.junit import properties, verdict_properties
+from pytest_llmgpu.report.file import Report
+
+_NEEDS_PYTEST_BENCHMARK = pytest.mark.skipif(
+    importlib.util.find_spec("pytest_benchmark") is None, reason="reads files back by pytest-benchmark, not installed"
+)
+
+_BENCHER = {
+    "type": "object",
+    "additionalProperties": {
+        "type": "object",
+        "additionalProperties": {
+            "type": "object",
+            "properties": {name: {"type": "number"} for name in ("value", "lower_value", "upper_value")},
+            "required": ["value"],
+            "additionalProperties": False,
+        },
+        "propertyNames": {"minLength": 1, "maxLength": 64},
+    },
+}
+
+
+def _rendered(name: str, report: Report) -> Any:
+    return json.loads(export(name).render(report))
+
+
+def _compare(*arguments: str) -> str:
+    code = "import sys; from pytest_benchmark.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "compare", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@_NEEDS_PYTEST_BENCHMARK
+def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own command finds the cases in both files, pairs them by name, and prints their times."""
+    monkeypatch.chdir(tmp_path)
+    for name, factor in (("0001_base", 1.0), ("0002_head", 1.25)):
+        Path(f"{name}.json").write_text(export("pytest-benchmark").render(two_strategies(factor)), encoding="utf-8")
+    table = _compare("0001_base.json", "0002_head.json", "--group-by=param:batch_size", "--csv=out.csv")
+    assert "batch_size=8': 4 tests" in table
+    assert "batch_size=64': 2 tests" in table  # tp is out of memory
+    assert "mp-bs8 (0001_base)" in table
+    lines = csv.DictReader(io.StringIO(Path("out.csv").read_text(encoding="utf-8")))
+    found = {(line["name"], float(line["mean"])) for line in lines}
+    assert ("mp-bs8 (huggyllama/llama-30b, float16, 4 x cuda, hellaswag)", 75.0) in found
+    changes = _compare("0001_base.json", "0002_head.json", "--between=mean")
+    assert changes.count("+25.0%") == 3
+
+
+@_NEEDS_PYTEST_BENCHMARK
+@pytest.mark.parametrize("report", [make_report(), make_report([make_failed()]), nasty()])
+def test_pytest_benchmark_reads_every_export(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither nothing to compare nor a hostile name makes it fail, or leave a file out with a warning."""
+    monkeypatch.chdir(tmp_path)
+    Path("report.json").write_text(export("pytest-benchmark").render(report), encoding="utf-8")
+    assert "Legend:" in _compare("report.json")
+
+
+@_NEEDS_PYTEST_BENCHMARK
+@pytest.mark.parametrize("count", range(1, 10))
+def test_figures_are_those_that_pytest_benchmark_would_have(count: int) -> None:
+    """Of the same rounds it would write the same figures, quartiles and outliers included."""
+    record = importlib.import_module("pytest_benchmark.stats").Stats  # by name: mypy runs where it is not installed
+    expected = record()
+    levels = [1.0, 1.1, 0.9, 1.05, 9.0, 1.2, 0.95, 1.15, 0.1][:count]
+    result = with_launches(levels)
+    for launch in result.launches:
+        expected.update(sum(launch.batches.latency_s))
+    (benchmark,) = _rendered("pytest-benchmark", make_report([result]))["benchmarks"]
+    found = benchmark["stats"]
+    assert found.pop("data") == pytest.approx(expected.data)
+    assert found.pop("iterations") == 1
+    assert found.pop("outliers") == expected.outliers
+    assert found == pytest.approx({name: getattr(expected, name) for name in record.fields if name != "outliers"})
+
+
+def test_pytest_benchmark_files_say_what_they_cannot_show() -> None:
+    """Cases without a time stand beside the benchmarks with their outcome, as verdicts do; no host is named."""
+    document = _rendered("pytest-benchmark", judged(two_strategies(), two_strategies(oom=())))
+    (missing,) = document["llmgpu"]["not_completed"]
+    assert missing["name"].startswith("tp-bs64 (")
+    assert missing["outcome"] == "oom"
+    assert {row["verdict"] for row in document["llmgpu"]["verdicts"]["rows"]} >= {"CAPACITY_REGRESSED"}
+    assert document["machine_info"]["node"] == ""
+    first = document["benchmarks"][0]
+    assert first["extra_info"]["figures"]["accuracy"] == {"value": 0.75, "unit": "acc_norm"}
+    assert first["extra_info"]["verdicts"]["traffic"] == "OK"
+
+
+def test_bencher_gets_its_own_measures_in_its_own_units() -> None:
+    """Latency is in nanoseconds, throughput in operations a second; both with the range over launches."""
+    result = with_launches([1.0, 3.0, 2.0])
+    result.inference_s, result.sequences_per_s = 420.0, 0.5
+    measures, largest = _rendered("bencher", make_report([result])).values()
+    assert set(largest) == {"largest-batch-size"}
+    assert measures["latency"] == {"value": 420e9, "lower_value": 210e9, "upper_value": 630e9}
+    assert measures["throughput"]["value"] == 0.5
+    assert measures["throughput"]["lower_value"] < measures["throughput"]["upper_value"]
+
+
+@pytest.mark.parametrize("report", [make_report(), two_strategies(), nasty()])
+def test_bencher_exports_fit_its_format(report: Report) -> None:
+    """Names of benchmarks and measures are no longer than it takes; values are numbers."""
+    document = _rendered("bencher", report)
+    jsonschema.validate(document, _BENCHER)
+    assert all(0 < len(name.encode()) <= 1024 for name in document)
+
+
+def test_bencher_is_told_of_outcomes_as_numbers() -> None:
+    """Out of memory and a crash are two numbers each; the largest batch size is one of the series."""
+    report = two_strategies()
+    report.cases.append(make_failed("crashed", strategy="iok"))
+    said = {name.split()[0]: measures for name, measures in _rendered("bencher", report).items()}
+    told = {
+        name: [said[name][measure]["value"] for measure in ("completed", "out-of-memory")]
+        for name in said
+        if "-" in name
+    }
+    assert told == {"mp-bs8": [1, 0], "mp-bs64": [1, 0], "tp-bs8": [1, 0], "tp-bs64": [0, 1], "iok-bs1": [0, 0]}
+    assert said["tp"] == {"largest-batch-size": {"value": 8}}
+
+
+def test_names_that_are_too_long_for_bencher_stay_apart() -> None:
+    """They end in a digest; 1024 bytes are fewer letters where those take several."""
+    long = [make_result(model="\N{GRINNING FACE}" * 300 + end) for end in "ab"]
+    found = _rendered("bencher", make_report(long))
+    assert len(found) == 4, "two cases, and the series of each"
+    for name in found:
+        assert 1000 < len(name.encode()) <= 1024
+        assert name.startswith(("mp-bs1 (\N{GRINNING FACE}", "mp (\N{GRINNING FACE}"))
+
+
+@pytest.mark.parametrize("direction", ["smaller", "bigger"])
+@pytest.mark.parametrize("report", [make_report(), make_report([make_failed()]), two_strategies(), nasty()])
+def test_github_action_benchmark_gets_what_it_takes(direction: str, report: Report) -> None:
+    """A list that is never empty, of its own name, a number and a unit; no name breaks a comment's table."""
+    entries = _rendered(f"github-action-benchmark-{direction}", report)
+    assert entries
+    assert len({entry["name"] for entry in entries}) == len(entries)
+    for entry in entries:
+        assert set(entry) <= {"name", "unit", "value", "range", "extra"}
+        assert type(entry["value"]) in {int, float}
+        assert entry["unit"]
+        assert not set("`|\n") & set(entry["name"])
+        assert all(isinstance(entry.get(key, ""), str) for key in ("unit", "range", "extra"))
+
+
+def test_github_action_benchmark_has_each_figure_in_the_file_of_its_direction() -> None:
+    """Time, memory and traffic should be small; rates, accuracy and the largest batch size should be large."""
+    found = {
+        direction: {
+            entry["name"].rpartition(": ")[2]: entry
+            for entry in _rendered(f"github-action-benchmark-{direction}", two_strategies())
+        }
+        for direction in ("smaller", "bigger")
+    }
+    assert set(found["smaller"]) == {"cases that did not complete", "time", "peak memory", "sent per sequence"}
+    assert set(found["bigger"]) == {
+        "cases that completed",
+        "sequences per second",
+        "tokens per second",
+        "accuracy",
+        "largest batch size",
+    }
+    assert found["smaller"]["time"]["value"] == 60.0
+    assert found["bigger"]["largest batch size"]["value"] == 8
+    assert found["smaller"]["cases that did not complete"]["extra"].startswith("oom: tp-bs64 (")
+
+
+def test_github_action_benchmark_shows_range_and_verdicts_at_a_point() -> None:
+    """The range is half of what lies between the launches; what the gate said of the case is in the tooltip."""
+    result = with_launches([1.0, 3.0])
+    report = make_report([result])
+    report.verdicts = verdicts([row("REGRESSED", id=result.id, reason="slower.\nMuch.")])
+    entry = _rendered("github-action-benchmark-smaller", report)[1]
+    assert entry["range"] == "± 210"
+    assert entry["extra"] == "2 launches\nREGRESSED (time): slower. Much."
+
+
+def test_csv_has_a_line_for_each_case_and_each_verdict_without_one() -> None:
+    """What only the baseline has, and series, come after the cases, the worst first."""
+    report = judged(two_strategies(oom=(64,)), two_strategies(oom=()))
+    gone = report.cases.pop(0)
+    report = judged(report, two_strategies(oom=()))
+    lines = list(csv.DictReader(io.StringIO(export("csv").render(report))))
+    assert [line["id"] for line in lines] == ["mp-bs64", "tp-bs8", "tp-bs64", "tp", gone.id]
+    by_id = {line["id"]: line for line in lines}
+    assert by_id["tp-bs64"]["outcome"] == "oom"
+    assert by_id["tp-bs64"]["inference_s"] == ""
+    assert by_id["tp-bs64"]["failure"] == "CUDA out of memory. Tried to allocate 2 GiB"
+    assert by_id["tp-bs64"]["verdict_outcome"] == "CAPACITY_REGRESSED"
+    assert by_id["tp-bs8"]["inference_s"] == "60.0"
+    assert by_id["tp-bs8"]["verdict_traffic"] == "OK"
+    assert by_id[gone.id]["verdict_outcome"] == "MISSING"
+    assert by_id["tp"]["verdict_largest_batch"] == "CAPACITY_REGRESSED"
+
+
+def test_csv_runs_nothing_in_a_spreadsheet() -> None:
+    """A cell that would be a formula begins with an apostrophe; one line stays one line."""
+    report = make_report([make_result(model="=1+1", dataset="@SUM(A1)"), nasty().cases[1]])
+    text = export("csv").render(report)
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert len(text.splitlines()) == 3
+    assert (lines[0]["model"], lines[0]["dataset"]) == ("'=1+1", "'@SUM(A1)")
+    assert lines[1]["model"].startswith("<script>alert(1)</script> | a`b`")
+    assert set(lines[1]) == set(COLUMNS)
+
+
+def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
+    """Appended to an item's user properties they are in the file, whatever they say, and it is well-formed."""
+    report = nasty()
+    rows = report.verdicts.rows if report.verdicts is not None else []
+    pairs = [*properties(report.cases[1]), *verdict_properties(rows[:1])]
+    pytester.makepyfile(
+        f"""
+        def test_case(request):
+            request.node.user_properties.extend({pairs!r})
+        """
+    )
+    pytester.runpytest_inprocess("--junit-xml=out.xml", "-p", "no:llmgpu").assert_outcomes(passed=1)
+    found = {one.get("name"): one.get("value") for one in ET.parse(pytester.path / "out.xml").iter("property")}
+    assert found == dict(pairs)
+    assert found["llmgpu.outcome"] == "crashed"
+    assert str(found["llmgpu.verdict.time"]).startswith("REGRESSED: <script>")
+
+
+def test_junit_properties_name_their_units() -> None:
+    """A figure's name says what it is in."""
+    pairs = dict(properties(two_strategies().cases[0]))
+    assert {name: pairs[f"llmgpu.{name}"] for name in ("time_s", "sequences_per_s", "tokens_per_s", "acc_norm")} == {
+        "time_s": "60.0",
+        "sequences_per_s": repr(64 / 60),
+        "tokens_per_s": repr(6400 / 60),
+        "acc_norm": "0.75",
+    }
+    assert pairs["llmgpu.memory_bytes"] == str(17.0 * 2**30)
+    assert pairs["llmgpu.traffic_bytes_per_sequence"] == "40000000.0"
+    assert all(NASTY not in value and value.isprintable() for _, value in properties(nasty().cases[0]))

@@ -1,0 +1,389 @@
+"""The page in a real browser: Debian's chromium and chromium-driver, without a screen and without a network."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from render.html.test_report import EVIL, row, study, verdicts
+from support.report_factory import GIB
+
+from pytest_llmgpu.render.html import report as html_report
+from pytest_llmgpu.report.result import Failure, Finding
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's tests need selenium")
+pytest.importorskip("jinja2", reason="the page needs the extra report")
+pytest.importorskip("vl_convert", reason="the page needs the extra report")
+
+_WAIT_S = 30
+_DRAWN = "return document.documentElement.dataset.ready === 'yes'"
+
+_CONTRASTS = """
+const channels = (color) => {
+  const [r, g, b, a = 1] = color.match(/[\\d.]+/g).map(Number);
+  return { rgb: [r, g, b], a };
+};
+const luminance = (rgb) => {
+  const [r, g, b] = rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = (element) => {
+  for (let at = element; at; at = at.parentElement) {
+    const { rgb, a } = channels(getComputedStyle(at).backgroundColor);
+    if (a) return rgb;
+  }
+  return [255, 255, 255];
+};
+const contrast = (a, b) => {
+  const [dark, light] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+  return (light + 0.05) / (dark + 0.05);
+};
+document.querySelectorAll("details").forEach((details) => { details.open = true; });
+const found = {};
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const element = walker.currentNode.parentElement;
+  if (!walker.currentNode.data.trim() || element.closest("script, noscript, option")) continue;
+  const style = getComputedStyle(element);
+  const color = element.closest("svg") ? style.fill : style.color;
+  if (color === "none") continue;
+  const colored = element.closest(".mark-text.role-mark") ? "curve's letters " : "";
+  found[`${colored}${element.tagName} ${color} on ${ground(element)}`] = contrast(channels(color).rgb, ground(element));
+}
+return found;
+"""
+"""The contrast of all text with its ground, by WCAG 2.2, in the colours that the browser computed."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return where the page lies that all tests look at: everything is in it, and an id that looks like a script."""
+    report = study()
+    report.cases[1].id = EVIL
+    report.cases[0].findings = [
+        Finding(code="first", severity="failure", text=f"{EVIL} is long " * 9, next_step="Look."),
+        Finding(code="second", severity="warning", text="It is slow.", next_step="Look."),
+        Finding(code="third", severity="info", text="It is small.", next_step="Look."),
+        Finding(code="fourth", severity="info", text="It is old.", next_step="Look."),
+    ]
+    report.cases[0].failure = Failure(phase="forward", message="x", log_tail=f"OutOfMemoryError: {'a_long_line ' * 50}")
+    rows = [row(report, number, verdict) for number, verdict in enumerate(("REGRESSED", "MISSING", "IMPROVED", "OK"))]
+    report.verdicts = verdicts(*rows)
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(html_report.render(report, name=EVIL), encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Any]:
+    """Start the browser once."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if browser is None or driver is None:
+        pytest.skip("the page is looked at in Chromium: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    # Scroll bars have no width, so that a page of 400 px has them all;
+    # without its sandbox, which root has not, and without /dev/shm, which is small in containers.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    session = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield session
+    session.quit()
+
+
+@pytest.fixture
+def page(started: Any, address: str) -> Any:
+    """Return the browser with the page drawn, 1280 pixels wide, light."""
+    show(started, address)
+    return started
+
+
+def show(browser: Any, address: str, *, width: int = 1280, theme: str = "light", media: str = "screen") -> None:
+    """Open the page and wait until its charts are drawn."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    preferred = {"media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", preferred)
+    for log in ("browser", "performance"):
+        browser.get_log(log)  # what earlier tests left
+    browser.get(address)
+    WebDriverWait(browser, _WAIT_S).until(lambda it: it.execute_script(_DRAWN))
+
+
+def test_every_chart_is_drawn(page: Any) -> None:
+    """A picture with marks in it, none that could not be drawn, each as wide as its place allows."""
+    drawn = page.execute_script(
+        "return [...document.querySelectorAll('.chart')].map((place) => ({"
+        " marks: place.querySelectorAll('svg path, svg text').length, failed: place.classList.contains('failed'),"
+        " share: (place.querySelector('svg')?.getBoundingClientRect().width ?? 0) / place.clientWidth }))"
+    )
+    assert len(drawn) > 8
+    assert all(chart["marks"] > 5 and not chart["failed"] for chart in drawn)
+    assert all(0.5 < chart["share"] <= 1.01 for chart in drawn)
+
+
+def test_nothing_is_wrong_by_the_console_and_no_request_leaves(page: Any) -> None:
+    """The console holds no error, and the page itself is all that was ever asked for."""
+    from selenium.webdriver.common.by import By
+
+    page.find_element(By.ID, "theme").click()
+    page.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
+    events = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+    assert {url for url in asked if not url.startswith("data:")} == {page.current_url}
+
+
+def test_a_point_says_its_figures_under_the_pointer(page: Any) -> None:
+    """With their units; what is left empties it again."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    point = page.find_element(By.CSS_SELECTOR, "[data-chart=time] svg .mark-symbol.role-mark path")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
+    ActionChains(page).move_to_element(point).perform()
+    tooltip = WebDriverWait(page, _WAIT_S).until(
+        lambda it: next(iter(it.find_elements(By.CSS_SELECTOR, "#vg-tooltip-element.visible")), None)
+    )
+    assert "batch size" in tooltip.text
+    assert re.search(r"time \(s\)\D+[\d,]+", tooltip.text)
+    ActionChains(page).move_to_element(page.find_element(By.TAG_NAME, "h1")).perform()
+    WebDriverWait(page, _WAIT_S).until(lambda it: not it.find_elements(By.CSS_SELECTOR, "#vg-tooltip-element.visible"))
+
+
+def test_an_id_that_looks_like_a_script_is_text(page: Any) -> None:
+    """In the page, in the list of cases, and in what is drawn when it is chosen."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.select import Select
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    select = Select(page.find_element(By.ID, "case"))
+    [option] = [option for option in select.options if option.get_attribute("value") == EVIL]
+    select.select_by_value(EVIL)
+    place = page.find_element(By.ID, "case-charts")
+    WebDriverWait(page, _WAIT_S).until(lambda _: place.find_elements(By.CSS_SELECTOR, "[data-drawn]"))
+    assert EVIL.strip() in option.text
+    assert EVIL.strip() in place.find_element(By.TAG_NAME, "h3").text
+    assert EVIL.strip() in page.find_element(By.TAG_NAME, "header").text
+    assert page.execute_script("return window.evil === undefined")
+    assert page.execute_script("return document.getElementsByTagName('script').length") == 3
+
+
+def test_the_time_lines_of_a_chosen_case_are_drawn_with_their_table(page: Any) -> None:
+    """The first case is shown at once; another replaces it; its figures are a table as soon as somebody opens it."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.select import Select
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    place = page.find_element(By.ID, "case-charts")
+    assert "mp-bs1" in place.text
+    Select(page.find_element(By.ID, "case")).select_by_value("tp-bs8")
+    figures = place.find_elements(By.TAG_NAME, "figure")
+    WebDriverWait(page, _WAIT_S).until(lambda _: len(place.find_elements(By.CSS_SELECTOR, "svg")) == len(figures))
+    assert "tp-bs8" in place.text
+    assert "mp-bs1" not in place.text
+    assert page.find_element(By.ID, "case-status").get_attribute("textContent") == f"{len(figures)} charts of tp-bs8"
+    figures[0].find_element(By.TAG_NAME, "summary").click()
+    WebDriverWait(page, _WAIT_S).until(lambda _: figures[0].find_elements(By.CSS_SELECTOR, "tbody tr"))
+    assert "GPU 3" in figures[0].find_element(By.TAG_NAME, "thead").text
+
+
+def test_a_script_that_got_in_would_not_run(page: Any) -> None:
+    """The page's policy lets nothing run but its own two scripts."""
+    page.execute_script(
+        "const script = document.createElement('script'); script.textContent = 'window.foreign = 1';"
+        "document.body.append(script)"
+    )
+    assert page.execute_script("return window.foreign === undefined")
+    assert "Content Security Policy" in page.get_log("browser")[0]["message"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_text_has_contrast(started: Any, address: str, theme: str) -> None:
+    """4.5 to 1 at least (WCAG AA), axes and legends of charts included, in both themes."""
+    show(started, address, theme=theme)
+    contrasts = started.execute_script(_CONTRASTS)
+    assert len(contrasts) > 15
+    assert {text: value for text, value in contrasts.items() if value < 4.5} == {}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_theme_follows_the_system_until_it_is_chosen(started: Any, address: str, theme: str) -> None:
+    """And the charts follow it without being drawn again."""
+    from selenium.webdriver.common.by import By
+
+    def colors() -> tuple[str, str]:
+        ground, letters = started.execute_script(
+            "return [getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.querySelector('.chart svg text')).fill]"
+        )
+        return ground, letters
+
+    show(started, address, theme=theme)
+    button = started.find_element(By.ID, "theme")
+    before, said = colors(), button.text
+    assert (before[0] == "rgb(255, 255, 255)") is (theme == "light")
+    assert said == ("Dark theme" if theme == "light" else "Light theme")
+    button.click()
+    after = colors()
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+    button.click()
+    assert (colors(), button.text) == (before, said)
+
+
+@pytest.mark.parametrize("width", [320, 400, 768])
+def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str, width: int) -> None:
+    """Everything is within the width, unfolded too; wide tables scroll in their own place."""
+    show(started, address, width=width)
+    wide = "return document.documentElement.scrollWidth"
+    assert started.execute_script(wide) == width
+    started.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert started.execute_script(wide) == width
+
+
+_LONG = "a_strategy_with_a_name"
+_TEXTS = """
+const chart = document.querySelector('[data-chart=memory] svg');
+const plot = chart.querySelector('.background').getBoundingClientRect();
+return [...chart.querySelectorAll('text')].filter((it) => it.textContent.endsWith('should fit')).map((it) => {
+  const { left, right, top, bottom } = it.getBoundingClientRect();
+  return { text: it.textContent, left: left - plot.left, right: plot.right - right, top, bottom };
+});
+"""
+"""The texts of predictions in the chart of memory, with their distance to both sides of the plot."""
+
+
+@pytest.mark.parametrize(
+    ("width", "memory_gib", "side"),
+    [(1280, 32, "left of it"), (400, 32, "left of it"), (400, 18.3, "right of it"), (400, 20, "at the left edge")],
+)
+def test_what_should_fit_is_written_within_the_plot(
+    started: Any, tmp_path: Path, width: int, memory_gib: float, side: str
+) -> None:
+    """Over no axis, and none over another; beside its line where there is room, at the left edge where there is not."""
+    report = study()
+    size = int(memory_gib * GIB)
+    report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=size) for gpu in report.environment.gpus]
+    for result in report.cases:
+        if result.case.strategy == "iok":
+            result.case = msgspec.structs.replace(result.case, strategy=_LONG)
+    path = tmp_path / "page.html"
+    path.write_text(html_report.render(report), encoding="utf-8")
+    show(started, path.as_uri(), width=width)
+    texts = started.execute_script(_TEXTS)
+    assert len({it["text"] for it in texts}) == 3
+    assert [it for it in texts if min(it["left"], it["right"]) < 0] == []
+    lines = sorted({it["text"]: (it["top"], it["bottom"]) for it in texts}.values())
+    assert all(after[0] >= line[1] - 2 for line, after in itertools.pairwise(lines))
+    [longest] = {it["left"] for it in texts if it["text"].startswith(_LONG)}
+    [short] = {it["left"] for it in texts if it["text"].startswith("mp")}
+    ends = [it["right"] for it in texts]
+    found = "at the left edge" if longest < 6 else "right of it" if longest == short else "left of it"
+    assert found == side
+    assert side != "left of it" or max(ends) - min(ends) < 1
+
+
+def test_a_caption_is_as_wide_as_there_is_room(started: Any, tmp_path: Path) -> None:
+    """That of one strategy's narrow table too, which stays narrow; on a telephone nothing juts out."""
+    report = study()
+    report.cases = [result for result in report.cases if result.case.strategy == "mp"]
+    path = tmp_path / "page.html"
+    path.write_text(html_report.render(report), encoding="utf-8")
+    sizes = (
+        "const box = (name) => document.querySelector(name).getBoundingClientRect();"
+        "const caption = document.querySelector('.study caption'), region = caption.closest('.scroll');"
+        "const lines = caption.getClientRects()[0].height / parseFloat(getComputedStyle(caption).lineHeight);"
+        "return { caption: box('.study caption').width, table: box('.study tbody').width, lines,"
+        " room: region.clientWidth, within: region.scrollWidth }"
+    )
+    for width in (1280, 400):
+        show(started, path.as_uri(), width=width)
+        found = started.execute_script(sizes)
+        assert found["caption"] >= 0.9 * min(found["room"], 62 * 16)
+        assert found["within"] <= found["room"]
+        assert found["lines"] < 2.5
+        assert width == 400 or found["table"] < found["room"] / 2
+
+
+@pytest.mark.parametrize(("width", "media"), [(600, "screen"), (768, "screen"), (794, "print")])
+def test_a_reason_has_room(started: Any, address: str, width: int, media: str) -> None:
+    """Sentences in a column of 65 pixels are not read."""
+    show(started, address, width=width, media=media)
+    widths = started.execute_script(
+        "document.querySelectorAll('details').forEach((details) => { details.open = true; });"
+        "return [...document.querySelectorAll('.verdicts .reason')].map((it) => it.getBoundingClientRect().width)"
+    )
+    assert len(widths) >= 4
+    assert min(widths) >= 200
+
+
+def test_all_but_figures_is_unfolded_for_paper(page: Any) -> None:
+    """Which cannot be clicked on; the tables behind the charts are not printed, and on the screen all is as before."""
+    closed = "return document.querySelectorAll('details:not([open], .data, .log)').length"
+    before = page.execute_script(closed)
+    assert before > 0
+    page.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.execute_script(closed) == 0
+    assert page.execute_script("return document.querySelectorAll('details.data[open]').length") == 0
+    page.execute_script("window.dispatchEvent(new Event('afterprint'))")
+    assert page.execute_script(closed) == before
+
+
+def test_it_can_be_used_by_keyboard(page: Any) -> None:
+    """The first key leads past the navigation; what has the focus shows it; the theme changes by a key."""
+    from selenium.webdriver.common.keys import Keys
+
+    page.switch_to.active_element.send_keys(Keys.TAB)
+    link = page.switch_to.active_element
+    assert link.text == "Skip to the result"
+    assert link.rect["x"] >= 0
+    assert page.execute_script("return parseFloat(getComputedStyle(document.activeElement).outlineWidth)") >= 2
+    link.send_keys(Keys.ENTER)
+    assert page.switch_to.active_element.get_attribute("id") == "main"
+    button = page.execute_script("document.getElementById('theme').focus(); return document.activeElement")
+    button.send_keys(Keys.SPACE)
+    assert page.execute_script("return document.documentElement.dataset.theme") == "dark"
+
+
+def test_it_prints_dark_on_white(started: Any, address: str) -> None:
+    """Whatever the screen shows: no dark ground, no button, no navigation; charts fit the paper."""
+    show(started, address, theme="dark", media="print", width=794)
+    shown = started.execute_script(
+        "const shown = (name) => getComputedStyle(document.querySelector(name)).display !== 'none';"
+        "return [getComputedStyle(document.body).backgroundColor, shown('nav'), shown('button'), shown('.chart svg')]"
+    )
+    assert shown == ["rgb(255, 255, 255)", False, False, True]
+    assert started.execute_script("return document.documentElement.scrollWidth") == 794
+
+
+def test_it_is_read_without_javascript(started: Any, address: str) -> None:
+    """The verdict, the tables and the figures behind the charts need none."""
+    from selenium.webdriver.common.by import By
+
+    started.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        started.get(address)
+        text = started.find_element(By.TAG_NAME, "body").text
+    finally:
+        started.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    assert "The charts need JavaScript" in text
+    assert "Batch size" in text
+
+
+def test_the_pages_own_files_are_with_the_package() -> None:
+    """The template, the style and the script lie where an installed package has them."""
+    folder = Path(html_report.__file__).parent
+    assert {"page.html", "trend.html", "page.css", "page.js"} <= {path.name for path in folder.iterdir()}

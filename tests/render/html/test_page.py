@@ -1,0 +1,180 @@
+"""What a page is filled with: the gate's rows by parts, what it was measured on, the colours of its charts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_report
+
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.render.charts.theme import theme
+from pytest_llmgpu.render.html import colors, facts
+from pytest_llmgpu.render.html.verdict_groups import grouped
+from pytest_llmgpu.report.file import Commit
+from pytest_llmgpu.report.verdicts import Armed, Row, Verdicts
+
+_TEXT = ("ink", "soft", "link", "good", "bad", "warn")
+"""Colours of letters."""
+
+
+def _row(name: str, verdict: str, **fields: Any) -> Row:
+    plain = {"key": "k", "id": name, "metric": "time", "verdict": verdict, "reason": "because"}
+    return msgspec.convert({**plain, **fields}, Row)
+
+
+def _verdicts(rows: list[Row], warnings: Sequence[str] = ()) -> Verdicts:
+    return Verdicts(policy="", policy_sha256="0", armed=Armed(), warnings=list(warnings), rows=rows)
+
+
+def _variables(selector: str) -> dict[str, tuple[int, int, int]]:
+    """Return the colours that the style sets for a selector, as red, green and blue."""
+    style = (resources.files("pytest_llmgpu.render.html") / "page.css").read_text(encoding="utf-8")
+    body = style.split(selector, 1)[1].split("}", 1)[0]
+    found = re.findall(r"--([a-z]+): #([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})", body)
+    return {name: (int(red, 16), int(green, 16), int(blue, 16)) for name, red, green, blue in found}
+
+
+def _contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    """Return the contrast of two colours by WCAG 2.2, 1 to 21."""
+
+    def luminance(color: tuple[int, int, int]) -> float:
+        shares = [value / 255 for value in color]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize(
+    "selector", [":root {", ':root[data-theme="dark"] {', ':root:not([data-theme="light"]) {', "@media print {"]
+)
+def test_colours_have_contrast(selector: str) -> None:
+    """Letters 4.5 to 1 on the ground and on what is lifted from it, edges of controls 3 to 1, in every theme."""
+    color = _variables(selector)
+    for ground in (color["ground"], color["surface"]):
+        assert {name: _contrast(color[name], ground) for name in _TEXT if _contrast(color[name], ground) < 4.5} == {}
+        assert _contrast(color["edge"], ground) >= 3
+
+
+def test_the_dark_theme_is_the_same_chosen_or_from_the_system() -> None:
+    """It stands twice in the style, since a selector cannot be in two media."""
+    assert _variables(':root[data-theme="dark"] {') == _variables(':root:not([data-theme="light"]) {')
+
+
+def test_nothing_moves_by_itself() -> None:
+    """Not even for those who did not ask for less motion."""
+    style = (resources.files("pytest_llmgpu.render.html") / "page.css").read_text(encoding="utf-8")
+    assert re.findall(r"animation|transition|smooth|@keyframes", style) == []
+
+
+def test_no_colour_of_a_chart_is_fixed() -> None:
+    """Each is a variable, which the style sets for both themes to what the theme of the charts has."""
+    config, style = colors.config_and_style()
+    assert "#" not in msgspec.json.encode(config).decode()
+    chosen = re.findall(r"var\((--chart-\d+)\)", str(config["range"]["category"]))
+    light, dark, system = (dict(re.findall(r"(--chart-\d+): (#\w+);", line)) for line in style.splitlines())
+    assert [light[name] for name in chosen] == theme(dark=False)["range"]["category"]
+    assert [dark[name] for name in chosen] == theme(dark=True)["range"]["category"]
+    assert system == dark
+
+
+def test_rows_are_parted_by_what_they_ask_of_people() -> None:
+    """What fails, what is worse but allowed, what is better, what was not told, what did not change."""
+    rows = [
+        _row("a", "OK"),
+        _row("b", "IMPROVED"),
+        _row("c", "INCONCLUSIVE"),
+        _row("d", "REGRESSED", gated=False),
+        _row("e", "REGRESSED"),
+        _row("f", "REGRESSED", known="accepted"),
+    ]
+    parts = {
+        title: [name for group in groups for line in group.lines for name in line.ids]
+        for title, groups in grouped(_verdicts(rows), Policy())
+    }
+    assert parts == {
+        "Fails": ["e"],
+        "Worse, but allowed": ["d", "f"],
+        "Better": ["b"],
+        "Not told": ["c"],
+        "Without a change": ["a"],
+    }
+
+
+def test_rows_of_a_metric_with_one_verdict_stand_together() -> None:
+    """A line a case, and one for cases of which the same is said."""
+    rows = [_row("a", "MISSING"), _row("b", "MISSING"), _row("c", "MISSING", reason="lost"), _row("d", "NEW")]
+    groups = [group for _, part in grouped(_verdicts(rows), Policy()) for group in part]
+    assert [(group.verdict, group.count) for group in groups] == [("MISSING", 3), ("NEW", 1)]
+    assert [(line.ids, line.reason) for line in groups[0].lines] == [(["a", "b"], "because"), (["c"], "lost")]
+
+
+@pytest.mark.parametrize(
+    ("warnings", "reason"), [(["differs from the baseline: x"], "a."), ([], "a.\nAlso changed: x.")]
+)
+def test_what_differs_is_not_repeated_in_each_row(warnings: list[str], reason: str) -> None:
+    """It stands above them."""
+    rows = [_row("a", "REGRESSED", reason="a.\nAlso changed: x.")]
+    [group] = [group for _, part in grouped(_verdicts(rows, warnings), Policy()) for group in part]
+    assert [line.reason for line in group.lines] == [reason]
+
+
+def test_options_are_told_where_they_are_not_the_defaults() -> None:
+    """Beside the baseline's, and what only one of both says."""
+    own, other = make_report(), make_report()
+    own.options = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-scoring": "harness"}
+    other.options = {"--strategy": ["mp"], "--llmgpu-limit": 60, "--llmgpu-scoring": "harness"}
+    told = {fact.name: (fact.value, fact.was) for fact in facts.options(own, other)}
+    assert told == {
+        "--strategy": ("mp,tp", "default"),
+        "--llmgpu-scoring": ("harness", None),
+        "--llmgpu-limit": ("default", "60"),
+    }
+
+
+def test_an_amount_of_memory_is_told_in_gib() -> None:
+    """As the terminal does, with digits enough to tell it from another; a number of items is none."""
+    own, other = make_report(), make_report()
+    own.options = {"--llmgpu-gpu-memory": 34037615821, "--llmgpu-limit": 34037615821}
+    other.options = {"--llmgpu-gpu-memory": 34034679808}
+    told = {fact.name: (fact.value, fact.was) for fact in facts.options(own, other)}
+    assert told["--llmgpu-gpu-memory"] == ("31.7 GiB", "31.6973 GiB")
+    assert told["--llmgpu-limit"] == ("34037615821", "default")
+
+
+def test_without_pytest_no_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that only judges has no need of it; what the defaults are is then not known."""
+    report = make_report()
+    report.options = {"--llmgpu-scoring": "harness"}
+    monkeypatch.setitem(sys.modules, "pytest_llmgpu.plugin.options", None)
+    assert facts.options(report, None) == []
+
+
+def test_gpus_are_told_with_the_lanes_they_have() -> None:
+    """A badly seated board explains a slow run."""
+    report = make_report(gpus=1)
+    [gpu] = report.environment.gpus
+    report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=2**35, pcie_gen=3, pcie_width=8)]
+    machine = {fact.name: fact.value for fact in facts.machine(report, None)}
+    assert machine["GPUs"] == "1 x NVIDIA H200, 32 GiB, PCIe 3.0 x8"
+
+
+def test_facts_stand_beside_the_baselines_where_they_differ() -> None:
+    """Also what only one of both has; without a baseline there is nothing beside them."""
+    own, other = make_report(), make_report()
+    own.commit, other.commit = Commit(sha="a" * 40, branch="main", dirty=True), Commit(sha="b" * 40)
+    own.environment.versions = {"torch": "2.11.0", "triton": "3.6.0", "ray": None}
+    other.environment.versions = {"torch": "2.10.0", "triton": "3.6.0", "deepspeed": "0.19.8"}
+    libraries = {fact.name: (fact.value, fact.was) for fact in facts.libraries(own, other)}
+    assert libraries == {"torch": ("2.11.0", "2.10.0"), "triton": ("3.6.0", None), "deepspeed": ("-", "0.19.8")}
+    machine = {fact.name: (fact.value, fact.was) for fact in facts.machine(own, other)}
+    assert machine["Commit"] == (f"{'a' * 40} (main) with changes", "b" * 40)
+    assert machine["GPUs"] == ("4 x NVIDIA H200", None)
+    assert all(fact.was is None for fact in facts.machine(own, None))

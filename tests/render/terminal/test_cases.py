@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import (
+    GIB,
+    make_accuracy,
+    make_failed,
+    make_memory,
+    make_profile,
+    make_report,
+    make_result,
+    make_traffic,
+    paper_results,
+)
+
+from pytest_llmgpu.analysis.accuracy_check import check
+from pytest_llmgpu.render.terminal.cases import WIDTH, device_tables, painter, time_table
+from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.result import (
+    CaseResult,
+    Collective,
+    DeviceMemory,
+    DeviceProfile,
+    Finding,
+    Link,
+    Outcome,
+    Traffic,
+)
+from pytest_llmgpu.report.result import Path as ResultPath
+
+_PLAIN = painter(color=False)
+_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
+_ENVIRONMENT = make_report().environment
+
+_TABLE_2 = """\
+Time for 10,042 items / acc_norm
+  batch size                   mp                   tp                  iok
+------------  -------------------  -------------------  -------------------
+           1   171.0 min / 82.8 %   109.1 min / 82.8 %    82.7 min / 82.8 %
+           2   102.7 min / 82.8 %    84.7 min / 82.8 %    69.5 min / 82.8 %
+           4    77.0 min / 82.8 %    75.6 min / 82.8 %    70.8 min / 82.8 %
+           8    67.4 min / 82.8 %    71.3 min / 82.8 %    69.2 min / 82.8 %
+          16    63.5 min / 82.8 %    69.4 min / 82.8 %  * 67.1 min / 82.8 %
+          32  * 61.8 min / 82.8 %    68.1 min / 82.8 %  ! 70.0 min / 26.0 %
+          64    63.3 min / 82.8 %  * 68.0 min / 82.8 %                  OoM
+* fastest of its strategy   ! wrong answers   OoM: out of memory"""
+
+
+def _checked(results: list[CaseResult]) -> list[CaseResult]:
+    for number, result in enumerate(results):
+        result.accuracy_check = check(result, results[:number], given=None, metric="acc_norm", tolerance=0.01)
+    return results
+
+
+def test_the_studys_table_2() -> None:
+    """Batch sizes down, strategies across, the best of each and what was lost marked, out of memory in its cell."""
+    assert time_table(_checked(paper_results()), _PLAIN) == _TABLE_2
+
+
+def test_rows_are_in_order_of_the_batch_size_whatever_the_order_of_the_run() -> None:
+    """A curve reads downwards."""
+    lines = time_table(_checked(paper_results())[::-1], _PLAIN).splitlines()
+    assert [line.split()[0] for line in lines[3:-1]] == ["1", "2", "4", "8", "16", "32", "64"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word"),
+    [
+        ("oom", "OoM"),
+        ("skipped_after_oom", "-"),
+        ("timeout", "timeout"),
+        ("crashed", "crashed"),
+        ("error", "error"),
+        ("interrupted", "interrupted"),
+    ],
+)
+def test_a_case_that_did_not_complete_shows_how_it_ended(outcome: Outcome, word: str) -> None:
+    """Never a blank cell and never a time; what was not run is not called out of memory."""
+    text = time_table([make_result(1.0), make_failed(outcome, batch_size=2)], _PLAIN)
+    assert text.splitlines()[4].split() == ["2", word]
+
+
+def test_the_legend_explains_only_what_is_there() -> None:
+    """No line of marks that the table does not have."""
+    assert time_table([make_result(1.0)], _PLAIN).splitlines()[-1].split() == ["1", "1.00", "s"]
+    assert "not run, a smaller batch size" in time_table([make_failed("skipped_after_oom")], _PLAIN)
+
+
+def test_a_case_that_was_not_selected_is_blank() -> None:
+    """Strategies may be measured at different batch sizes."""
+    text = time_table([make_result(1.0), make_result(2.0, strategy="tp", batch_size=2)], _PLAIN)
+    assert [line.split() for line in text.splitlines()[3:5]] == [["1", "1.00", "s"], ["2", "2.00", "s"]]
+
+
+def test_wrong_answers_are_never_the_best() -> None:
+    """The fastest way to a wrong answer is marked as wrong, not as fastest."""
+    results = _checked([make_result(9.0, make_accuracy()), make_result(1.0, make_accuracy(0.26), batch_size=2)])
+    lines = time_table(results, _PLAIN).splitlines()
+    assert lines[3].split()[1] == "*"
+    assert lines[4].split()[1] == "!"
+
+
+def test_a_case_that_ran_as_cuda_graphs_says_so() -> None:
+    """Whoever compares two times sees that one of them is of another execution."""
+    results = [make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)]
+    table = time_table(results, _PLAIN)
+    (graphed,) = [line for line in table.splitlines() if re.match(r" +1 ", line)]
+    (eager,) = [line for line in table.splitlines() if re.match(r" +2 ", line)]
+    assert re.search(r"\bg \d", graphed)
+    assert " g " not in eager
+    assert "g: as CUDA graphs" in table
+
+
+def test_the_accuracy_of_random_weights_is_not_shown() -> None:
+    """25 % would read as a fault."""
+    text = time_table([make_result(1.0, make_accuracy(0.25, items=8), load_format="dummy")], _PLAIN)
+    assert "25" not in text
+    assert "random weights" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([0.01234, 100.0], ["0.012 s", "100.000 s"]),
+        ([8.3, 2.913], ["8.30 s", "2.91 s"]),
+        ([599.0, 10_258.0], ["599 s", "10258 s"]),
+        ([600.0, 10_258.0], ["10.0 min", "171.0 min"]),
+    ],
+)
+def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[float], shown: list[str]) -> None:
+    """Times of a table compare at a glance: minutes from ten minutes on."""
+    text = time_table([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)], _PLAIN)
+    assert all(time in text for time in shown)
+
+
+def test_a_second_measurement_has_a_row_of_its_own() -> None:
+    """It does not replace the first."""
+    *_, first, second, legend = time_table([make_result(s, batch_size=8) for s in (1.0, 2.0)], _PLAIN).splitlines()
+    rows = [first, second]
+    assert legend.endswith("#2: the same once more, by another test or strategy")
+    assert "#2" not in time_table([make_result(1.0, batch_size=8)], _PLAIN)
+    assert [row.split() for row in rows] == [["8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
+
+
+def test_one_strategy_with_two_options_has_two_columns() -> None:
+    """Their title says in what they differ."""
+    text = time_table([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)], _PLAIN)
+    assert "mp max_tokens=512" in text
+    assert "mp max_tokens=1024" in text
+
+
+def test_a_title_says_what_is_unusual_and_what_tells_columns_apart() -> None:
+    """An option that is set, and a backend that is not the usual one, may not pass for a healthy run."""
+    options: list[dict[str, Any]] = [{"stock": stock, "min_tokens": None} for stock in (False, True)]
+    results = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
+    results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "transformers")]
+    results.append(make_result(1.0, backend="accelerate", strategy_options={"stock": None}))
+    header = time_table(results, _PLAIN).splitlines()[1]
+    assert re.split(" {2,}", header.strip()) == [
+        "batch size",
+        "iok stock=False",
+        "iok stock=True",
+        "tp deepspeed",
+        "tp transformers",
+        "mp",
+    ]
+    alone = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
+    assert "iok stock=True" in time_table(alone[1:], _PLAIN)
+    assert "stock" not in time_table(alone[:1], _PLAIN)
+    assert "tp deepspeed" in time_table([make_result(1.0, strategy="tp", backend="deepspeed")], _PLAIN)
+
+
+def test_colours_only_where_asked_for() -> None:
+    """A file or a pipe gets plain text, a terminal the same text in colours, in columns of the same width."""
+    results = _checked(paper_results())
+    coloured = time_table(results, painter(color=True))
+    assert "\x1b[" not in time_table(results, _PLAIN)
+    for style in ("31", "32", "33"):
+        assert f"\x1b[{style}m" in coloured
+        coloured = coloured.replace(f"\x1b[{style}m", "")
+    assert coloured.replace("\x1b[0m", "") == _TABLE_2
+
+
+def test_communication_and_memory_are_means_with_the_largest_device() -> None:
+    """The last GPU of the test's data is 10 % busier, and 1 GiB fuller."""
+    profile, memory = (
+        make_profile(4, tx=1e9, rx=2e9, busy=40.0, nvlink=3e9),
+        make_memory(4, peak=16 * GIB, used=18 * GIB),
+    )
+    result = make_result(1.0, None, profile, memory, traffic=make_traffic(), batch_size=8)
+    communication, held = (table.splitlines() for table in device_tables([result], _ENVIRONMENT).split("\n\n"))
+    assert communication[0] == "Communication per GPU: mean over the GPUs (largest)"
+    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "3.08", "(3.30)", "10.0"]
+    assert communication[4].split() == cells
+    assert held[0] == "Memory per GPU: mean over the GPUs (largest)"
+    names = ["strategy", "batch", "weights", "activations", "cached", "rest", "torch peak", "NVML peak"]
+    assert re.split(" {2,}", held[1]) == names
+    cells = [
+        "15.0",
+        "(15.0)",
+        "1.25",
+        "(2.00)",
+        *["0.00", "(0.00)", "2.00", "(2.00)"],
+        "16.2",
+        "(17.0)",
+        "18.2",
+        "(19.0)",
+    ]
+    assert held[4].split() == ["mp", "8", *cells]
+
+
+def _sending(ranks: Sequence[int], devices: int = 4, **fields: Any) -> CaseResult:
+    """Return a case of two batches of 32 sequences, in each of which a rank all-reduces 480 times, so many bytes."""
+    sent = [Collective(collective="all_reduce", calls=960, payload_bytes=size, wire_bytes=size) for size in ranks]
+    traffic = Traffic(ranks=[[one] for one in sent], wire_bytes_per_sequence=sum(ranks) / 64)
+    profile = make_profile(devices)
+    return make_result(1.0, None, profile, traffic=traffic, devices=devices, **{"batch_size": 32, **fields})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        ([64_000_000] * 4, ["1.00"]),
+        ([64_000_000, 128_000_000, 64_000_000, 64_000_000], ["1.25", "(2.00)"]),
+        ([256_000_000], ["1.00"]),
+    ],
+)
+def test_what_is_sent_is_a_devices_part(ranks: list[int], cell: list[str]) -> None:
+    """As the title says: of each rank, not of all; where one process has all devices, its sum is shared out."""
+    lines = device_tables([_sending(ranks)], _ENVIRONMENT).splitlines()
+    assert lines[4].split()[-len(cell) :] == cell
+    assert lines[4].split()[-len(cell) - 1].startswith("(")
+
+
+def test_each_strategys_collectives_are_told_per_batch_and_sequence() -> None:
+    """Of a rank: calls of a batch, wire bytes of a sequence, over the batch sizes."""
+    several = [_sending([size] * 4, strategy="tp", batch_size=32) for size in (64_000_000, 128_000_000)]
+    gathered = Collective(collective="all_gather", calls=2, payload_bytes=1, wire_bytes=16_000_000)
+    for result in several:
+        assert result.traffic is not None
+        for rank in result.traffic.ranks:
+            rank.append(gathered)
+    uneven = _sending([64_000_000, 192_000_000], strategy="iok")
+    lines = device_tables([_sending([256_000_000]), *several, uneven], _ENVIRONMENT).splitlines()
+    assert lines[lines.index("") - 3 : lines.index("")] == [
+        "mp, its one process: 480 all_reduce a batch (4 MB/sequence)",
+        "tp, each rank: 480 all_reduce a batch (1 to 2 MB/sequence), 1 all_gather a batch (0.250 MB/sequence)",
+        "iok, a rank on average: 480 all_reduce a batch (2 MB/sequence)",
+    ]
+    on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
+    assert on_cpu[1:] == ["mp, its one process: 480 all_reduce a batch (1 MB/sequence)"]
+
+
+def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
+    """Return a case whose links show so much of what it sent."""
+    result = _sending([64_000_000] * 4, strategy="tp", **fields)
+    assert result.traffic is not None
+    path = ResultPath(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
+    result.traffic = msgspec.structs.replace(result.traffic, path=path)
+    return result
+
+
+def test_the_path_of_each_strategy_is_told_once_a_link() -> None:
+    """By the case that is farthest from its account; what a finding says is not said again."""
+    results = [
+        _going("nvlink", 1.001, "Over NVLink: near.", batch_size=1),
+        _going("nvlink", 0.9, "Over NVLink: far.", batch_size=2),
+        _going("nvlink", 2.0, "Over NVLink: twice.", batch_size=4),
+        _going("host", 1.2, "Over PCIe.", batch_size=8),
+        _going(None, 0.0, "Not known.", batch_size=16),
+    ]
+    results[2].findings = [Finding(code="x", severity="info", text="Over NVLink: twice.", next_step="y")]
+    lines = device_tables(results, _ENVIRONMENT).splitlines()
+    assert lines[lines.index("") - 3 : lines.index("")] == [
+        "tp (farthest off at batch size 2): Over NVLink: far.",
+        "tp at batch size 8: Over PCIe.",
+        "tp at batch size 16: Not known.",
+    ]
+
+
+def test_a_reading_of_another_time_is_no_figure_of_the_case() -> None:
+    """The nearest reading is left out, and why there is none is said."""
+    profile = make_profile(1, samples=0, why={"samples": "no reading fell inside the window"})
+    text = device_tables([make_result(1.0, None, profile, make_memory(1), devices=1)], _ENVIRONMENT)
+    assert text.splitlines()[0] == "Memory per GPU"
+    assert text.splitlines()[-1] == "No GPU busy, PCIe TX, PCIe RX: no reading fell inside the window."
+
+
+def memory_lines(devices: int, **fields: int) -> list[str]:
+    """Return the memory table of a case: 15 GiB of weights, 16 GiB of live tensors, 17 of torch's, 19 in use."""
+    defaults: dict[str, Any] = {
+        "weights_bytes": 15 * GIB,
+        "peak_allocated_bytes": 16 * GIB,
+        "peak_reserved_bytes": 17 * GIB,
+        "nvml_used_max_bytes": 19 * GIB,
+    }
+    memory = [DeviceMemory(index=index, **{**defaults, **fields}) for index in range(devices)]
+    text = device_tables([make_result(1.0, None, make_profile(devices), memory)], _ENVIRONMENT)
+    return text.split("\n\n")[1].splitlines()
+
+
+@pytest.mark.parametrize(("workspace", "parts"), [(None, 15 + 1 + 1 + 2), (GIB // 2, 15 + 1 + 0.5 + 1.5)])
+def test_memory_is_split_into_its_parts(workspace: int | None, parts: float) -> None:
+    """Weights, activations, workspace, what the allocator keeps where there is room for it, and the rest."""
+    lines = memory_lines(1, **({} if workspace is None else {"workspace_bytes": workspace}))
+    names = re.split(" {2,}", lines[1])[2:]
+    shown = dict(zip(names, map(float, lines[4].split()[2:]), strict=True))
+    assert (shown.pop("NVML peak"), shown.pop("torch peak")) == (19.0, 16.0)
+    assert shown["weights"] + shown["activations"] == 16.0
+    assert ("cached" in shown, shown.get("workspace")) == (workspace is None, workspace and 0.5)
+    assert sum(shown.values()) == parts
+
+
+@pytest.mark.parametrize(
+    ("workspace", "left_out"), [(GIB // 2, "cached, torch peak"), (None, "cached"), (120 * GIB, "cached")]
+)
+def test_columns_that_do_not_fit_are_named(workspace: int | None, left_out: str) -> None:
+    """What others add up to goes first; weights, activations, workspace and NVML's peak stay."""
+    fields = {} if workspace is None else {"workspace_bytes": workspace, "nvml_used_max_bytes": 17 * GIB + workspace}
+    lines = memory_lines(
+        4, peak_allocated_bytes=15 * GIB + GIB // 16, peak_reserved_bytes=15 * GIB + GIB // 8, **fields
+    )
+    assert lines[-1] == f"Left out for want of width (the report has them): {left_out}."
+    assert max(map(len, lines)) <= WIDTH
+    for name in ("weights", "activations", "NVML peak", *(["workspace"] if workspace else [])):
+        assert name in lines[1]
+
+
+def test_a_part_of_memory_that_is_not_known_is_told_with_its_reason() -> None:
+    """Figures of different moments leave their part out, and the others are shown."""
+    result = make_result(1.0, None, make_profile(1), make_memory(1, peak=16 * GIB, used=10 * GIB), devices=1)
+    text = device_tables([result], _ENVIRONMENT)
+    assert "No rest: nvml_used_max_bytes is 6,442,450,944 bytes less than peak_reserved_bytes" in text
+    assert "activations" in text
+
+
+def test_one_gpu_has_no_largest() -> None:
+    """Brackets that repeat the mean are left out."""
+    text = device_tables([make_result(1.0, None, make_profile(1), make_memory(1), devices=1)], _ENVIRONMENT)
+    assert text.splitlines()[0] == "Communication per GPU"
+    assert "(" not in text
+
+
+def test_three_strategies_fit_the_width() -> None:
+    """Nothing wraps in a terminal of 100 columns."""
+    results = _checked(paper_results())
+    lines = [*time_table(results, _PLAIN).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) == 11 + 2 * (4 + 20) + 3 + 1
+
+
+def test_a_cpu_has_a_line_and_no_table_of_blanks() -> None:
+    """It says why there is nothing."""
+    text = device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT)
+    assert text.startswith("No communication or memory table: this ran on a CPU")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("place", ["profile", "launch", "environment"])
+def test_missing_nvml_is_told_with_its_reason(place: str) -> None:
+    """From wherever the reason stands; torch's own memory is still shown."""
+    result = make_result(1.0, None, None, make_memory(1), devices=1)
+    environment = Environment(python="3", platform="Linux")
+    if place == "profile":
+        result.launches[0].profile = make_profile(0, samples=0, why={"profile": "no NVML here"})
+    elif place == "launch":
+        result.launches[0].why["profile"] = "no NVML here"
+    else:
+        environment.why["nvml"] = "no NVML here"
+    lines = device_tables([result], environment).splitlines()
+    assert lines[-1] == "No GPU busy, PCIe TX, PCIe RX: no NVML here."
+    assert lines[0] == "Memory per GPU"
+    assert "16.0" in lines[4]
+
+
+def test_a_metric_that_the_gpu_lacks_is_told_with_its_reason() -> None:
+    """A virtual GPU has no PCIe figures: the others are shown, and no column of blanks."""
+    profile = make_profile(1)
+    device = profile.devices[0]
+    metrics = {name: metric for name, metric in device.metrics.items() if not name.startswith("pcie")}
+    why = {"pcie_tx_bytes_per_s": "Not Supported", "pcie_rx_bytes_per_s": "Not Supported"}
+    devices = [DeviceProfile(index=0, uuid="GPU-0", metrics=metrics, why=why)]
+    result = make_result(1.0, None, msgspec.structs.replace(profile, devices=devices), make_memory(1), devices=1)
+    text = device_tables([result], _ENVIRONMENT)
+    assert "GPU busy" in text.splitlines()[1]
+    assert text.splitlines()[-1] == "No PCIe TX, PCIe RX: Not Supported."
+
+
+def test_cases_that_did_not_complete_are_left_out() -> None:
+    """Half a case's traffic compares with nothing."""
+    assert device_tables([make_failed("oom")], _ENVIRONMENT) == ""
+    text = device_tables([make_result(1.0, None, make_profile()), make_failed("oom", batch_size=2)], _ENVIRONMENT)
+    assert len(text.split("\n\n")[0].splitlines()) == 5

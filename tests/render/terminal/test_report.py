@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.report_factory import (
+    make_accuracy,
+    make_answers,
+    make_case,
+    make_failed,
+    make_profile,
+    make_report,
+    make_result,
+    paper_results,
+)
+
+from pytest_llmgpu.analysis.accuracy_check import check
+from pytest_llmgpu.analysis.findings import findings
+from pytest_llmgpu.analysis.reference import compare, reference
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
+from pytest_llmgpu.render.terminal.report import headline, progress, tables
+from pytest_llmgpu.report.file import Report, next_id
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Failure
+
+
+def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
+    """Return the report that a session makes of these results."""
+    report = make_report(gpus=gpus)
+    for result in results:
+        result.id = next_id(report, result.case)
+        mp = reference(result, report.cases)
+        result.comparison = compare(result, mp, "acc_norm") if mp else None
+        result.accuracy_check = check(result, report.cases, given=0.828, metric="acc_norm", tolerance=0.01)
+        result.findings = findings(result, report.cases)
+        report.cases.append(result)
+    return report
+
+
+def _machine(count: int = 4) -> Machine:
+    gpus = make_report(gpus=count).environment.gpus
+    return Machine(device="cuda", devices=count, gpus=gpus, facts=TorchFacts(version="2.13.0"))
+
+
+def test_the_headline_names_everything_that_is_measured() -> None:
+    """Whoever reads a log's first line knows what ran on what."""
+    cases = [make_case(strategy=name, batch_size=size) for name in ("mp", "tp") for size in (8, 1)]
+    assert headline(_machine(), cases) == (
+        "llmgpu: 4 x NVIDIA H200 (cuda); huggyllama/llama-30b; float16; hellaswag dataset; strategies mp, tp; "
+        "batch sizes 1, 8"
+    )
+
+
+def test_the_headline_of_one_case_is_in_the_singular() -> None:
+    """Random weights and a limit are told too."""
+    case = make_case(model="llama-7b", load_format="dummy", limit=1000)
+    assert headline(_machine(1), [case]) == (
+        "llmgpu: 1 x NVIDIA H200 (cuda); llama-7b (random weights); float16; hellaswag dataset (first 1,000 items); "
+        "strategy mp; batch size 1"
+    )
+
+
+def test_a_headline_without_cases_names_the_machine() -> None:
+    """Nothing was selected, and nothing is made up."""
+    assert headline(_machine(), []) == "llmgpu: 4 x NVIDIA H200 (cuda)"
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "elapsed_s", "batch_size", "line"),
+    [
+        (120, 502, 12.9, 132, "mp-bs8  120/502 batches  1 228 seq/s  ETA 0:41"),
+        (0, 502, 12.4, 8, "mp-bs8  0/502 batches  0:12"),
+        (0, 502, 0.0, 8, "mp-bs8  0/502 batches  0:00"),
+        (3, 3, 6.0, 1, "mp-bs8  3/3 batches  0.50 seq/s  ETA 0:00"),
+        (1, 3601, 1.0, 8, "mp-bs8  1/3601 batches  8.00 seq/s  ETA 1:00:00"),
+    ],
+)
+def test_the_live_line(done: int, total: int, elapsed_s: float, batch_size: int, line: str) -> None:
+    """How far, how fast, how long still; before the first batch only for how long already."""
+    assert progress("mp-bs8", done, total, elapsed_s, batch_size=batch_size) == line
+
+
+def test_tables_come_before_findings_and_the_worst_finding_first() -> None:
+    """What is read last stands nearest to the prompt: but the failure heads its list."""
+    text = tables(_report(paper_results()))
+    places = [
+        text.index(part)
+        for part in (
+            "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset",
+            "Time for 10,042 items / acc_norm",
+            "Communication per GPU",
+            "Memory per GPU",
+            "FAILURE  iok-bs32: Accuracy (acc_norm) is 26.0 %",
+            "INFO     mp-bs64: Batching stopped paying",
+            "INFO     iok-bs64: Out of memory at batch size 64",
+        )
+    ]
+    assert places == sorted(places)
+    assert text.count("-> ") == 3
+
+
+def test_everything_fits_the_width() -> None:
+    """Findings wrap under themselves, and no line is longer than 100 columns."""
+    failure = Failure(phase="forward", message="a very long message " * 20)
+    lines = tables(_report([*paper_results(), make_failed("error", failure, batch_size=128)])).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_colour_changes_no_text() -> None:
+    """The coloured report is the plain one with styles."""
+    report = _report(paper_results())
+    coloured = tables(report, color=True)
+    for style in ("0", "1", "31", "32", "33"):
+        assert f"\x1b[{style}m" in coloured
+        coloured = coloured.replace(f"\x1b[{style}m", "")
+    assert coloured == tables(report)
+
+
+@pytest.mark.parametrize(
+    ("fields", "captions"),
+    [
+        ({"dtype": "bfloat16"}, ("30b, float16, 4", "30b, bfloat16, 4")),
+        ({"devices": 1}, ("4 x NVIDIA", "1 x NVIDIA")),
+        ({"gpu_memory_bytes": 18 * 2**30}, ("hellaswag dataset", "hellaswag dataset, 18.0 GiB allowed of each")),
+        ({"limit": 100}, ("hellaswag dataset", "hellaswag dataset (first 100 items)")),
+        ({"cuda_graphs": "off"}, ("dataset, cuda_graphs auto", "dataset, cuda_graphs off")),
+        ({"revision": "0123456789abcdef"}, ("dataset, revision None", "dataset, revision 0123456789ab")),
+    ],
+)
+def test_measurements_that_differ_have_blocks_with_captions(fields: dict[str, Any], captions: tuple[str, str]) -> None:
+    """Nothing that does not compare stands in one table, and the caption names what differs."""
+    text = tables(_report([make_result(2.0), make_result(1.0, **fields)]))
+    lines = [line for line in text.splitlines() if line.startswith("huggyllama")]
+    assert len(lines) == 2
+    for line, caption in zip(lines, captions, strict=True):
+        assert caption in line
+    assert text.count("batch size  ") == 2
+
+
+def test_captions_that_differ_already_stay_short() -> None:
+    """Two models have two revisions and two tokenizers as well, which nobody wants to read."""
+    other = make_result(1.0, model="m", revision="abc", tokenizer_sha256="f" * 64)
+    lines = tables(_report([make_result(2.0), other])).splitlines()
+    assert "m, float16, 4 x NVIDIA H200, hellaswag dataset" in lines
+
+
+def test_the_worst_finding_comes_first_whatever_its_name_and_turn() -> None:
+    """A failure of the last case stands above the news of the first."""
+    disturbed = make_result(1.0, None, make_profile(invalid=["GPU 0: 2 processes"]), batch_size=2)
+    text = tables(_report([make_failed("oom"), disturbed, make_failed("timeout", batch_size=4)]))
+    places = [text.index(word) for word in ("FAILURE", "WARNING", "INFO")]
+    assert places == sorted(places)
+
+
+def test_findings_that_ask_for_the_same_step_share_it() -> None:
+    """Six times the same advice is five times too many."""
+    first = make_result(64.0, make_accuracy(items=100, predictions=[0] * 100))
+    others = [
+        make_result(64.0 / size, make_accuracy(items=100, predictions=[1] * size + [0] * (100 - size)), batch_size=size)
+        for size in (2, 4, 8, 16, 32)
+    ]
+    text = tables(_report([first, *others]))
+    assert text.count("answers differ") == 3
+    assert "The same of mp-bs16, mp-bs32: see the report." in text
+    assert text.count("-> Float16 rounding flips a few") == 1
+
+
+def test_a_report_without_cases_has_no_tables() -> None:
+    """Nothing measured, nothing drawn."""
+    assert tables(make_report()) == ""
+
+
+def test_processes_on_a_cpu_do_not_part_a_table() -> None:
+    """Mp has one and tp several, and they are to be compared."""
+    results = [
+        make_result(2.0, make_accuracy(), device="cpu", devices=1),
+        make_result(2.0, make_accuracy(), device="cpu", devices=2, strategy="tp"),
+    ]
+    text = tables(_report(results, gpus=0))
+    assert len(re.findall(r"batch size +mp +tp", text)) == 1
+
+
+def test_a_run_on_a_cpu_has_one_table_and_one_line() -> None:
+    """No table of blanks, and nothing to complain of."""
+    text = tables(_report([make_result(2.0, make_accuracy(), device="cpu", devices=1)], gpus=0))
+    assert "float16, CPU, hellaswag" in text.splitlines()[0]
+    assert text.endswith("GPUs only.")
+
+
+def test_mixed_gpus_are_not_named_after_one_of_them() -> None:
+    """Which of them ran is in the report."""
+    report = _report([make_result(2.0, None, make_profile())])
+    report.environment.gpus[0] = type(report.environment.gpus[0])(index=0, uuid="GPU-0", name="NVIDIA L4")
+    assert "4 x GPU" in tables(report).splitlines()[0]
+
+
+def _answers(flipped: Sequence[int], difference: float = 0.0, items: int = 200) -> Accuracy:
+    """Return answers of which mp has nine in ten right, from the last item on; these items flip, and all numbers do."""
+    right = [number % 10 != 0 for number in range(items)]
+    numbers = [-1.0 - difference] * (4 * items)
+    return make_answers([hit != (number in flipped) for number, hit in enumerate(right)], numbers)
+
+
+def test_each_strategys_worst_batch_size_is_compared_with_mp() -> None:
+    """Under the table: how many answers flipped, were lost and won, by chance or not, and how far numbers lie apart."""
+    cases = {
+        ("mp", 1): _answers([]),
+        ("mp", 8): _answers([]),
+        ("tp", 1): _answers([0], 1e-4),
+        ("tp", 8): _answers([0, 1, 10], 2e-3),
+        ("iok", 1): _answers([]),
+    }
+    results = [make_result(1.0, given, strategy=name, batch_size=size) for (name, size), given in cases.items()]
+    lines = tables(_report(results)).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("tp against mp"))
+    assert lines[first - 1].startswith("* fastest of its strategy")
+    assert lines[first : first + 3] == [
+        "tp against mp, worst at batch size 8: 3 of 200 items flipped (1 lost, 2 won, p = 1),",
+        "  log-likelihoods typically 0.2 % apart",
+        "iok against mp at batch size 1: 0 of 200 items flipped (0 lost, 0 won, p = 1), log-likelihoods equal",
+    ]
+
+
+def test_random_weights_are_compared_by_their_numbers_alone() -> None:
+    """Their answers are chance; numbers that are not finite are the worst."""
+    dummy: dict[str, Any] = {"load_format": "dummy"}
+    numbers = {1: [-1.0] * 4, 2: [-1.002] * 4, 4: [-1.001] * 4}
+    results = [make_result(1.0, make_accuracy(0.25, 1, [0], [-1.0] * 4), **dummy)]
+    results += [
+        make_result(1.0, make_accuracy(0.25, 1, [1], values), strategy="tp", batch_size=size, **dummy)
+        for size, values in numbers.items()
+    ]
+    text = tables(_report(results))
+    assert "tp against mp, worst at batch size 2: log-likelihoods within 0.2 %\n" in text
+    results[2].launches = make_result(1.0, make_accuracy(0.25, 1, [1], [math.nan] * 4)).launches
+    text = tables(_report(results))
+    assert "tp against mp, worst at batch size 2: not all log-likelihoods are finite\n" in text
+
+
+def test_flips_without_labels_have_no_probability() -> None:
+    """The study's table, from before labels were kept, against mp: as wide as the terminal, and nothing made up."""
+    lines = tables(_report(paper_results())).splitlines()
+    assert "tp against mp at every batch size: 0 of 10,042 items flipped, log-likelihoods equal" in lines
+    assert max(map(len, lines)) <= 100
+
+
+def test_how_a_forward_ran_does_not_split_a_table() -> None:
+    """It is an answer of each case where CUDA graphs are chosen by the run: batch sizes stay one column."""
+    results = [make_result(2.0, execution="cuda_graphs"), make_result(1.0, batch_size=2)]
+    assert tables(_report(results)).count("batch size  ") == 1

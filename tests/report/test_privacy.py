@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pytest_llmgpu.report.privacy import anonymous, is_secret, short_paths
+
+
+@pytest.fixture(autouse=True)
+def _somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/ada", "~"),
+        ("/home/ada/cuda:/home/ada/lib", "~/cuda:~/lib"),
+        ("cannot open '/home/ada'", "cannot open '~'"),
+        ("/home/adam/cuda", "/home/adam/cuda"),
+        ("/scratch/ada/nccl.conf", "/scratch/<user>/nccl.conf"),
+        ("/scratch/adam", "/scratch/adam"),
+        (".../pytest-of-ada/pytest-0", ".../pytest-of-<user>/pytest-0"),
+        ("cuda", "cuda"),
+        ("node17:29500", "<host>:29500"),
+        ("node170", "node170"),
+        ("/usr/local/cuda", "/usr/local/cuda"),
+        ("", ""),
+    ],
+)
+def test_home_user_and_host_are_not_told(text: str, shown: str) -> None:
+    """What else the text says stays as it is, names that only begin alike included."""
+    assert anonymous(text) == shown
+
+
+def test_a_user_without_a_home_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's `/` is no home to be cut out of every path."""
+    monkeypatch.setenv("HOME", "/")
+    assert anonymous("/usr/local/cuda") == "/usr/local/cuda"
+
+
+def test_a_user_id_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run under ids that no password file knows; getpass says so with an OSError or a KeyError."""
+
+    def unknown() -> str:
+        raise KeyError("uid not found: 4711")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert anonymous("/home/ada/x") == "~/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('File "/repo/tests/test_it.py", line 3, in f', 'File "tests/test_it.py", line 3, in f'),
+        ("/repo", "."),
+        ("/repository/a/b/c.py", ".../b/c.py"),
+        ('File "/home/a b/v/site-packages/torch/nn/f.py", line 3', 'File ".../torch/nn/f.py", line 3'),
+        ("/repo/.venv/lib/python3.11/site-packages/torch/f.py:3:", ".../torch/f.py:3:"),
+        ("/usr/lib/python3/dist-packages/x.py", ".../x.py"),
+        ("/opt/lib/python3.11/site-packages", ".../python3.11/site-packages"),
+        ("cannot open /data/models/llama/config.json: denied", "cannot open .../llama/config.json: denied"),
+        ("'/data/models/llama/'", "'.../models/llama'"),
+        ("LD=/opt/cuda/lib:/opt/nccl/lib", "LD=.../cuda/lib:.../nccl/lib"),
+        ("file:///data/models/llama/x", "file://.../llama/x"),
+        (
+            "https://huggingface.co/huggyllama/llama-7b/tree/main",
+            "https://huggingface.co/huggyllama/llama-7b/tree/main",
+        ),
+        ("tests/a/b/c.py and ../a/b/c/d and 3/4/5/6", "tests/a/b/c.py and ../a/b/c/d and 3/4/5/6"),
+        ("/dev/shm is full: 1 / 2 /s", "/dev/shm is full: 1 / 2 /s"),
+        ("no path", "no path"),
+    ],
+)
+def test_absolute_paths_become_short(text: str, shown: str) -> None:
+    """What remains leads people who know the code to the file, and nobody to this machine."""
+    assert short_paths(text, Path("/repo")) == shown
+
+
+def test_a_rootdir_that_is_the_whole_machine_hides_nothing() -> None:
+    """In a container that runs at `/`, a relative path would be the absolute one."""
+    assert short_paths("/data/models/llama", Path("/")) == ".../models/llama"
+
+
+@pytest.mark.parametrize("name", ["NCCL_TOKEN", "CUDA_API_KEY", "cuda_secret", "PYTORCH_PASSWORD", "NCCL_AUTH"])
+def test_names_of_secrets_are_known(name: str) -> None:
+    """Their values are never shown."""
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_names_of_settings_are_no_secrets(name: str) -> None:
+    """What changes a measurement is shown."""
+    assert not is_secret(name)

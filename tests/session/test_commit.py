@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pytest_llmgpu.session import commit as commit_module
+from pytest_llmgpu.session.commit import commit
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    identity = (
+        "-c",
+        "user.name=n",
+        "-c",
+        "user.email=e",
+        "-c",
+        "commit.gpgsign=false",
+        "-c",
+        "core.hooksPath=/dev/null",
+    )
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working tree with one commit on the branch `work`."""
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    _git(tmp_path, "init", "-q", "-b", "work")
+    (tmp_path / "a.py").write_text("a", encoding="utf-8")
+    _git(tmp_path, "add", "a.py")
+    _git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+@pytest.fixture
+def fake_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file that is run as git."""
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    return program
+
+
+def _becomes(program: Path, script: str) -> None:
+    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.chmod(0o755)
+
+
+@needs_git
+def test_git_names_commit_and_branch(tree: Path) -> None:
+    """A clean tree is its commit, whatever CI variables say."""
+    found = commit(tree, {"GITHUB_SHA": "f" * 40, "GITHUB_REF_NAME": "other"})
+    assert found.sha == _git(tree, "rev-parse", "HEAD")
+    assert (found.branch, found.dirty, found.source, found.why) == ("work", False, "git", {})
+
+
+@needs_git
+def test_a_changed_file_makes_the_tree_dirty_and_a_new_one_does_not(tree: Path) -> None:
+    """A report that lies in the tree does not make its own source dirty."""
+    (tree / "report.json").touch()
+    assert commit(tree, {}).dirty is False
+    (tree / "a.py").write_text("b", encoding="utf-8")
+    assert commit(tree, {}).dirty is True
+
+
+@needs_git
+def test_a_store_that_is_kept_in_git_is_not_what_was_measured(tree: Path) -> None:
+    """Every run writes to it: nothing could ever be promoted. From a folder below, too."""
+    for folder in (tree, tree / "below"):
+        last = folder / ".llmgpu" / "last.json"
+        last.parent.mkdir(parents=True)
+        last.write_text("1", encoding="utf-8")
+        _git(tree, "add", "-A")
+        _git(tree, "commit", "-q", "-m", "store")
+        last.write_text("2", encoding="utf-8")
+        assert commit(folder, {}).dirty is False
+    (tree / "a.py").write_text("b", encoding="utf-8")
+    assert commit(tree / "below", {}).dirty is True
+
+
+@needs_git
+@pytest.mark.parametrize(
+    ("environ", "branch"),
+    [
+        ({}, None),
+        ({"GITHUB_REF_NAME": "main"}, "main"),
+        ({"GITHUB_HEAD_REF": "fix", "GITHUB_REF_NAME": "12/merge"}, "fix"),
+        ({"CI_COMMIT_REF_NAME": "dev"}, "dev"),
+    ],
+)
+def test_a_detached_head_takes_the_branch_from_ci(tree: Path, environ: dict[str, str], branch: str | None) -> None:
+    """CI checks out a commit; only its variables know the branch."""
+    _git(tree, "checkout", "-q", "--detach")
+    assert commit(tree, environ).branch == branch
+
+
+@needs_git
+@pytest.mark.parametrize("initialised", [False, True])
+def test_no_commit_says_why(tmp_path: Path, initialised: bool) -> None:
+    """A folder outside git, and a repository without a commit, give nothing but the reason."""
+    if initialised:
+        _git(tmp_path, "init", "-q")
+    found = commit(tmp_path, {})
+    assert (found.sha, found.branch, found.dirty, found.source) == (None, None, None, None)
+    assert "LLMGPU_COMMIT, GITHUB_SHA, CI_COMMIT_SHA" in found.why["sha"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "sha", "branch", "source"),
+    [
+        ({"GITHUB_SHA": "a1", "GITHUB_REF_NAME": "main"}, "a1", "main", "GITHUB_SHA"),
+        ({"CI_COMMIT_SHA": "b2", "CI_COMMIT_REF_NAME": "dev"}, "b2", "dev", "CI_COMMIT_SHA"),
+        ({"LLMGPU_COMMIT": "c3", "GITHUB_SHA": "a1"}, "c3", None, "LLMGPU_COMMIT"),
+        ({"LLMGPU_COMMIT": " ", "GITHUB_SHA": "a1"}, "a1", None, "GITHUB_SHA"),
+    ],
+)
+def test_without_git_ci_variables_name_the_commit(
+    fake_git: Path, environ: dict[str, str], sha: str, branch: str | None, source: str
+) -> None:
+    """What a person sets on purpose wins; whether the tree is dirty is unknown, with the reason."""
+    _becomes(fake_git, "echo 'fatal: not a git repository' >&2; exit 128")
+    found = commit(fake_git.parent, environ)
+    assert (found.sha, found.branch, found.source, found.dirty) == (sha, branch, source, None)
+    assert found.why == {"dirty": "git: fatal: not a git repository"}
+
+
+def test_a_missing_git_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without git runs all the same."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit(tmp_path, {}).why["sha"].startswith("git cannot be run: No such file or directory")
+
+
+def test_a_hung_git_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system that hangs costs a few seconds, not the run."""
+    monkeypatch.setattr(commit_module, "_TIMEOUT_S", 0.1)
+    _becomes(fake_git, "exec tail -f /dev/null")
+    assert commit(fake_git.parent, {}).why["sha"].startswith("git did not answer within 0.1 s")
+
+
+def test_a_status_that_hangs_still_leaves_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit of a huge tree is known at once, even where its state is not."""
+
+    def slow(_: Path, *arguments: str) -> str:
+        if arguments[0] == "status":
+            raise ValueError("git did not answer")
+        return "abc\nwork\n"
+
+    monkeypatch.setattr(commit_module, "_git", slow)
+    found = commit(tmp_path, {})
+    assert (found.sha, found.branch, found.dirty, found.source) == ("abc", "work", None, "git")
+    assert found.why == {"dirty": "git did not answer"}
+
+
+def test_the_reason_names_no_home(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git's complaint about a folder's owner holds its path."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    _becomes(fake_git, "echo \"fatal: detected dubious ownership in repository at '/home/ada/x'\" >&2; exit 128")
+    assert "at '~/x'" in commit(fake_git.parent, {}).why["sha"]

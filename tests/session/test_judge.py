@@ -1,0 +1,216 @@
+"""Which report a run is held against, and what that says of its tests."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.report_factory import make_report, make_result
+
+from pytest_llmgpu.gate.timing import calibration_file
+from pytest_llmgpu.gate.timing.calibration import Measured, Noise
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import machine as environment
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Environment, Report
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Baseline
+from pytest_llmgpu.session.judge import Judge
+from pytest_llmgpu.store import store
+
+_TEST = "test_it.py::test_it"
+
+
+def _result(**fields: object) -> CaseResult:
+    result = make_result(device="cpu", devices=1, **fields)  # type: ignore[arg-type]
+    result.nodeid = _TEST
+    return result
+
+
+def _on(cpu: str, *results: CaseResult) -> Report:
+    found = make_report(results, gpus=0)
+    found.environment.cpu = cpu
+    return found
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The machine at hand: a Xeon without GPUs."""
+    found = Environment(cpu="Xeon", python="3.11.7", platform="Linux")
+    monkeypatch.setattr(environment, "fingerprint", lambda _: found)
+    return Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _judge(
+    folder: Path, reference: str, *, policy: Path | None = None, noise: Path | None = None, **given: object
+) -> Judge:
+    options = Options(compare=reference, **given)  # type: ignore[arg-type]
+    return Judge(options, rootdir=folder, policy_path=policy, calibration_path=noise, storage_path=folder / "store")
+
+
+def test_a_name_means_the_report_of_this_machine(tmp_path: Path, machine: Machine) -> None:
+    """Two kinds of runners share a store; each is compared with its own, and the verdicts say with which."""
+    ours, _ = (store.save(_on(cpu, _result()), tmp_path / "store", "main") for cpu in ("Xeon", "EPYC"))
+    judge = _judge(tmp_path, "main")
+    judge.find_baseline(machine)
+    verdicts = judge.judge(_on("Xeon", _result()))
+    assert verdicts.baseline == Baseline(name="main", sha256=_sha256(ours))
+
+
+def test_a_machine_with_gpus_is_known_by_them(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is the one under which its reports are stored."""
+    gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=140 * 2**30)]
+    found = Environment(cpu="Xeon", python="3.11.7", platform="Linux", gpus=gpus)
+    monkeypatch.setattr(environment, "fingerprint", lambda _: found)
+    on_gpu = make_report([make_result()])
+    on_gpu.environment = found
+    ours = store.save(on_gpu, tmp_path / "store", "main")
+    store.save(_on("EPYC", _result()), tmp_path / "store", "main")
+    judge = _judge(tmp_path, "main")
+    judge.find_baseline(msgspec.structs.replace(machine, device="cuda", gpus=gpus))
+    verdicts = judge.judge(on_gpu)
+    assert verdicts.baseline == Baseline(name="main", sha256=_sha256(ours))
+
+
+def test_a_path_counts_from_the_rootdir_where_it_is_not_here(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ini file names one path for whatever folder the run is started in; what is written names no folder."""
+    file.dump(_on("Xeon", _result()), tmp_path / "kept" / "base.json")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    judge = _judge(tmp_path, "kept/base.json")
+    judge.find_baseline(machine)
+    verdicts = judge.judge(_on("Xeon", _result()))
+    assert verdicts.baseline is not None
+    assert verdicts.baseline.name == "kept/base.json"
+
+
+def test_reports_that_share_nothing_are_not_green(tmp_path: Path, machine: Machine) -> None:
+    """Only new cases: each is skipped, and the run fails since nothing was compared."""
+    file.dump(_on("Xeon"), tmp_path / "base.json")
+    judge = _judge(tmp_path, str(tmp_path / "base.json"))
+    judge.find_baseline(machine)
+    judge.expect([_TEST])
+    judge.judge(_on("Xeon", _result()))
+    of_test, of_run = judge.ruling(_TEST), judge.ruling(None)
+    assert (of_test.verdict, of_test.fails, of_test.open) == ("NEW", False, True)
+    assert of_run.fails
+    assert of_run.text.startswith("nothing that is gated was compared: a gate that compares nothing is not green.\n")
+
+
+def test_another_machine_s_report_fails_its_tests(tmp_path: Path, machine: Machine) -> None:
+    """Seconds of another processor are no baseline."""
+    file.dump(_on("EPYC", _result()), tmp_path / "base.json")
+    judge = _judge(tmp_path, str(tmp_path / "base.json"))
+    judge.find_baseline(machine)
+    judge.expect([_TEST])
+    judge.judge(_on("Xeon", _result()))
+    ruling = judge.ruling(_TEST)
+    assert (ruling.verdict, ruling.fails) == ("NOT_COMPARABLE", True)
+    assert "CPU EPYC -> Xeon" in ruling.text
+
+
+def test_options_go_before_the_policy(tmp_path: Path) -> None:
+    """A flag, or the ini file, says otherwise than pyproject.toml; what neither names stays the policy's."""
+    (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_missing = true\nrequire_armed = true\n")
+    policy = _judge(tmp_path, "x", allow_missing=False, allow_no_baseline=True, on_inconclusive="fail").policy
+    assert (policy.allow_missing, policy.require_armed) == (False, True)
+    assert (policy.allow_no_baseline, policy.on_inconclusive) == (True, "fail")
+    assert not _judge(tmp_path, "x", require_armed=False).policy.require_armed
+
+
+def test_a_test_that_measured_nothing_is_open(tmp_path: Path, machine: Machine) -> None:
+    """It was skipped, say: neither green nor a regression, while the baseline's case is missing of its own accord."""
+    file.dump(_on("Xeon", _result()), tmp_path / "base.json")
+    judge = _judge(tmp_path, str(tmp_path / "base.json"))
+    judge.find_baseline(machine)
+    judge.expect([_TEST, "test_it.py::test_skipped"])
+    judge.judge(_on("Xeon", _result()))
+    ruling = judge.ruling("test_it.py::test_skipped")
+    assert (ruling.open, ruling.text) == (True, "it measured no case")
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ("main", "is neither a file nor a report of the store"),
+        ("gone.json", "cannot be read: No such file"),
+        (5000 * "a", "is neither a file nor a report of the store"),
+    ],
+)
+def test_a_baseline_that_is_not_there_names_the_remedy(
+    tmp_path: Path, machine: Machine, reference: str, complaint: str
+) -> None:
+    """A first run needs a flag, and with it there is no baseline; nothing else that is wrong passes by it."""
+    with pytest.raises(ValueError, match=rf"{complaint}.*; --llmgpu-allow-no-baseline lets a first run pass"):
+        _judge(tmp_path, reference).find_baseline(machine)
+    judge = _judge(tmp_path, reference, allow_no_baseline=True)
+    judge.find_baseline(machine)
+    assert judge.judge(_on("Xeon", _result())).baseline is None
+    assert judge.summary().startswith("no baseline: ")
+    assert "noise: " not in judge.summary()
+
+
+@pytest.mark.parametrize("reference", ["main", "folder", "git:nowhere:base.json"])
+def test_a_broken_baseline_is_no_absent_one(tmp_path: Path, machine: Machine, reference: str) -> None:
+    """Ambiguous, no file, unknown to git: refused whatever is allowed."""
+    for cpu in ("EPYC", "Core"):
+        store.save(_on(cpu, _result()), tmp_path / "store", "main")
+    (tmp_path / "folder").mkdir()
+    wanted = str(tmp_path / "folder") if reference == "folder" else reference
+    with pytest.raises(ValueError, match="--llmgpu-compare: ") as caught:
+        _judge(tmp_path, wanted, allow_no_baseline=True).find_baseline(machine)
+    assert "\n" not in str(caught.value)
+
+
+def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
+    """What `llmgpu calibrate` has kept is read before the run, and refused then where it is broken."""
+    store.save(_on("Xeon", _result()), tmp_path / "store", "main")
+    path = calibration_file.default_path(tmp_path / "store", "CPU-Xeon")
+    noise = Noise(id="mp-bs1", sd=0.001, launches=40)
+    calibration_file.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), path)
+    judge = _judge(tmp_path, "main")
+    judge.find_baseline(machine)
+    (time,) = [row for row in judge.judge(_on("Xeon", _result())).rows if row.metric == "time"]
+    assert time.verdict == "OK"
+    assert "\nnoise: calibration.json, 40 launches\n" in judge.summary()
+    assert "not calibrated" not in judge.summary()
+    judge.judge(_on("Xeon", _result(), _result(batch_size=2)))
+    assert "\nnot calibrated: 1 case, at most 20 % assumed\npolicy: " in judge.summary()
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"calibration .*calibration\.json: "):
+        _judge(tmp_path, "main").find_baseline(machine)
+
+
+def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Machine) -> None:
+    """A change cannot edit them; which ones they were is said under the table."""
+    store.save(_on("Xeon", _result()), tmp_path / "store", "main")
+    noise = Noise(id="mp-bs1", sd=0.001, launches=40)
+    calibration_file.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), tmp_path / "noise.json")
+    (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nrequire_armed = true\n")
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for arguments in (("init", "-q"), ("add", "noise.json", "pyproject.toml"), ("commit", "-q", "-m", "rules")):
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+    (tmp_path / "noise.json").unlink()
+    (tmp_path / "pyproject.toml").unlink()
+    judge = _judge(tmp_path, "main", policy=Path("git:HEAD:pyproject.toml"), noise=Path("git:HEAD:noise.json"))
+    assert judge.policy.require_armed
+    judge.find_baseline(machine)
+    (time,) = [row for row in judge.judge(_on("Xeon", _result())).rows if row.metric == "time"]
+    assert time.verdict == "OK"
+    assert "noise: git:HEAD:noise.json, 40 launches\n" in judge.summary()
+    assert "\npolicy: git:HEAD:pyproject.toml\n" in judge.summary()
+    with pytest.raises(ValueError, match=r"calibration git:HEAD:gone\.json: 'HEAD' has no file"):
+        _judge(tmp_path, "main", noise=Path("git:HEAD:gone.json")).find_baseline(machine)

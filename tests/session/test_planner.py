@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import tiny_model
+
+from pytest_llmgpu import strategies
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.session.planner import Planner
+from pytest_llmgpu.strategies.mp import LayerParallel
+
+_GIB = 2**30
+_GPUS = [Gpu(index=number, uuid=f"GPU-{number}", name="H", memory_bytes=32 * _GIB) for number in (0, 1)]
+
+
+class Mine(LayerParallel):
+    """A strategy of somebody's own, called as an option's first word."""
+
+    name = "load"
+
+
+class AlsoMine(Mine):
+    """Another one, which forgot to have another name."""
+
+
+class Unnamed(LayerParallel):
+    """One that forgot to have a name of its own."""
+
+
+class Tensor(LayerParallel):
+    """What has the options of tp."""
+
+    name = "tp"
+    backend = "nowhere"
+
+
+class Injection(LayerParallel):
+    """What has the options of iok."""
+
+    name = "iok"
+    backend = "accelerate"
+
+
+_KNOWN = {
+    **strategies.BUILT_IN,
+    "load": "test_planner:Mine",
+    "wrong": "test_planner:AlsoMine",
+    "tp": "test_planner:Tensor",
+    "iok": "test_planner:Injection",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model.write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def choose(model: Path, tmp_path: Path) -> Callable[..., Options]:
+    """Options for the tiny model and its dataset."""
+    tiny_model.write_dataset(tmp_path / "items.jsonl")
+
+    def options(**fields: object) -> Options:
+        chosen: dict[str, object] = {"model": str(model), "dataset": "items.jsonl", **fields}
+        return Options(**chosen)  # type: ignore[arg-type]  # any mix of fields
+
+    return options
+
+
+def _planner(rootdir: Path, device: str = "cuda", devices: int = 2) -> Planner:
+    gpus = _GPUS[:devices] if device == "cuda" else []
+    machine = Machine(device=device, devices=len(gpus) or 1, gpus=gpus, facts=TorchFacts(version="2"))
+    return Planner(rootdir, lambda *_: machine, _KNOWN)
+
+
+def test_a_case_holds_what_the_options_mean_on_this_machine(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """`auto` and defaults are resolved, so that equal cases are the same measurement."""
+    request = _planner(tmp_path).request(choose(), "mp", 4)
+    case = request.case
+    assert (case.strategy, case.backend, case.batch_size) == ("mp", "accelerate", 4)
+    assert (case.device, case.devices, case.dtype) == ("cuda", 2, "float16")
+    assert (case.model, case.dataset, case.limit) == ("tiny", "items.jsonl", None)
+    assert case.revision is not None
+    assert len(request.items) == tiny_model.ITEMS
+    assert _planner(tmp_path, "cpu").request(choose(), "mp", 4).case.dtype == "float32"
+
+
+def test_processes_that_no_strategy_takes_are_refused(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """On a CPU devices are processes: mp leaves them to the others, and alone it would leave them to nobody."""
+    machine = Machine(device="cpu", devices=2, gpus=[], facts=TorchFacts(version="2"))
+    known = {**_KNOWN, "tp": strategies.BUILT_IN["tp"]}
+    planner = Planner(tmp_path, lambda *_: machine, known)
+    together = choose(strategy=("mp", "tp"))
+    assert [planner.request(together, name, 4).case.devices for name in ("mp", "tp")] == [1, 2]
+    with pytest.raises(ValueError, match="--llmgpu-devices=2: on a CPU they are processes, and mp has 1: allowed is 1"):
+        planner.request(choose(strategy=("mp",)), "mp", 4)
+
+
+def test_items_of_a_tests_own_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """What a test scores instead of the chosen dataset has its own hash and no limit."""
+    planner, options = _planner(tmp_path), choose(limit=4)
+    chosen = planner.request(options, "mp", 4)
+    own = planner.request(options, "mp", 4, planner.dataset(options).items[:2])
+    assert (chosen.case.dataset, chosen.case.limit) == ("items.jsonl", 4)
+    assert (own.case.dataset, own.case.limit, len(own.items)) == ("custom", None, 2)
+    assert own.case.dataset_sha256 != chosen.case.dataset_sha256
+    assert own.case.loading == chosen.case.loading, "the same loaded model serves both"
+    assert own.case.series != chosen.case.series
+
+
+@pytest.mark.parametrize(
+    ("cap", "used", "complaint"),
+    [
+        (40 * _GIB, 0, r"--llmgpu-gpu-memory=40.00 GiB: more than the 32.00 GiB of GPU 0"),
+        (8 * _GIB, 9 * _GIB, r"--llmgpu-gpu-memory=8.00 GiB: GPU 1 has 9.00 GiB in use already"),
+    ],
+)
+def test_a_cap_that_cannot_be_is_refused(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    monkeypatch: pytest.MonkeyPatch,
+    cap: int,
+    used: int,
+    complaint: str,
+) -> None:
+    """Above the device or below what is in use, a cap is refused before a model loads."""
+    monkeypatch.setattr(nvml, "used_bytes", lambda _: {"GPU-0": 0, "GPU-1": used})
+    with pytest.raises(ValueError, match=complaint):
+        _planner(tmp_path).request(choose(gpu_memory=cap), "mp", 4)
+
+
+def test_a_cap_is_held_against_what_others_use_only(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once our own ranks run, the memory they use does not refuse the next case."""
+    used = {"GPU-0": 0, "GPU-1": 0}
+    monkeypatch.setattr(nvml, "used_bytes", lambda _: used)
+    planner, options = _planner(tmp_path), choose(gpu_memory=8 * _GIB)
+    planner.request(options, "mp", 4)
+    used["GPU-1"] = 32 * _GIB
+    assert planner.request(options, "mp", 8).case.gpu_memory_bytes == 8 * _GIB
+
+
+def test_machine_and_dataset_are_looked_up_once(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Seven batch sizes cost one probe of torch and one read of the file."""
+    asked: list[tuple[str, int | None]] = []
+    machine = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
+
+    def find(device: str, devices: int | None) -> Machine:
+        asked.append((device, devices))
+        return machine
+
+    planner = Planner(tmp_path, find, _KNOWN)
+    first = planner.request(choose(), "mp", 1)
+    second = planner.request(choose(), "mp", 2)
+    assert asked == [("auto", None)]
+    assert first.items is second.items
+
+
+def test_a_strategy_without_its_library_is_refused(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to install is said before anything is started."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"--strategy=mp needs accelerate: pip install accelerate$"):
+        _planner(tmp_path).request(choose(), "mp", 4)
+    # The library of the backend that was chosen, in the version that the extra asks for.
+    with pytest.raises(
+        ValueError, match=r"--llmgpu-tp-backend=deepspeed needs deepspeed: pip install 'pytest-llmgpu\[deepspeed\]'$"
+    ):
+        _planner(tmp_path).request(choose(tp_backend="deepspeed"), "tp", 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "backend", "own"),
+    [
+        ("mp", {}, "accelerate", {}),
+        ("tp", {"iok_stock": True}, "transformers", {}),
+        ("tp", {"tp_backend": "torch"}, "torch", {}),
+        ("iok", {}, "accelerate", {"stock": False, "min_tokens": None}),
+        ("iok", {"iok_stock": True, "iok_min_tokens": 1}, "accelerate", {"stock": True, "min_tokens": 1}),
+        ("load", {}, "accelerate", {}),
+    ],
+)
+def test_a_case_holds_the_options_of_its_strategy_alone(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    strategy: str,
+    fields: dict[str, object],
+    backend: str,
+    own: dict[str, object],
+) -> None:
+    """They are part of what is measured, those of other strategies are not; a chosen library is the backend."""
+    case = _planner(tmp_path).request(choose(**fields), strategy, 4).case
+    assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)
+
+
+def test_the_harness_way_of_scoring_is_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The lean one keeps its keys; graphs that cannot be recorded are refused where they were asked for."""
+    lean, harness = (
+        _planner(tmp_path, devices=1).request(choose(scoring=way), "mp", 4).case for way in ("lean", "harness")
+    )
+    assert (lean.workload, harness.workload) == ("loglikelihood", "loglikelihood_full_logits")
+    assert lean.key != harness.key
+    with pytest.raises(ValueError, match="--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache"):
+        _planner(tmp_path, devices=1).request(choose(scoring="harness", cuda_graphs="on"), "mp", 4)
+
+
+def test_cuda_graphs_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The choice is kept as it was made; only where it is `on` is it known beforehand how the forwards run."""
+    cases = {
+        choice: _planner(tmp_path, devices=1).request(choose(cuda_graphs=choice), "mp", 4).case
+        for choice in ("auto", "on", "off")
+    }
+    assert {choice: (case.cuda_graphs, case.execution) for choice, case in cases.items()} == {
+        "auto": ("auto", "eager"),
+        "on": ("on", "cuda_graphs"),
+        "off": ("off", "eager"),
+    }
+    assert len({case.key for case in cases.values()}) == 3
+    with pytest.raises(ValueError, match="--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU"):
+        _planner(tmp_path, "cpu").request(choose(cuda_graphs="on"), "mp", 4)
+
+
+def test_a_case_has_the_name_that_its_strategy_has(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Chosen by name or by place it is the same measurement."""
+    planner = _planner(tmp_path)
+    by_name = planner.request(choose(), "load", 4)
+    by_place = planner.request(choose(), "test_planner:Mine", 4)
+    assert by_name.case.id == "load-bs4"
+    assert by_name.case == by_place.case
+    assert by_name.strategy == by_place.strategy == "test_planner:Mine"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "complaint"),
+    [
+        ("wrong", "test_planner:AlsoMine is registered as 'wrong' and names itself 'load'$"),
+        ("test_planner:AlsoMine", "test_planner:AlsoMine and test_planner:Mine are both named 'load'; each needs a"),
+        ("test_planner:Unnamed", "test_planner:Unnamed and pytest_llmgpu.strategies.mp:LayerParallel are both named"),
+        ("test_planner:Missing", "strategy test_planner:Missing cannot be imported: AttributeError: "),
+    ],
+)
+def test_a_name_stands_for_one_strategy(
+    tmp_path: Path, choose: Callable[..., Options], wanted: str, complaint: str
+) -> None:
+    """What took the place of another under its name would be compared with the other's measurements."""
+    with pytest.raises(ValueError, match=f"^--strategy: {complaint}"):
+        _planner(tmp_path).request(choose(), wanted, 4)
+
+
+def test_two_unregistered_strategies_of_one_name_are_refused(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The second one that a run chooses is named with the first."""
+    machine = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
+    planner = Planner(tmp_path, lambda *_: machine, {})
+    planner.request(choose(), "test_planner:Mine", 4)
+    with pytest.raises(ValueError, match=r"^--strategy: test_planner:AlsoMine and test_planner:Mine are both named"):
+        planner.request(choose(), "test_planner:AlsoMine", 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model": "lama-7b"}, r"--llmgpu-model=lama-7b: model 'lama-7b' is unknown"),
+        ({"dataset": "nowhere.jsonl"}, r"--llmgpu-dataset=nowhere\.jsonl: dataset 'nowhere\.jsonl' is unknown"),
+        ({"tokenizer": "nowhere"}, r"--llmgpu-tokenizer=nowhere: model 'nowhere' is unknown"),
+        ({"tokenizer": "."}, r"--llmgpu-tokenizer=\.: .* has no tokenizer"),
+        ({"model": "lama-7b", "tokenizer": "."}, r"--llmgpu-model=lama-7b: "),
+    ],
+)
+def test_a_value_that_names_nothing_is_refused_with_its_flag(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, object],
+    complaint: str,
+) -> None:
+    """Which of several flags is wrong is said first."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        _planner(tmp_path).request(choose(**fields), "mp", 4)
+
+
+def test_an_unknown_strategy_is_refused_with_its_flag(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Which flag is wrong is said first."""
+    with pytest.raises(ValueError, match=r"^--strategy: 'pp' is no strategy: allowed are "):
+        _planner(tmp_path).request(choose(), "pp", 4)
+
+
+def test_a_batch_size_above_the_items_blames_who_chose_it(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """The flag is the remedy for the options' batch sizes only, not for a number that a test wrote itself."""
+    planner, options = _planner(tmp_path), choose(limit=2)
+    with pytest.raises(
+        ValueError, match=r"^batch size 9 is more .*--llmgpu-limit=2\): pass --llmgpu-batch-sizes with at"
+    ):
+        planner.request(options, "mp", 9)
+    with pytest.raises(ValueError, match=r"^batch size 9 is more than the 8 sequences of \S+ \(--llmgpu-limit=2\)$"):
+        planner.request(options, "mp", 9, planner.dataset(options))

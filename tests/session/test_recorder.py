@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.report_factory import make_answers, make_failed, make_result
+
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.profiling import machine
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Commit, Environment
+from pytest_llmgpu.report.result import CaseResult, Failure
+from pytest_llmgpu.session import recorder
+from pytest_llmgpu.session.recorder import Recorder
+
+_FACTS = TorchFacts(version="2")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A recorder on a machine that is asked nothing, for a user named ada."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(recorder, "commit", lambda _: Commit())
+    monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
+    return _recorder(tmp_path, Options())
+
+
+def _recorder(tmp_path: Path, options: Options) -> Recorder:
+    arguments = ["--llmgpu-dataset=/home/ada/d.jsonl", "tests"]
+    return Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, arguments)
+
+
+def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
+    recorded.add(result, Options(), "test_it.py::test_it", _FACTS)
+    return result
+
+
+def test_a_failure_tells_neither_folders_nor_user(recorded: Recorder, tmp_path: Path) -> None:
+    """Message, log and the finding that quotes them are published: paths are short, the user and host unnamed."""
+    log = (
+        "Traceback (most recent call last):\n"
+        '  File "/home/ada/env/lib/python3.11/site-packages/pytest_llmgpu/rank.py", line 3, in load\n'
+        f'  File "{tmp_path}/tests/test_it.py", line 5, in fn\n'
+        "OSError: /home/ada/models/x/config.json is missing on node17, see /home/ada and /scratch/ada\n"
+    )
+    message = "rank 0 failed to read /home/ada/models/x/config.json"
+    result = _add(recorded, make_failed("error", Failure(phase="load", message=message, log_tail=log)))
+    assert result.failure is not None
+    assert result.failure.message == "rank 0 failed to read .../x/config.json"
+    assert result.failure.log_tail == (
+        "Traceback (most recent call last):\n"
+        '  File ".../pytest_llmgpu/rank.py", line 3, in load\n'
+        '  File "tests/test_it.py", line 5, in fn\n'
+        "OSError: .../x/config.json is missing on <host>, see ~ and /scratch/<user>\n"
+    )
+    assert ".../x/config.json is missing on <host>" in result.findings[0].text
+    assert recorded.path is not None
+    written = recorded.path.read_text()
+    assert not any(name in written for name in ("ada", "node17", str(tmp_path)))
+
+
+def test_a_failure_without_a_log_keeps_none(recorded: Recorder) -> None:
+    """Nothing was written is not the same as an empty text."""
+    result = _add(recorded, make_failed("interrupted", Failure(phase="load", message="x")))
+    assert result.failure == Failure(phase="load", message="x")
+
+
+def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorder) -> None:
+    """An interrupted session keeps what it measured; a second measurement does not hide the first."""
+    assert recorded.path is not None
+    for count in (1, 2):
+        _add(recorded, make_result(device="cpu", devices=1))
+        assert len(file.load(recorded.path).cases) == count
+    assert [result.id for result in file.load(recorded.path).cases] == ["mp-bs1", "mp-bs1#2"]
+
+
+def test_a_session_without_a_case_has_no_report(recorded: Recorder) -> None:
+    """A run in which no case was measured replaces no report of one that measured."""
+    recorded.conclude(0, None, interrupted=False, expected=["a"], deselected=[])
+    assert recorded.path is not None
+    assert not recorded.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "expected", "complete"),
+    [
+        (False, ["test_it.py::test_it"], True),
+        (False, ["test_it.py::test_it", "another"], False),
+        (True, ["test_it.py::test_it"], False),
+    ],
+)
+def test_a_session_is_complete_once_all_it_expected_is_there(
+    recorded: Recorder, interrupted: bool, expected: list[str], complete: bool
+) -> None:
+    """A missing case differs from one that was deselected, and Ctrl-C from an end."""
+    _add(recorded, make_result(device="cpu", devices=1))
+    recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
+    assert recorded.path is not None
+    session = file.load(recorded.path).session
+    assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])
+
+
+def test_arguments_lose_their_folders(recorded: Recorder) -> None:
+    """The command line can be read and repeated, but not where on whose machine it ran."""
+    _add(recorded, make_result(device="cpu", devices=1))
+    assert recorded.report is not None
+    assert recorded.report.argv == ["--llmgpu-dataset=d.jsonl", "tests"]
+
+
+def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> None:
+    """By the metric that is checked, before it is judged; a case that is not compared says why."""
+    cpu: dict[str, Any] = {"device": "cpu", "devices": 1}
+    alone = _add(recorded, make_result(1.0, make_answers([True] * 5), strategy="tp", **cpu))
+    mp = _add(recorded, make_result(1.0, make_answers([True] * 5), **cpu))
+    tp = _add(recorded, make_result(1.0, make_answers([False] * 2 + [True] * 3), strategy="tp", **cpu))
+    failed = _add(recorded, make_failed("oom", strategy="tp", batch_size=2, **cpu))
+    assert recorded.path is not None
+    written = file.load(recorded.path).cases
+    for result, reason in (
+        (alone, "mp was not measured in this run"),
+        (mp, "it is mp itself"),
+        (failed, "the case did not complete"),
+    ):
+        assert result.comparison is None
+        assert result.why["comparison"] == reason
+    assert "comparison" not in tp.why
+    found = written[2].comparison
+    assert found is not None
+    assert (found.reference, found.flipped, found.lost, found.won, found.mcnemar_p) == ("mp-bs1", [0, 1], 2, 0, 0.5)

@@ -1,0 +1,538 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from support import report_factory
+
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.result import (
+    Batches,
+    CaseResult,
+    Collective,
+    DeviceProfile,
+    Failure,
+    Metric,
+    Profile,
+    Traffic,
+)
+from pytest_llmgpu.session.runner import Request, Runner
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Workspace
+
+_GPUS = [Gpu(index=3, uuid="GPU-c", name="H", memory_bytes=10), Gpu(index=1, uuid="GPU-a", name="H", memory_bytes=10)]
+_MACHINE = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"))
+
+
+@dataclasses.dataclass
+class _FakeRank:
+    """Answers at once, in this process."""
+
+    rank: int
+    answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    ended: list[str]
+    alive: bool = True
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self.answer(fn, args))
+        except RankFailedError as error:
+            future.set_exception(error)
+        return future
+
+    def stacks(self) -> str:
+        return "stuck"
+
+    def close(self) -> None:
+        self.ended.append("closed")
+
+    def kill(self) -> None:
+        self.ended.append("killed")
+
+
+class _FakeLauncher:
+    name = "fake"
+
+    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> None:
+        self.answer = answer
+        self.ended: list[str] = []
+        self.environments: list[Sequence[Mapping[str, str]]] = []
+        self.on_batch: BatchListener | None = None
+
+    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[_FakeRank]:
+        self.environments.append(environments)
+        self.on_batch = on_batch
+        self.ranks = [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
+        return self.ranks
+
+
+class _FakeProfiler(Profiler):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.windows: list[tuple[float, float, dict[str, int]]] = []
+        self.did: list[str] = []
+
+    def mark(self, *, wait: bool = False) -> None:
+        self.did.append(f"mark, {wait=}")
+
+    def start(self) -> None:
+        pass
+
+    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+        self.windows.append((start_s, end_s, dict(self.held_bytes if held_bytes is None else held_bytes)))
+        used = Metric(mean=5.0, max=7.0, method="nvml", coverage=None)
+        return Profile(
+            period_s=1.0,
+            duration_s=end_s - start_s,
+            samples=1,
+            missed=0,
+            lateness_p99_s=None,
+            devices=[DeviceProfile(index=3, uuid="GPU-c", metrics={"memory_used_bytes": used})],
+        )
+
+
+def _case(batch_size: int, **fields: Any) -> Case:
+    return msgspec.structs.replace(
+        report_factory.make_case(batch_size=batch_size), strategy="mp", device="cuda", devices=2, **fields
+    )
+
+
+_MP, _TP = "pytest_llmgpu.strategies.mp:LayerParallel", "pytest_llmgpu.strategies.tp:TensorParallel"
+
+
+def _request(case: Case, strategy: str = _MP) -> Request:
+    source = ModelSource(
+        name="m",
+        directory=None,
+        config={},
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory="t",
+        tokenizer_sha256="0",
+    )
+    return Request(
+        case=case,
+        machine=_MACHINE,
+        source=source,
+        strategy=strategy,
+        items=(),
+        timeout_s=60.0,
+        load_timeout_s=60.0,
+    )
+
+
+def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | TrafficReply | list[DeviceUse] | None:
+    if fn is worker.load:
+        return [DeviceUse(uuid="GPU-c", held_bytes=2), DeviceUse(uuid="GPU-a")]
+    if fn is worker.account:
+        return TrafficReply(collectives=[])
+    if fn is not worker.measure:
+        return None
+    return ScoreReply(
+        started_s=100.0,
+        ended_s=103.0,
+        warmup_s=0.5,
+        plan_sha256="plan",
+        execution="eager",
+        execution_choice="they were switched off",
+        batches=Batches(latency_s=[1.0, 2.0], sequences=[4, 4], tokens=[40, 30], padded_tokens=[40, 40]),
+        accuracy=report_factory.make_accuracy(),
+        memory=[DeviceUse(uuid="GPU-c", weights_bytes=4, held_bytes=2), DeviceUse(uuid="GPU-a", weights_bytes=5)],
+        workspace=None,
+    )
+
+
+@pytest.fixture
+def recorded() -> list[CaseResult]:
+    """Results that were handed over for keeping."""
+    return []
+
+
+def _runner(launcher: _FakeLauncher) -> tuple[Runner, _FakeProfiler]:
+    profiler = _FakeProfiler()
+    return Runner(launcher, lambda _machine: profiler, lambda *_: None, lambda _: None), profiler
+
+
+def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResult]) -> None:
+    """Batches and accuracy come from the ranks, the profile from the time the first batch began to the last's end."""
+    runner, profiler = _runner(_FakeLauncher(_reply))
+    result = runner.run(_request(_case(4)), recorded.append)
+    assert recorded == [result]
+    assert (result.outcome, result.failure) == ("completed", None)
+    (launch,) = result.launches
+    assert (launch.batches.latency_s, launch.warmup_s, launch.plan_sha256) == ([1.0, 2.0], 0.5, "plan")
+    assert profiler.windows == [(100.0, 103.0, {"GPU-c": 2, "GPU-a": 0})]
+
+
+def test_counters_are_read_between_warm_up_and_measurement(recorded: list[CaseResult]) -> None:
+    """What the warm-up sends is not the case's, and the devices are idle while counters are read."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        profiler.did.append(fn.__name__)
+        return _reply(fn, args)
+
+    runner, profiler = _runner(_FakeLauncher(answer))
+    runner.run(_request(_case(4)), recorded.append)
+    # The second at once: what is done with the answers takes longer than a mark may wait.
+    assert profiler.did[-5:] == ["warm_up", "mark, wait=True", "measure", "mark, wait=False", "account"]
+
+
+def test_counters_are_read_where_a_part_of_a_case_begins_and_where_it_fails(recorded: list[CaseResult]) -> None:
+    """The window of a case that fails begins with loading or warm-up and ends before its ranks do."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        profiler.did.append(fn.__name__)
+        if fn is worker.measure:
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, profiler = _runner(launcher)
+    launcher.ended = profiler.did  # in one list, for the order
+    runner.run(_request(_case(4)), recorded.append)
+    mark = "mark, wait=False"
+    assert profiler.did == [
+        *(mark, "load", "give", "reset", mark, "warm_up", "mark, wait=True", "measure"),
+        *(mark, "killed"),
+    ]
+
+
+@pytest.mark.parametrize("failing", [worker.load, worker.measure])
+def test_a_case_that_fails_has_the_evidence_of_it(
+    nvml_stub: Callable[..., dict[str, str]], recorded: list[CaseResult], failing: Callable[..., Any]
+) -> None:
+    """A crash by an Xid or a memory error is where people look for them."""
+    profiler = Profiler(0.025, environment=nvml_stub(xid="0:1", ecc="0:1", processes="2"))
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is failing:
+            profiler.mark(wait=True)  # some time passes
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _reply(fn, args)
+
+    runner = Runner(_FakeLauncher(answer), lambda _machine: profiler, lambda *_: None, lambda _: None)
+    try:
+        result = runner.run(_request(_case(4)), recorded.append)
+    finally:
+        profiler.close()
+    profile = result.launches[0].profile
+    assert profile is not None
+    assert [sentence.partition(":")[0] for sentence in profile.invalid] == [
+        "programs of others at work",
+        "memory errors that ECC could not correct",
+        "errors of the GPU that the driver logged (Xid, see dmesg)",
+    ]
+
+
+def test_memory_of_another_time_is_not_the_cases(recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window without a reading has the nearest one, which is no figure of the case."""
+    runner, profiler = _runner(_FakeLauncher(_reply))
+    slice_ = profiler.slice
+    monkeypatch.setattr(
+        profiler,
+        "slice",
+        lambda *ends: msgspec.structs.replace(slice_(*ends), samples=0, why={"samples": "no reading fell inside"}),
+    )
+    memory = runner.run(_request(_case(4)), recorded.append).launches[0].memory[0]
+    assert (memory.nvml_used_max_bytes, memory.nvml_used_mean_bytes) == (None, None)
+    assert memory.why["nvml_used_max_bytes"] == "no reading fell inside"
+
+
+_SENT = Collective(collective="all_reduce", calls=3, payload_bytes=80, wire_bytes=120)
+
+
+def test_traffic_is_every_rank_s_own(recorded: list[CaseResult]) -> None:
+    """What is sent per sequence is of all ranks together."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return TrafficReply(collectives=[_SENT]) if fn is worker.account else _reply(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    result = runner.run(_request(_case(4), _TP), recorded.append)
+    assert result.traffic == Traffic(ranks=[[_SENT], [_SENT]], wire_bytes_per_sequence=2 * 120 / 8)
+    assert "traffic" not in result.why
+
+
+def test_ranks_that_send_nothing_fail_with_all_that_was_measured(recorded: list[CaseResult]) -> None:
+    """A tensor parallel model without a collective is measured wrongly, and what shows it stays."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4), _TP), recorded.append)
+    assert (result.outcome, set(launcher.ended)) == ("error", {"killed"})
+    assert result.failure is not None
+    assert "no collective was seen" in result.failure.message
+    assert result.launches[0].batches.latency_s == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseResult], raised: bool) -> None:
+    """An op that is not known, or a forward that fails, costs the account alone, and says so."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is not worker.account:
+            return _reply(fn, args)
+        if raised:
+            raise RankFailedError("oom", Failure(phase="forward", message="c10d::new is not known"))
+        return TrafficReply(collectives=None, why="c10d::new is not known")
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4), _TP), recorded.append)
+    assert (result.outcome, result.traffic) == ("completed", None)
+    assert "c10d::new is not known" in result.why["traffic"]
+    assert set(launcher.ended) == ({"killed"} if raised else set())
+    assert runner.run(_request(_case(8), _TP), recorded.append).outcome == "completed"
+
+
+def test_memory_is_told_per_device_by_its_nvml_index(recorded: list[CaseResult]) -> None:
+    """CUDA's order need not be NVML's: devices are joined by UUID, and a missing reading says why."""
+    runner, _ = _runner(_FakeLauncher(_reply))
+    first, second = runner.run(_request(_case(4)), recorded.append).launches[0].memory
+    assert (first.index, first.weights_bytes, first.held_bytes, first.nvml_used_max_bytes) == (3, 4, 2, 7)
+    assert (second.index, second.weights_bytes, second.nvml_used_max_bytes) == (1, 5, None)
+    assert "nvml_used_max_bytes" in second.why
+
+
+def test_ranks_see_the_chosen_devices_in_order(recorded: list[CaseResult]) -> None:
+    """Devices are handed over by UUID, whatever CUDA_VISIBLE_DEVICES of the caller counts."""
+    launcher = _FakeLauncher(_reply)
+    _runner(launcher)[0].run(_request(_case(4)), recorded.append)
+    assert launcher.environments == [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]]
+
+
+def test_a_model_is_loaded_once_for_all_batch_sizes(recorded: list[CaseResult]) -> None:
+    """Processes are kept from case to case and ended when another model is needed."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    for batch_size in (1, 2, 4):
+        runner.run(_request(_case(batch_size)), recorded.append)
+    assert (len(launcher.environments), launcher.ended) == (1, [])
+    runner.run(_request(_case(1, model="another")), recorded.append)
+    assert (len(launcher.environments), launcher.ended) == (2, ["closed"])
+    runner.close()
+    assert launcher.ended == ["closed", "closed"]
+
+
+def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[CaseResult]) -> None:
+    """Larger or equal sizes of the same measurement are skipped; smaller ones and other measurements run."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.warm_up and args[1] >= 8:
+            raise RankFailedError("oom", Failure(phase="forward", message="CUDA out of memory"))
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    cases = [_case(8), _case(8), _case(16), _case(4), _case(16, dtype="bfloat16")]
+    outcomes = [runner.run(_request(case), recorded.append).outcome for case in cases]
+    assert outcomes == ["oom", "skipped_after_oom", "skipped_after_oom", "completed", "oom"]
+    assert launcher.ended == ["killed", "closed", "killed"], "the next case finds clean devices"
+
+
+def test_a_failure_keeps_the_batches_that_were_heard(recorded: list[CaseResult]) -> None:
+    """What was measured before the end is in the result, with memory and profile."""
+
+    def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
+        if fn is worker.measure:
+            assert launcher.on_batch is not None
+            launcher.on_batch(0, FinishedBatch(1.5, 4, 40, 44, 9))
+            use = [DeviceUse(uuid="GPU-c", peak_allocated_bytes=9)]
+            raise RankFailedError("error", Failure(phase="forward", message="broken"), use)
+        return [] if fn is worker.load else None
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4)), recorded.append)
+    (launch,) = result.launches
+    assert result.outcome == "error"
+    assert launch.batches.latency_s == [1.5]
+    assert [device.peak_allocated_bytes for device in launch.memory] == [9]
+    assert launch.profile is not None
+
+
+def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> None:
+    """Ctrl-C in the middle of a case leaves a row that says so."""
+
+    def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
+        if fn is worker.measure:
+            raise KeyboardInterrupt
+        return [] if fn is worker.load else None
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(_request(_case(4)), recorded.append)
+    (result,) = recorded
+    assert result.outcome == "interrupted"
+    assert result.failure is not None
+    assert result.failure.phase == "forward"
+    assert launcher.ended == ["killed"]
+
+
+@pytest.mark.parametrize("while_doing", [worker.load, worker.give])
+def test_an_interrupt_before_the_first_batch_was_while_loading(
+    recorded: list[CaseResult], while_doing: Callable[..., Any]
+) -> None:
+    """Nobody looks for a hanging forward that had not begun, also where a case before had finished batches."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    runner.run(_request(_case(4)), recorded.append)
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is while_doing:
+            raise KeyboardInterrupt
+        return _reply(fn, args)
+
+    launcher.answer = answer
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(_request(_case(4, model="another")), recorded.append)
+    failure = recorded[1].failure
+    assert failure is not None
+    assert failure.phase == "load"
+    assert recorded[1].launches[0].batches == Batches()
+
+
+def test_a_rank_that_died_while_idle_costs_no_case(recorded: list[CaseResult]) -> None:
+    """Processes that are gone are started anew; the next case is not charged with their end."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    assert runner.run(_request(_case(1)), recorded.append).outcome == "completed"
+    launcher.ranks[0].alive = False
+    assert runner.run(_request(_case(2)), recorded.append).outcome == "completed"
+    assert len(launcher.environments) == 2
+
+
+def test_held_bytes_are_known_as_soon_as_a_model_is_loaded(recorded: list[CaseResult]) -> None:
+    """A rank that crashes cannot say what it held, and the profile of its case still leaves that out."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.load:
+            return [DeviceUse(uuid="GPU-c", held_bytes=3)]
+        if fn is worker.measure:
+            assert profiler.held_bytes == {"GPU-c": 3}
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _reply(fn, args)
+
+    runner, profiler = _runner(_FakeLauncher(answer))
+    assert runner.run(_request(_case(4)), recorded.append).outcome == "crashed"
+    assert profiler.windows[-1][2] == {"GPU-c": 3}
+
+
+def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
+    """A bug or a full disk is an error that is recorded and goes on, not something a person stopped."""
+
+    def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
+        if fn is worker.measure:
+            raise OSError("no space left on device")
+        return [] if fn is worker.load else None
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    with pytest.raises(OSError, match="no space left"):
+        runner.run(_request(_case(4)), recorded.append)
+    assert recorded[0].outcome == "error"
+
+
+class _Building:
+    """A strategy that counts its builds; its place is `test_runner:Building`."""
+
+    builds: ClassVar[list[str]] = []
+    broken = False
+
+
+class Building(LayerParallel):
+    """Compiles something first."""
+
+    name = "building"
+
+    def build(self, case: Case, say: Callable[[str], None]) -> None:
+        """Say and count, or fail."""
+        say("compiling ...")
+        _Building.builds.append(case.id)
+        if _Building.broken:
+            raise RuntimeError("error: no such header")
+
+
+def _builder(launcher: _FakeLauncher, said: list[str], monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> Runner:
+    monkeypatch.setattr(_Building, "builds", [])
+    monkeypatch.setattr(_Building, "broken", broken)
+    profiler = _FakeProfiler()
+    return Runner(launcher, lambda _machine: profiler, lambda *_: None, said.append)
+
+
+def _built(case: Case) -> Request:
+    return msgspec.structs.replace(_request(case), strategy="test_runner:Building")
+
+
+def test_a_strategy_is_built_once_before_its_ranks_start(
+    recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling is no part of what a model takes to load, and another model of the same strategy does not repeat it."""
+    launcher, said = _FakeLauncher(_reply), list[str]()
+    runner = _builder(launcher, said, monkeypatch, broken=False)
+    runner.run(_built(_case(1)), recorded.append)
+    runner.run(_built(_case(2, model="another")), recorded.append)
+    assert (len(_Building.builds), said) == (1, ["compiling ..."])
+    assert [result.outcome for result in recorded] == ["completed", "completed"]
+    assert len(launcher.environments) == 2
+
+
+def test_what_does_not_compile_is_an_error_and_is_not_tried_again(
+    recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a minute each time; no process is started for it."""
+    launcher = _FakeLauncher(_reply)
+    runner = _builder(launcher, [], monkeypatch, broken=True)
+    for batch_size in (1, 2):
+        result = runner.run(_built(_case(batch_size)), recorded.append)
+        assert result.outcome == "error"
+        assert result.failure is not None
+        assert (result.failure.phase, result.failure.message) == ("load", "error: no such header")
+    assert len(_Building.builds) == 1
+    assert launcher.environments == []
+
+
+def test_the_rank_with_the_least_room_decides_what_was_granted(recorded: list[CaseResult]) -> None:
+    """Its garbage is summed into the numbers of all of them."""
+    granted = iter((64, 23))
+
+    def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        answer = _reply(fn, args)
+        if not isinstance(answer, ScoreReply):
+            return answer
+        workspace = Workspace(tokens_requested=74, tokens_granted=next(granted), workspace_bytes=5)
+        return msgspec.structs.replace(answer, workspace=workspace)
+
+    request = _request(_case(4), _TP)
+    launch = _runner(_FakeLauncher(reply))[0].run(request, recorded.append).launches[0]
+    assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
+    assert {memory.workspace_bytes for memory in launch.memory} == {5}
+
+
+def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult]) -> None:
+    """Each of them computes every number: a broken device or a wrong part of a layer must not hide behind rank 0."""
+    numbers = iter(([-1.0] * 4, [-1.1] * 4))
+
+    def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        answer = _reply(fn, args)
+        if not isinstance(answer, ScoreReply):
+            return answer
+        return msgspec.structs.replace(answer, accuracy=report_factory.make_accuracy(1.0, 1, [0], next(numbers)))
+
+    request = _request(_case(4), _TP)
+    result = _runner(_FakeLauncher(reply))[0].run(request, recorded.append)
+    assert result.outcome == "error"
+    assert result.failure is not None
+    assert result.failure.message == "rank 1 answers otherwise than rank 0: log-likelihoods typically differ by 10.0%"

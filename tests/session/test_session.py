@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.render.terminal.live import LiveLine
+from pytest_llmgpu.session.session import BenchmarkSession
+
+
+def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while processes are ended: they are ended all the same, and the report says that it was interrupted."""
+    session = BenchmarkSession(
+        rootdir=tmp_path,
+        report_path=tmp_path / "report.json",
+        storage_path=tmp_path / "store",
+        policy_path=None,
+        calibration_path=None,
+        page_path=None,
+        options=Options(),
+        arguments=[],
+        live=LiveLine(nullcontext, lambda: 80),
+        known={},
+    )
+    closed: list[bool] = []
+
+    def close() -> None:
+        closed.append(True)
+        if len(closed) == 1:
+            raise KeyboardInterrupt
+
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(session.runner, "close", close)
+    monkeypatch.setattr(session.recorder, "conclude", lambda _status, _judge, **said: told.update(said))
+    try:
+        session.finish(0, interrupted=False, deselected=[])
+    finally:
+        session.close()
+    assert told["interrupted"] is True
+    assert len(closed) == 3, "again after the interrupt, and once by close"

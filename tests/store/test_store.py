@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.stored_reports import H200, gpus, measured
+
+from pytest_llmgpu.report.file import Report, dump, encode, load
+from pytest_llmgpu.store import store
+from pytest_llmgpu.store.store import check_name, hardware, save, stored
+
+_STORE = Path(".llmgpu")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_report_is_kept_under_its_machine_number_commit_and_time() -> None:
+    """The file's name says what people look for, and the file is the report."""
+    path = save(measured(), _STORE)
+    assert path == _STORE / H200 / "0001_3b1f09ac_20260102T030405Z.json"
+    assert load(path) == measured()
+
+
+def test_a_name_and_compression_show_in_the_files_name() -> None:
+    """What was asked for at the save is there."""
+    path = save(measured(), _STORE, "before_graphs-2.1", compressed=True)
+    assert path.name == "0001_3b1f09ac_20260102T030405Z_before_graphs-2.1.json.gz"
+    assert gzip.decompress(path.read_bytes()) == encode(measured(), compressed=False)
+    assert stored(_STORE)[0].name == "before_graphs-2.1"
+
+
+def test_numbers_go_up_by_machine_and_nothing_is_overwritten() -> None:
+    """The same report twice is two files; each machine counts for itself."""
+    for _ in range(3):
+        save(measured(), _STORE)
+    save(measured(device="cpu", cpu="AMD EPYC"), _STORE)
+    assert [one.reference for one in stored(_STORE)] == [
+        *[f"{H200}/000{number}" for number in (1, 2, 3)],
+        "CPU-AMD-EPYC/0001",
+    ]
+
+
+def test_a_number_that_was_used_is_not_used_again() -> None:
+    """Where older reports were deleted the next number is after the newest; after 9999 comes 10000."""
+    first = save(measured(), _STORE)
+    first.rename(first.with_name(first.name.replace("0001", "9999")))
+    assert save(measured(), _STORE).name.startswith("10000_")
+    assert [one.number for one in stored(_STORE)] == [9999, 10000]
+
+
+def test_writers_at_the_same_time_get_numbers_of_their_own() -> None:
+    """However many runs end at once, none takes another's number, and no number is left out of the listing."""
+    reports = [measured(sha=f"{number:08x}") for number in range(40)]
+    with ThreadPoolExecutor(16) as threads:
+        paths = list(threads.map(lambda report: save(report, _STORE), reports))
+    assert len(set(paths)) == 40
+    kept = stored(_STORE)
+    assert len({one.number for one in kept}) == 40
+    assert {one.commit for one in kept} == {f"{number:08x}" for number in range(40)}
+    assert not list((_STORE / H200).glob(".*"))
+
+
+def test_processes_at_the_same_time_get_numbers_of_their_own() -> None:
+    """The same holds between processes, which share nothing but the folder."""
+    dump(measured(), Path("report.json"))
+    code = (
+        "from pathlib import Path; from pytest_llmgpu import report, storage;"
+        "of = report.load(Path('report.json'));"
+        "[storage.save(of, Path('.llmgpu')) for _ in range(25)]"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait() for process in running] == [0] * 4
+    assert len({one.number for one in stored(_STORE)}) == 100
+
+
+def test_a_writer_that_was_overtaken_takes_the_next_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run that saves between the look at the folder and the claim keeps its number."""
+    save(measured(), _STORE)
+    seen = store._stored_in
+    looks: list[int] = []
+
+    def overtaken(folder: Path) -> Any:
+        looks.append(1)
+        if len(looks) == 1:
+            before = list(seen(folder))
+            (folder / "0002_aaaaaaaa_20260102T030405Z.json").write_bytes(b"{}")
+            return before
+        return seen(folder)
+
+    monkeypatch.setattr(store, "_stored_in", overtaken)
+    assert save(measured(), _STORE).name.startswith("0003_3b1f09ac")
+    assert len(looks) == 3
+
+
+def test_a_writer_that_was_killed_costs_a_number_and_blocks_nobody() -> None:
+    """What it left behind is never waited for and never listed."""
+    folder = _STORE / H200
+    folder.mkdir(parents=True)
+    (folder / ".0001.unfinished").touch()
+    assert save(measured(), _STORE).name.startswith("0002_")
+    assert [one.number for one in stored(_STORE)] == [2]
+
+
+def test_a_full_disk_leaves_no_part_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that cannot be written whole is not in the store."""
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(measured(), _STORE)
+    assert list((_STORE / H200).iterdir()) == []
+    assert save(measured(), _STORE).name.startswith("0001_")
+
+
+@pytest.mark.parametrize(
+    ("sha", "written"),
+    [(None, "nocommit"), ("", "nocommit"), ("v1.2/RC_7-final", "v12rc7fi"), ("../../etc", "etc"), ("ABC", "abc")],
+)
+def test_a_commit_is_safe_in_a_name_whatever_a_variable_says(sha: str | None, written: str) -> None:
+    """A CI system's variable makes neither a folder nor a name that is not found again."""
+    path = save(measured(sha), _STORE)
+    assert path.name == f"0001_{written}_20260102T030405Z.json"
+    assert [one.commit for one in stored(_STORE)] == [None if written == "nocommit" else written]
+
+
+def test_times_are_in_utc() -> None:
+    """Names sort by time wherever they were measured."""
+    report = measured()
+    report.created = "2026-01-02T01:04:05.5+02:00"
+    assert "_20260101T230405Z" in save(report, _STORE).name
+    report.created = "yesterday"
+    with pytest.raises(ValueError, match=r"^created 'yesterday': a time such as"):
+        save(report, _STORE)
+
+
+@pytest.mark.parametrize(
+    ("report", "name"),
+    [
+        (measured(), H200),
+        (measured(seen=gpus("NVIDIA H200", memory_bytes=None)), "1x-NVIDIA-H200"),
+        (measured(seen=[*gpus("A", "A"), *gpus("B")]), "2x-A-140GiB+1x-B-140GiB"),
+        (measured(device="cpu", cpu="Intel(R) Xeon(R) Gold 6130 CPU @ 2.10GHz"), "CPU-Intel-Xeon-Gold-6130"),
+        (measured(device="cpu", cpu="AMD EPYC 9654 96-Core Processor"), "CPU-AMD-EPYC-9654-96-Core-Processor"),
+        (measured(device="cpu", cpu=None), "CPU-unknown"),
+        (measured(seen=(), cpu="x/../../y"), "CPU-x-..-..-y"),
+        (measured(seen=gpus("é" * 300)), "1x-140GiB"),
+        (measured(seen=gpus("N" * 300)), "1x-" + "N" * 77),
+    ],
+)
+def test_a_machine_has_a_readable_name_that_is_one_folder(report: Report, name: str) -> None:
+    """GPUs with count and memory, else the processor; what it says has neither slashes nor spaces."""
+    assert hardware(report) == name
+
+
+def test_a_machine_keeps_its_name_whatever_of_it_is_used() -> None:
+    """Driver, versions and how many of the GPUs a case takes do not make another machine."""
+    one = measured(devices=1)
+    one.environment.driver, one.environment.versions = "1.2", {"torch": "3"}
+    assert hardware(one) == hardware(measured(devices=4)) == H200
+
+
+@pytest.mark.parametrize("name", ["12", "a/b", "../x", "", ".hidden", "-x", "a b", "a:b", "x.json", "latest", "n" * 81])
+def test_a_name_that_could_not_be_found_again_is_refused(name: str) -> None:
+    """A number, a path, an option or `latest` would mean something else; it is said before hours of measuring."""
+    with pytest.raises(ValueError, match=rf"^name '{name}': (allowed are|means)"):
+        check_name(name)
+    with pytest.raises(ValueError, match=r"^name "):
+        save(measured(), _STORE, name)
+    assert not _STORE.exists()
+
+
+def test_a_name_that_is_a_folder_here_is_refused() -> None:
+    """`--llmgpu-save benchmarks` was meant to measure the folder."""
+    Path("benchmarks").mkdir()
+    with pytest.raises(ValueError, match="'benchmarks': is a file or folder here"):
+        check_name("benchmarks")
+    check_name("benchmark")
+
+
+def test_other_files_are_no_part_of_the_store() -> None:
+    """The last run's report, notes and folders of other tools are passed over."""
+    save(measured(), _STORE)
+    dump(measured(), _STORE / "last.json")
+    (_STORE / H200 / "notes.txt").touch()
+    (_STORE / H200 / "0002_x.json").touch()
+    (_STORE / "other").mkdir()
+    assert [one.number for one in stored(_STORE)] == [1]
+    assert stored(Path("nowhere")) == []
+
+
+def test_a_store_that_cannot_be_read_is_one_line() -> None:
+    """A file in its place, say."""
+    _STORE.touch()
+    with pytest.raises(ValueError, match=r"^storage \.llmgpu: cannot be read: Not a directory$"):
+        stored(_STORE)

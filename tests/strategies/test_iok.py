@@ -1,0 +1,444 @@
+from __future__ import annotations
+
+import base64
+import dataclasses
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import tiny_model
+from support.emulated_inference import EmulatedInference, free_bytes_granting
+from support.emulated_iok import FREE_BYTES, EmulatedInjection, begin_anew
+from support.report_factory import make_case
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+import pytest_llmgpu.session.session  # noqa: F401
+from pytest_llmgpu import strategies
+from pytest_llmgpu.inference import logits, models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.profiling import machine
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.ranks import oom, worker
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import decode
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.strategies.iok import KernelInjection
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Loaded
+
+with pytest.MonkeyPatch.context() as _environment:
+    # Read once, at the import: without it DeepSpeed looks for a GPU and warns that there is none.
+    _environment.setenv("DS_ACCELERATOR", "cpu")
+    pytest.importorskip("deepspeed", reason="needs the extra deepspeed", exc_type=ImportError)
+
+_BUNDLED = {"layers": 2, "heads": 8, "hidden": 256, "element_bytes": 4}
+_VOCABULARY = 896
+_CASE = make_case(strategy="iok", backend="deepspeed", model="bundled", dtype="float32", device="cpu", devices=1)
+_BENCHMARK = """
+    def test_hellaswag(llm, hellaswag, batch_size, measure):
+        measure(llm, hellaswag, batch_size)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Injected:
+    """A strategy as a rank has it, and the emulated process behind it."""
+
+    strategy: EmulatedInjection
+    loaded: Loaded
+    op: EmulatedInference
+
+
+Inject = Callable[..., _Injected]
+"""`inject(source, free_bytes=..., stock=True)`: a model in DeepSpeed's kernels; the rest are the strategy's options."""
+
+
+@pytest.fixture
+def inject(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource) -> Inject:
+    """Strategy iok in this process, on the bundled model unless another is named."""
+    begin_anew(monkeypatch)
+
+    def load(source: ModelSource = bundled, free_bytes: int = 64 * 2**30, **options: bool | int | None) -> _Injected:
+        monkeypatch.setenv(FREE_BYTES, str(free_bytes))
+        strategy = EmulatedInjection()
+        loaded = strategy.load(msgspec.structs.replace(_CASE, strategy_options=options), source)
+        from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
+
+        return _Injected(strategy, loaded, BaseOp.inference_module)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def plain(bundled: ModelSource) -> torch.nn.Module:
+    """The bundled model as transformers computes it."""
+    return _plain(bundled)
+
+
+def _plain(source: ModelSource) -> torch.nn.Module:
+    return LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp"), source).model
+
+
+def _source(directory: Path, **fields: Any) -> ModelSource:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=_VOCABULARY,
+        initializer_range=0.12,
+        **fields,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return ModelSource(
+        name=directory.name,
+        directory=str(directory),
+        config=config.to_dict(),
+        revision=None,
+        load_format="auto",
+        tokenizer_directory="",
+        tokenizer_sha256="",
+    )
+
+
+def _ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, _VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def _logits(model: torch.nn.Module, ids_BS: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids_BS, **named).logits
+    return logits
+
+
+def _exact(found: torch.Tensor, right: torch.Tensor) -> None:
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
+
+
+def _agreement(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.argmax(-1) == right.argmax(-1)).float().mean())
+
+
+def test_it_computes_what_the_plain_model_does(inject: Inject, plain: torch.nn.Module) -> None:
+    """With the residual corrected, kernels and plain model differ by rounding alone."""
+    injected = inject()
+    injected.strategy.prepare(injected.loaded, 8, 70)
+    ids_BS = _ids(8, 70)
+    _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
+
+
+def test_the_stock_binding_is_there_for_comparison(inject: Inject, tmp_path: Path) -> None:
+    """`--llmgpu-iok-stock` measures DeepSpeed as it is, which is far off."""
+    source = _source(tmp_path)
+    injected = inject(source, stock=True)
+    injected.strategy.prepare(injected.loaded, 4, 40)
+    ids_BS = _ids(4, 40)
+    assert _agreement(_logits(injected.loaded.model, ids_BS), _logits(_plain(source), ids_BS)) < 0.5
+
+
+def test_grouped_heads_are_expanded(inject: Inject, tmp_path: Path) -> None:
+    """A model with fewer key heads than query heads is the same model with them repeated."""
+    source = _source(tmp_path, num_key_value_heads=2)
+    injected = inject(source)
+    injected.strategy.prepare(injected.loaded, 4, 40)
+    ids_BS = _ids(4, 40)
+    _exact(_logits(injected.loaded.model, ids_BS), _logits(_plain(source), ids_BS))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Module, side: str) -> None:
+    """A mask reaches the kernel in a form that it understands, whichever side the padding is on."""
+    injected = inject()
+    injected.strategy.prepare(injected.loaded, 4, 40)
+    ids_BS, mask_BS = _ids(4, 40), torch.ones(4, 40, dtype=torch.int64)
+    mask_BS[1, slice(15) if side == "left" else slice(25, None)] = 0
+    seen = mask_BS.bool()
+    found = _logits(injected.loaded.model, ids_BS, attention_mask=mask_BS)
+    _exact(found[seen], _logits(plain, ids_BS, attention_mask=mask_BS)[seen])
+    if side == "left":
+        assert not torch.allclose(found[1, 15:], _logits(plain, ids_BS)[1, 15:], atol=1e-2), "the mask matters"
+
+
+def test_rows_without_padding_need_no_mask(
+    inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that transformers makes though none was given is not handed on: each layer would convert it."""
+    injected = inject()
+    injected.strategy.prepare(injected.loaded, 4, 40)
+    seen: list[torch.Tensor | None] = []
+    layers = injected.loaded.model.get_decoder().layers  # type: ignore[operator]  # a llama
+    for layer in layers:
+        layer.register_forward_pre_hook(
+            lambda _layer, _given, named: seen.append(named["attention_mask"]), with_kwargs=True
+        )
+    made = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: made)
+    ids_BS, mask_BS = _ids(4, 40), torch.ones(4, 40, dtype=torch.int64)
+    found = _logits(injected.loaded.model, ids_BS)
+    assert seen == [None] * len(layers)
+    _exact(found, _logits(plain, ids_BS))
+    _logits(injected.loaded.model, ids_BS, attention_mask=mask_BS)
+    assert all(mask is not None for mask in seen[len(layers) :]), "a mask that was given is"
+    _logits(injected.loaded.model, ids_BS, position_ids=torch.arange(40)[None])
+    assert all(mask is not None for mask in seen[2 * len(layers) :]), "as is one for several texts in a row"
+    with torch.inference_mode():
+        injected.loaded.model.get_decoder()(ids_BS, mask_BS)  # type: ignore[operator]  # a llama
+    assert all(mask is not None for mask in seen[3 * len(layers) :]), "and one that is given by its place"
+
+
+def test_a_larger_batch_after_a_smaller_one_is_right(inject: Inject, plain: torch.nn.Module) -> None:
+    """A user's function may run what nothing was prepared for: there is room for it before the forward."""
+    injected = inject()
+    injected.strategy.prepare(injected.loaded, 2, 20)
+    for rows, tokens in ((2, 20), (8, 20), (8, 50), (1, 50)):
+        ids_BS = _ids(rows, tokens)
+        _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
+    assert injected.op.batch_size == 8
+
+
+def test_a_single_token_begins_a_new_text(inject: Inject, plain: torch.nn.Module) -> None:
+    """One token is not taken for the continuation of the batch before it."""
+    injected = inject()
+    injected.strategy.prepare(injected.loaded, 4, 20)
+    _logits(injected.loaded.model, _ids(4, 20))
+    one = _ids(4, 1, seed=2)
+    _exact(_logits(injected.loaded.model, one), _logits(plain, one))
+
+
+def test_a_smaller_batch_gets_a_smaller_workspace(inject: Inject, plain: torch.nn.Module) -> None:
+    """A case costs the same alone and after a larger one: the workspace is made anew, and reported as it is."""
+    injected = inject()
+    sizes = []
+    for rows in (4, 32, 4):
+        workspace = injected.strategy.prepare(injected.loaded, rows, 70)
+        assert workspace.workspace_bytes == injected.op.workspace_bytes
+        assert (workspace.tokens_requested, workspace.tokens_granted) == (70, 70)
+        ids_BS = _ids(rows, 70)
+        _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
+        sizes.append(workspace.workspace_bytes)
+    assert sizes[0] == sizes[2] == sizes[1] // 8
+
+
+def test_too_few_tokens_are_out_of_memory(inject: Inject) -> None:
+    """By default a workspace that cannot hold the longest sequence is refused, with what was wanted and granted."""
+    free_bytes = free_bytes_granting(23, **_BUNDLED, batch=32, max_out=70)
+    injected = inject(free_bytes=free_bytes)
+    with pytest.raises(oom.WorkspaceError, match="has room for 23 tokens, and the longest sequence has 70") as caught:
+        injected.strategy.prepare(injected.loaded, 32, 70)
+    evidence = oom.evidence_of(caught.value)
+    assert evidence is not None
+    assert (evidence.tokens_requested, evidence.tokens_granted) == (70, 23)
+    # What does not fit at this batch size may fit at another, in the same process.
+    assert injected.strategy.prepare(injected.loaded, 8, 70).tokens_granted == 70
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "capacity_bytes"), [(100 * 2**20, None), (2**30, 2**20)], ids=["less than the reserve", "malloc"]
+)
+def test_no_workspace_at_all_is_out_of_memory(inject: Inject, free_bytes: int, capacity_bytes: int | None) -> None:
+    """Whichever way DeepSpeed says that there is no memory."""
+    injected = inject(free_bytes=free_bytes)
+    injected.op.capacity_bytes = capacity_bytes
+    with pytest.raises(oom.WorkspaceError, match="has room for 0 tokens"):
+        injected.strategy.prepare(injected.loaded, 32, 70)
+
+
+def test_as_few_tokens_as_were_allowed_are_granted_and_wrong(inject: Inject, plain: torch.nn.Module) -> None:
+    """`--llmgpu-iok-min-tokens=1` is DeepSpeed's default: what does not fit is garbage, without an error."""
+    injected = inject(free_bytes=free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024), min_tokens=1)
+    workspace = injected.strategy.prepare(injected.loaded, 32, 70)
+    assert (workspace.tokens_requested, workspace.tokens_granted) == (70, 23)
+    assert workspace.workspace_bytes == injected.op.workspace_bytes
+    fits, too_long = _ids(32, 23), _ids(32, 70)
+    _exact(_logits(injected.loaded.model, fits), _logits(plain, fits))
+    found = _logits(injected.loaded.model, too_long)
+    assert found.isfinite().all()
+    assert _agreement(found[:, 23:], _logits(plain, too_long)[:, 23:]) < 0.6
+
+
+def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed leaves a class that it does not know as it is, and says nothing."""
+
+    class OtherLayer(LlamaDecoderLayer):
+        pass
+
+    skeleton = models.skeleton
+
+    def with_another_layer(source: ModelSource, dtype: torch.dtype) -> Any:
+        model: Any = skeleton(source, dtype)
+        model.model.layers[1].__class__ = OtherLayer
+        return model
+
+    monkeypatch.setattr(models, "skeleton", with_another_layer)
+    with pytest.raises(RuntimeError, match=r"DeepSpeed left 1 of 2 layers as they were: OtherLayer"):
+        inject()
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "message"),
+    [
+        (
+            {"num_attention_heads": 6},
+            "float32",
+            "strategy iok cannot share out the 6 attention heads .* are 1, 2, 3, 6$",
+        ),
+        ({"intermediate_size": 6}, "float32", "strategy iok cannot share out the 6 columns .* allowed are 1, 2, 3, 6$"),
+        ({"model_type": "mistral"}, "float32", "injects into llama models only, this is 'mistral'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "float32", "cannot do its rope type 'llama3'"),
+        ({"rope_scaling": {"type": "linear"}}, "float32", "cannot do its rope type 'linear'"),
+        ({"attention_bias": True}, "float32", r"would drop its biases \(attention_bias is true\)"),
+        ({"hidden_act": "gelu"}, "float32", "would compute its activation 'gelu' as silu"),
+        ({"quantization_config": {"bits": 4}}, "float32", "cannot read quantized weights"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "float32", "would rotate whole heads"),
+        ({"mlp_bias": True}, "float32", r"would drop its biases \(mlp_bias is true\)"),
+        ({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 16}, "float32", "4 heads of 16 are not 128"),
+        ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "heads of at least 32 in half precision"),
+    ],
+)
+def test_what_the_kernels_compute_wrongly_is_refused(
+    bundled: ModelSource, fields: dict[str, Any], dtype: str, message: str
+) -> None:
+    """Before anything is loaded, with the value and the reason."""
+    source = msgspec.structs.replace(bundled, config=fields)
+    with pytest.raises(ValueError, match=message):
+        KernelInjection().check_model(msgspec.structs.replace(_CASE, dtype=dtype, devices=4), source)
+
+
+def test_heads_of_keys_and_values_need_not_be_shared_out(bundled: ModelSource) -> None:
+    """They are repeated first, to as many as those of queries."""
+    source = msgspec.structs.replace(bundled, config={"num_attention_heads": 8, "num_key_value_heads": 2})
+    KernelInjection().check_model(msgspec.structs.replace(_CASE, devices=4), source)
+
+
+def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None:
+    """It would leave out what is more: refused before a workspace is made, and up to its limit there is one."""
+    injected = inject()
+    with pytest.raises(ValueError, match=r"^8193 tokens: DeepSpeed's kernels do sequences of up to 8192$"):
+        injected.strategy.prepare(injected.loaded, 1, 8193)
+    assert injected.strategy.prepare(injected.loaded, 1, 8192).tokens_granted == 8192
+
+
+def test_a_cpu_is_refused(bundled: ModelSource) -> None:
+    """The kernels are CUDA's."""
+    with pytest.raises(ValueError, match=r"--strategy=iok: DeepSpeed's kernels run on CUDA GPUs only"):
+        KernelInjection().check(_CASE, bundled)
+
+
+def test_the_collapse_of_the_study(bundled: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """23 tokens granted at batch size 32: a model that is always right answers at random, and nothing raises."""
+    begin_anew(monkeypatch)
+    monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
+    items = hellaswag.load("bundled", rootdir=Path.cwd(), limit=40).items
+    state = worker.RankState(on_batch=lambda _: None)
+    case = msgspec.structs.replace(_CASE, strategy_options={"min_tokens": 1})
+    worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
+    worker.give(state, "items", items)
+    right, collapsed = (worker.score(state, "items", batch_size) for batch_size in (8, 32))
+    assert right.accuracy.acc > 0.95
+    assert 0.05 < collapsed.accuracy.acc < 0.45, "chance is 0.25"
+    assert right.workspace is not None
+    assert right.workspace.tokens_granted == right.workspace.tokens_requested
+    assert collapsed.workspace is not None
+    assert collapsed.workspace.tokens_granted == 23
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_the_harness_way_of_scoring_gives_the_kernels_numbers(
+    bundled: ModelSource, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """Asked for a cache the kernels keep to their workspace's: more logits are all that is more."""
+    replies = []
+    items = hellaswag.load("bundled", rootdir=Path.cwd(), limit=8).items
+    for workload in logits.WORKLOADS.values():
+        begin_anew(monkeypatch)
+        state = worker.RankState(on_batch=lambda _: None)
+        case = msgspec.structs.replace(_CASE, workload=workload)
+        worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
+        worker.give(state, "items", items)
+        replies.append(worker.score(state, "items", batch_size))
+    lean, full = (decode(reply.accuracy.loglikelihoods) for reply in replies)
+    assert full == pytest.approx(lean, rel=1e-5)
+    assert replies[0].workspace == replies[1].workspace
+
+
+def test_two_ranks_answer_as_the_plain_model(
+    pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main job over two processes: each holds half of every layer, and each item is answered as by the whole."""
+    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
+    monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
+    tiny_model.write_model(tmp_path / "tiny")
+    tiny_model.write_dataset(pytester.path / "items.jsonl")
+    pytester.makepyfile(test_it=_BENCHMARK)
+    # What is free differs from rank to rank on a GPU; here both run short of it at the larger batch size.
+    tiny = {"layers": 1, "heads": 2, "hidden": 32, "element_bytes": 4, "tp": 2}
+    monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(20, **tiny, batch=24, max_out=40)))
+    files = (f"--llmgpu-model={tmp_path / 'tiny'}", "--llmgpu-dataset=items.jsonl", "--llmgpu-dtype=float32")
+
+    def measure(*arguments: str) -> list[CaseResult]:
+        pytester.runpytest_inprocess("--llmgpu-device=cpu", *files, *arguments)
+        return file.load(pytester.path / ".llmgpu" / "last.json").cases
+
+    fits, too_large = measure("--strategy=iok", "--llmgpu-devices=2", "--llmgpu-batch-sizes=4,24")
+    (plain,) = measure("--strategy=mp", "--llmgpu-batch-sizes=4")
+    assert (fits.outcome, too_large.outcome) == ("completed", "oom")
+    found, right = fits.launches[0].accuracy, plain.launches[0].accuracy
+    assert found is not None
+    assert right is not None
+    assert _loglikelihoods(found.loglikelihoods) == pytest.approx(_loglikelihoods(right.loglikelihoods), abs=1e-4)
+    failure = too_large.failure
+    assert failure is not None
+    assert failure.tokens_requested is not None
+    assert failure.tokens_granted is not None
+    assert failure.tokens_requested > failure.tokens_granted > 0
+
+
+@pytest.mark.parametrize("strategies_chosen", ["iok", "mp,iok"])
+def test_the_stock_binding_fails_a_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, strategies_chosen: str
+) -> None:
+    """The bundled model answers right all the same, at every batch size: its numbers tell, with mp beside it or not."""
+    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
+    monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = pytester.runpytest_inprocess(
+        f"--strategy={strategies_chosen}", "--llmgpu-iok-stock", "--llmgpu-limit=10", "--llmgpu-batch-sizes=8"
+    )
+    case = file.load(pytester.path / ".llmgpu" / "last.json").cases[-1]
+    assert case.acc_norm == 1.0
+    assert [(finding.code, finding.severity) for finding in case.findings][:1] == [
+        ("loglikelihood-mismatch", "failure")
+    ]
+    result.stdout.fnmatch_lines(["*iok stock=True*", "*typically differ by*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_the_collapse_of_the_study_is_named_with_its_cause(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the option to the finding: the case completes, and the tokens granted are what it fails for."""
+    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
+    monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
+    monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
+    pytester.makepyfile(test_it=_BENCHMARK)
+    result = pytester.runpytest_inprocess(
+        "--strategy=iok", "--llmgpu-iok-min-tokens=1", "--llmgpu-limit=40", "--llmgpu-batch-sizes=32"
+    )
+    (case,) = file.load(pytester.path / ".llmgpu" / "last.json").cases
+    assert (case.outcome, case.launches[0].tokens_granted) == ("completed", 23)
+    assert case.acc_norm is not None
+    assert case.acc_norm < 0.45, "chance is 0.25"
+    result.stdout.fnmatch_lines(["*DeepSpeed's workspace held 23 of * tokens*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def _loglikelihoods(text: str) -> list[float]:
+    return array("f", base64.b64decode(text)).tolist()

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.bundled import PRESETS
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.strategies import mp
+
+_GIB = 2**30
+
+
+def _thirty_billion() -> ModelSource:
+    return ModelSource(
+        name="llama-30b",
+        directory=None,
+        config=PRESETS["llama-30b"],
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory="",
+        tokenizer_sha256="",
+    )
+
+
+def _map(free_gib: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib[device.index] * _GIB), 0))
+    devices = tuple(torch.device("cuda", index) for index in range(len(free_gib)))
+    return mp._layer_map(models.skeleton(_thirty_billion(), torch.float16), devices, torch.float16)
+
+
+def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA-30B over four GPUs: every layer on one device, devices in order, none much fuller than another."""
+    placed = _map([31.0] * 4, monkeypatch)
+    layers = [placed[f"model.layers.{number}"] for number in range(60)]
+    assert layers == sorted(layers)
+    counts = [layers.count(device) for device in range(4)]
+    assert max(counts) - min(counts) <= 3
+    assert placed["model.embed_tokens"] == 0
+    assert placed["lm_head"] == 3
+
+
+def test_what_fits_on_no_gpu_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would offload to the CPU or to disk without a word; that is no measurement of GPUs."""
+    with pytest.raises(oom.DeviceMapSpillError, match=r"modules fit on no GPU .*free GiB per GPU: 14\.0, 14\.0"):
+        _map([14.0] * 4, monkeypatch)
+
+
+def test_one_gpu_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU there is nothing to spread."""
+    assert set(_map([139.0], monkeypatch).values()) == {0}
+
+
+def test_a_parameter_is_on_the_device_of_its_module() -> None:
+    """The closest entry of the map decides."""
+    device_map: dict[str, int | str] = {"model.embed_tokens": 0, "model.layers.1": 2, "": "cpu"}
+    assert mp._device_of("model.layers.1.mlp.up_proj.weight", device_map) == torch.device("cuda", 2)
+    assert mp._device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")

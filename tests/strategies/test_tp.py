@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import re
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import rank_functions as ranks
+from support import tiny_model
+from support.report_factory import make_case
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+import pytest_llmgpu.session.session  # noqa: F401
+from pytest_llmgpu import strategies
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.profiling import machine
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.report import file
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.tp import TensorParallel
+
+_PLACE = "support.rank_functions:UncompiledTensorParallel"
+_CASE = make_case(strategy="tp", backend="transformers", model="bundled", dtype="float32", device="cpu", devices=2)
+_VOCABULARY = 320
+_HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+_BACKENDS = [
+    "transformers",
+    pytest.param("deepspeed", marks=pytest.mark.skipif(not _HAS_DEEPSPEED, reason="needs the extra deepspeed")),
+]
+
+Load = Callable[..., RankGroup]
+"""`load(source, backend="deepspeed", dtype="bfloat16")`: two ranks that share a model."""
+
+
+@pytest.fixture
+def load(gloo_pair: RankGroup) -> Load:
+    """Strategy tp on two ranks."""
+
+    def load_shared(source: ModelSource, **fields: Any) -> RankGroup:
+        case = msgspec.structs.replace(_CASE, load_format=source.load_format, **fields)
+        gloo_pair.ask(worker.load, case, source, _PLACE, phase="load", timeout_s=120)
+        return gloo_pair
+
+    return load_shared
+
+
+def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return group.ask(worker.call, fn, args, phase="forward", timeout_s=60)
+
+
+def _write(directory: Path, *, shard_size: str = "1GB", **fields: Any) -> ModelSource:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=_VOCABULARY,
+        initializer_range=0.12,
+        **fields,
+    )
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            # They begin as zeros, which may be added twice and nobody sees it.
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return ModelSource(
+        name=directory.name,
+        directory=str(directory),
+        config=config.to_dict(),
+        revision=None,
+        load_format="auto",
+        tokenizer_directory="",
+        tokenizer_sha256="",
+    )
+
+
+def _ids(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(0, _VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def _loglikelihoods(logits_BSV: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+    """Return that of each token but the first."""
+    return logits_BSV[:, :-1].log_softmax(-1).gather(-1, ids_BS[:, 1:, None]).squeeze(-1)
+
+
+def _assert_as_plain(group: RankGroup, source: ModelSource) -> None:
+    """Every rank answers as the whole model does, which holds all of every layer."""
+    ids_BS = _ids(4, 40)
+    mp = msgspec.structs.replace(_CASE, strategy="mp", devices=1, load_format=source.load_format)
+    plain = LayerParallel().load(mp, source)
+    first, second = (_loglikelihoods(one, ids_BS) for one in _run(group, ranks.logits, ids_BS))
+    right = _loglikelihoods(ranks.logits(plain, ids_BS), ids_BS)
+    torch.testing.assert_close(first, right, atol=1e-5, rtol=1e-5)
+    assert torch.equal(first, second)
+    for parts in _run(group, ranks.parts):
+        _assert_halves(parts, ranks.parts(plain))
+
+
+def _assert_halves(parts: dict[str, tuple[int, ...]], whole: dict[str, tuple[int, ...]]) -> None:
+    projections = [name for name in whole if name.endswith("_proj.weight")]
+    assert len(projections) == 2 * 7
+    for name in projections:
+        rows, columns = whole[name]
+        # These two take in what the others have computed: each rank's share of it.
+        ends_block = "o_proj" in name or "down_proj" in name
+        assert parts[name] == ((rows, columns // 2) if ends_block else (rows // 2, columns)), name
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_key_value_heads": 2},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"shard_size": "100KB"},
+    ],
+    ids=["grouped heads", "tied embeddings", "biases", "several files"],
+)
+def test_a_shared_model_computes_what_the_whole_does(
+    load: Load, tmp_path: Path, backend: str, fields: dict[str, Any]
+) -> None:
+    """Whatever the architecture and its files: the same log-likelihoods on every rank, from half of every layer."""
+    source = _write(tmp_path / "model", **fields)
+    files = list((tmp_path / "model").glob("*.safetensors"))
+    assert (len(files) > 1) == ("shard_size" in fields)
+    _assert_as_plain(load(source, backend=backend), source)
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_dummy_weights_are_those_of_the_whole(load: Load, bundled: ModelSource, backend: str) -> None:
+    """Random weights do not depend on how the model is spread: a baseline of another strategy can be compared."""
+    source = msgspec.structs.replace(bundled, load_format="dummy")
+    _assert_as_plain(load(source, backend=backend), source)
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_rotary_frequencies_keep_their_precision(load: Load, bundled: ModelSource, backend: str) -> None:
+    """All that is trained is in half precision; DeepSpeed would round the frequencies too, and far tokens with them."""
+    for dtypes in _run(load(bundled, backend=backend, dtype="bfloat16"), ranks.dtypes):
+        assert dtypes.pop("model.rotary_emb.inv_freq") == "torch.float32"
+        dtypes.pop("model.rotary_emb.original_inv_freq", None)
+        assert set(dtypes.values()) == {"torch.bfloat16"}
+
+
+@pytest.fixture
+def measure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Run pytest on a CPU as two devices; torch is not probed anew for every test."""
+    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
+    monkeypatch.setitem(strategies.BUILT_IN, "tp", _PLACE)
+
+    def run(*arguments: str) -> pytest.RunResult:
+        cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=2")
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *cpu, *arguments)
+
+    return run
+
+
+def test_every_item_is_answered_as_by_mp(pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]) -> None:
+    """The main job: mp runs first however the strategies are given, and no item flips with either library."""
+    pytester.makepyfile(
+        test_it=f"""
+        import json, pathlib
+        import pytest
+        from support import rank_functions as ranks
+
+        @pytest.mark.llmgpu(strategy=["tp", "mp"], batch_sizes=[1, 8])
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+            if llm.strategy == "tp" and batch_size == 8:
+                answers = [llm.run(ranks.parts), llm.run(ranks.process)]
+                pathlib.Path("ranks.json").write_text(json.dumps(answers))
+
+        @pytest.mark.skipif({not _HAS_DEEPSPEED}, reason="needs the extra deepspeed")
+        @pytest.mark.llmgpu(strategy=["tp"], tp_backend="deepspeed", batch_sizes=[8])
+        def test_the_other_library(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    assert measure("--llmgpu-limit=10").ret == 0
+    cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
+    ran = [("mp", 1), ("mp", 8), ("tp", 1), ("tp", 8), *([("tp", 8)] if _HAS_DEEPSPEED else [])]
+    assert [(case.case.strategy, case.case.batch_size) for case in cases] == ran
+    assert [case.case.backend for case in cases[2:]] == ["transformers", "transformers", "deepspeed"][: len(cases) - 2]
+    of_size = {case.case.batch_size: case for case in cases[:2]}
+    for shared in cases[2:]:
+        plain = of_size[shared.case.batch_size]
+        expected, answered = plain.launches[0].accuracy, shared.launches[0].accuracy
+        assert expected is not None
+        assert answered is not None
+        assert answered.predictions == expected.predictions
+        assert answered.predictions_norm == expected.predictions_norm
+        assert _decode(answered.loglikelihoods) == pytest.approx(_decode(expected.loglikelihoods), abs=1e-4)
+        assert shared.comparison is not None
+        assert (shared.comparison.reference, shared.comparison.flipped) == (plain.id, [])
+    both, processes = json.loads((pytester.path / "ranks.json").read_text())
+    assert len(set(processes)) == 2
+    whole = {name: tuple(parameter.shape) for name, parameter in _skeleton().named_parameters()}
+    for parts in both:
+        _assert_halves({name: tuple(shape) for name, shape in parts.items()}, whole)
+
+
+def _skeleton() -> torch.nn.Module:
+    return models.skeleton(models.resolve("bundled", texts=[], rootdir=Path.cwd()), torch.float32)
+
+
+def _decode(text: str) -> list[float]:
+    return array("f", base64.b64decode(text)).tolist()
+
+
+def test_one_failing_rank_fails_the_case_and_ends_the_others(
+    pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]
+) -> None:
+    """The sibling waits in a collective for ever: it is ended, and the case names the rank that failed and why."""
+    tiny_model.write_model(pytester.path / "tiny")
+    tiny_model.write_dataset(pytester.path / "items.jsonl")
+    pytester.makepyfile(
+        test_it="""
+        import os
+        import pytest
+        from support import rank_functions as ranks
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            processes = llm.run(ranks.process)
+            llm.run(ranks.break_rank_1)
+            with pytest.raises(pytest.fail.Exception, match="the layer is broken"):
+                measure(llm, hellaswag, batch_size)
+            for process in processes:
+                with pytest.raises(ProcessLookupError):
+                    os.kill(process, 0)
+        """
+    )
+    result = measure("--llmgpu-model=tiny", "--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=4", "--strategy=tp")
+    result.assert_outcomes(passed=1)
+    (case,) = file.load(pytester.path / ".llmgpu" / "last.json").cases
+    assert case.outcome == "error"
+    assert case.failure is not None
+    assert (case.failure.rank, case.failure.phase) == (1, "forward")
+    assert case.failure.message == "ValueError: the layer is broken"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"devices": 1, "device": "cuda"}, "--llmgpu-devices=1: strategy tp needs at least 2"),
+        ({"devices": 1}, "at least 2 (a CPU counts as 1: --llmgpu-devices=2 starts two processes on it)"),
+        (
+            {"backend": "deepspeed", "dtype": "float16"},
+            "--llmgpu-dtype=float16: DeepSpeed on a CPU knows float32 and bfloat16; --llmgpu-tp-backend=transformers ",
+        ),
+        ({"devices": 3}, "--llmgpu-devices=3: strategy tp cannot share out the 8 attention heads of bundled"),
+    ],
+)
+def test_what_cannot_work_is_refused(bundled: ModelSource, fields: dict[str, Any], message: str) -> None:
+    """Before anything is started, with the value and what is allowed."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"backend": "deepspeed"},
+        {"backend": "deepspeed", "dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"backend": "deepspeed", "dtype": "float16", "device": "cuda"},
+        {"devices": 8},
+    ],
+)
+def test_what_works_is_let_through(bundled: ModelSource, fields: dict[str, Any]) -> None:
+    """No refusal goes further than its reason."""
+    TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
+
+
+def test_each_device_has_a_process_and_no_buffer_depends_on_the_batch(bundled: ModelSource) -> None:
+    """There is nothing to build and nothing to prepare."""
+    strategy = TensorParallel()
+    assert strategy.ranks(4) == 4
+    strategy.build(_CASE, pytest.fail)
+    loaded = Loaded(
+        model=torch.nn.Identity(),
+        config=models.skeleton(bundled, torch.float32).config,
+        input_device=torch.device("cpu"),
+        devices=(torch.device("cpu"),),
+    )
+    assert strategy.prepare(loaded, 8, 70) is None  # type: ignore[func-returns-value]  # the protocol allows a record

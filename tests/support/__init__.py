@@ -1,0 +1,1 @@
+"""Factories, stand-ins and functions that ranks import."""

@@ -1,0 +1,37 @@
+"""Charts for tests: what data they hold, and a result with time lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pytest_llmgpu.report.result import CaseResult, Series
+from support.report_factory import make_profile, make_result
+
+
+def values_of(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield every row of data in a specification."""
+    if isinstance(part, dict):
+        if isinstance(part.get("data"), dict):
+            yield from part["data"]["values"]
+        for key, item in part.items():
+            if key != "data":
+                yield from values_of(item)
+    elif isinstance(part, list):
+        for item in part:
+            yield from values_of(item)
+
+
+def sampled(points: int = 2000, devices: int = 4, **fields: Any) -> CaseResult:
+    """Return a result whose profile has a series; the last device is 10 above the others."""
+    rates = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("tx", "rx")]
+    names = ["utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *rates]
+    column = [50.123456 + number % 7 for number in range(points)]
+    series = Series(
+        t_s=[number / 6 for number in range(points)],
+        devices=[
+            {name: [value + 10 * (index == devices - 1) for value in column] for name in names}
+            for index in range(devices)
+        ],
+    )
+    return make_result(profile=make_profile(devices, series=series, duration_s=points / 6, nvlink=1e9), **fields)

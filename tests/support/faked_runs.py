@@ -1,0 +1,84 @@
+"""Runs of pytest in which cases are measured at once, by whoever writes the test: no process is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+import pytest_llmgpu.plugin.gate_items
+import pytest_llmgpu.session.session  # noqa: F401
+from pytest_llmgpu.profiling import machine, nvml
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling.nvml import Inventory
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Outcome
+from pytest_llmgpu.session.runner import Request, Runner
+from support import tiny_model
+from support.report_factory import make_answers
+
+__all__ = ["BENCHMARK", "FakedRuns"]
+
+BENCHMARK = """
+    def test_hellaswag(llm, hellaswag, batch_size, measure):
+        measure(llm, hellaswag, batch_size)
+"""
+
+_BATCHES = 10
+
+
+@dataclasses.dataclass
+class FakedRuns:
+    """Runs of pytest, and what they measure."""
+
+    pytester: pytest.Pytester
+    seconds: Callable[[int], float] = float
+    """Batch size to the seconds of a batch."""
+    outcome: Callable[[int], Outcome] = lambda _: "completed"
+    """Batch size to how its case ends."""
+    right: Callable[[int], int] = lambda _: tiny_model.ITEMS
+    """Batch size to the items that are answered right."""
+    did: list[str] = dataclasses.field(default_factory=list)
+    """Ids of the cases that were measured and ends of all processes, in order."""
+
+    def __call__(self, *arguments: str, sizes: str = "1,4,8", cached: bool = False) -> pytest.RunResult:
+        """Run pytest."""
+        flags = ["--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
+        return self.pytester.runpytest_inprocess(*([] if cached else ["-p", "no:cacheprovider"]), *flags, *arguments)
+
+    def report(self, path: str = ".llmgpu/last.json") -> Report:
+        """Read what a run has written."""
+        return file.load(self.pytester.path / path)
+
+    def start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take the place of the runner, torch's probe and NVML."""
+        monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
+        monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
+        monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))
+        monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
+        tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
+
+    def _measure(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
+        case = request.case
+        size = case.batch_size
+        self.did.append(case.id)
+        launch = Launch(plan_sha256=f"{size}")
+        result = CaseResult(id=case.id, key=case.key, case=case, outcome=self.outcome(size), launches=[launch])
+        result.why["traffic"] = "it is faked"
+        if result.outcome == "completed":
+            right = self.right(size)
+            launch.batches = Batches(
+                latency_s=[self.seconds(size)] * _BATCHES,
+                sequences=[size] * _BATCHES,
+                tokens=[10 * size] * _BATCHES,
+                padded_tokens=[10 * size] * _BATCHES,
+            )
+            launch.accuracy = make_answers([True] * right + [False] * (tiny_model.ITEMS - right))
+        else:
+            result.failure = Failure(phase="forward", message=f"it is {result.outcome}")
+        record(result)
+        return result

@@ -1,0 +1,177 @@
+"""What the tests have ranks do: functions that a rank imports by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.tp import TensorParallel
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CannotPickleError(Exception):
+    """An exception that pickles but does not unpickle: its constructor takes two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class RaisesWhenUnpickled:
+    """A value that the rank can send and nobody can read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickle by a call that fails."""
+        return int, ("not a number",)
+
+
+def add(_state: RankState, first: int, second: int) -> int:
+    """Return a sum."""
+    return first + second
+
+
+def variable(_state: RankState, name: str) -> str | None:
+    """Return an environment variable of the rank."""
+    return os.environ.get(name)
+
+
+def identity(_state: RankState) -> tuple[int, int]:
+    """Return process id and session id."""
+    return os.getpid(), os.getsid(0)
+
+
+def interrupt_yourself(_state: RankState) -> str:
+    """Survive Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return "still here"
+
+
+def fail(_state: RankState) -> NoReturn:
+    """Raise what does not unpickle."""
+    raise CannotPickleError("first line\nsecond", "line")
+
+
+def run_out(_state: RankState) -> NoReturn:
+    """Raise as torch does when the host has no memory left."""
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+
+def leave(_state: RankState, status: int) -> NoReturn:
+    """Exit without a word."""
+    os._exit(status)
+
+
+def die(_state: RankState, number: int) -> None:
+    """Die of a signal."""
+    os.kill(os.getpid(), number)
+
+
+def unreadable(_state: RankState) -> RaisesWhenUnpickled:
+    """Return what does not unpickle."""
+    return RaisesWhenUnpickled()
+
+
+def unsendable(_state: RankState) -> object:
+    """Return what does not pickle."""
+    return threading.Lock()
+
+
+def finish_batches(state: RankState, count: int) -> None:
+    """Finish some batches of ten."""
+    for number in range(count):
+        state.on_batch(FinishedBatch(latency_s=number + 1.0, sequences=4, tokens=40, padded_tokens=44, planned=10))
+
+
+def finish_batches_then_wait(state: RankState, count: int, pipe: str) -> None:
+    """Finish some batches, then wait until somebody writes to a named pipe."""
+    finish_batches(state, count)
+    with open(pipe, "rb") as reader:  # noqa: PTH123 - a pipe, no file
+        reader.read()
+
+
+def finish_batches_then_die(state: RankState, count: int) -> None:
+    """Finish some batches, then die."""
+    finish_batches(state, count)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_in_a_collective(_state: RankState) -> None:
+    """Wait for a peer that never comes."""
+    threading.Event().wait()
+
+
+def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
+    """Do what a strategy does when one of its ranks fails."""
+    if os.environ["RANK"] == "0":
+        hang_in_a_collective(state)
+    raise ValueError("the layer is broken")
+
+
+def fork_and_die(_state: RankState) -> None:
+    """Leave a child behind that holds every pipe of the rank, as a data loader's worker would."""
+    if os.fork() == 0:
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class UncompiledTensorParallel(TensorParallel):
+    """Strategy tp without DeepSpeed's extension for all-reduces through shared memory, which it would compile."""
+
+    def load(self, case: Case, source: ModelSource) -> Loaded:
+        """Load as strategy tp does."""
+        if case.backend == "deepspeed":
+            # DeepSpeed asks for it when it is imported, and else warns that there is no GPU.
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            from deepspeed import ops
+
+            ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        return super().load(case, source)
+
+
+# What `llm.run` has ranks do, with the model that they hold.
+
+
+def parts(loaded: Loaded) -> dict[str, tuple[int, ...]]:
+    """Return the shape of what this rank holds of each parameter."""
+    from torch.distributed.tensor import DTensor
+
+    named = loaded.model.named_parameters()
+    return {name: tuple((part.to_local() if isinstance(part, DTensor) else part).shape) for name, part in named}
+
+
+def logits(loaded: Loaded, ids_BS: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a batch."""
+    import torch
+
+    with torch.inference_mode():
+        answer: torch.Tensor = loaded.model(input_ids=ids_BS).logits
+    return answer
+
+
+def dtypes(loaded: Loaded) -> dict[str, str]:
+    """Return the dtype of each parameter and buffer."""
+    named = [*loaded.model.named_parameters(), *loaded.model.named_buffers()]
+    return {name: str(tensor.dtype) for name, tensor in named}
+
+
+def process(_loaded: Loaded) -> int:
+    """Return the process id."""
+    return os.getpid()
+
+
+def break_rank_1(loaded: Loaded) -> None:
+    """Have every forward of rank 1 raise, while the others wait for it in a collective."""
+
+    def fail_forward(*_: Any) -> NoReturn:
+        raise ValueError("the layer is broken")
+
+    if loaded.rank == 1:
+        loaded.model.register_forward_pre_hook(fail_forward)

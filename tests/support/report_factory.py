@@ -1,0 +1,209 @@
+"""Reports and their parts for tests: a small default for everything, so that a test names only what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import derive, encode, proportion_stderr
+from pytest_llmgpu.report.file import Environment, Report
+from pytest_llmgpu.report.result import (
+    Accuracy,
+    Batches,
+    CaseResult,
+    Collective,
+    DeviceMemory,
+    DeviceProfile,
+    Failure,
+    Launch,
+    Metric,
+    Outcome,
+    Profile,
+    Traffic,
+)
+
+GIB = 2**30
+
+PAPER_S = {
+    "mp": {1: 10258, 2: 6159, 4: 4622, 8: 4043, 16: 3807, 32: 3705, 64: 3800},
+    "tp": {1: 6548, 2: 5084, 4: 4538, 8: 4280, 16: 4164, 32: 4087, 64: 4079},
+    "iok": {1: 4959, 2: 4171, 4: 4250, 8: 4152, 16: 4027, 32: 4201},
+}
+"""Table 2 of the study: strategy and batch size to seconds for HellaSwag. iok ran out of memory at 64."""
+
+
+def make_case(**fields: Any) -> Case:
+    """Return a case: mp, batch size 1, llama-30b in float16 on 4 GPUs."""
+    defaults: dict[str, Any] = {
+        "strategy": "mp",
+        "batch_size": 1,
+        "model": "huggyllama/llama-30b",
+        "dtype": "float16",
+        "device": "cuda",
+        "devices": 4,
+        "dataset": "hellaswag",
+        "dataset_sha256": "d" * 64,
+        "tokenizer_sha256": "e" * 64,
+    }
+    return Case(**{**defaults, **fields})
+
+
+def make_accuracy(
+    value: float = 0.828,
+    items: int = 10_042,
+    predictions: Sequence[int] | None = None,
+    loglikelihoods: Sequence[float] | None = None,
+) -> Accuracy:
+    """Return an accuracy record: every item has 4 endings."""
+    chosen = list(predictions) if predictions is not None else [0] * items
+    return Accuracy(
+        acc=value,
+        acc_norm=value,
+        items=items,
+        predictions=chosen,
+        predictions_norm=chosen,
+        loglikelihoods=encode(loglikelihoods if loglikelihoods is not None else [-1.0] * 4 * items),
+        stderr=proportion_stderr(value, items),
+    )
+
+
+def make_answers(right: Sequence[bool], loglikelihoods: Sequence[float] | None = None) -> Accuracy:
+    """Return an accuracy record with labels, from whether each item was answered right, or else by the next ending."""
+    labels = [number % 4 for number in range(len(right))]
+    chosen = [label if hit else (label + 1) % 4 for label, hit in zip(labels, right, strict=True)]
+    plain = make_accuracy(sum(right) / len(right), len(right), chosen, loglikelihoods)
+    return msgspec.structs.replace(plain, labels=labels)
+
+
+def make_profile(
+    count: int = 4, *, tx: float = 0.085e9, rx: float = 0.084e9, busy: float = 25.0, nvlink: float = 0.0, **fields: Any
+) -> Profile:
+    """Return a profile in which the last device is 10 % above the others."""
+    means = {
+        "utilization_pct": busy,
+        "pcie_tx_bytes_per_s": tx,
+        "pcie_rx_bytes_per_s": rx,
+        "memory_used_bytes": 18.0 * GIB,
+        "nvlink_tx_bytes_per_s": nvlink,
+    }
+    seen = []
+    for index in range(count):
+        factor = 1.1 if count > 1 and index == count - 1 else 1.0
+        metrics = {
+            name: Metric(mean=factor * value, max=2 * value, method="nvml", coverage=None)
+            for name, value in means.items()
+        }
+        seen.append(DeviceProfile(index=index, uuid=f"GPU-{index}", metrics=metrics))
+    defaults: dict[str, Any] = {
+        "period_s": 1 / 6,
+        "duration_s": 60.0,
+        "samples": 360,
+        "missed": 0,
+        "lateness_p99_s": 0.001,
+        "devices": seen,
+    }
+    return Profile(**{**defaults, **fields})
+
+
+def make_traffic(ranks: int = 4, wire_bytes_per_sequence: float = 40e6) -> Traffic:
+    """Return what ranks that all-reduce send, each the same."""
+    sent = Collective(collective="all_reduce", calls=960, payload_bytes=1 << 30, wire_bytes=3 << 29)
+    return Traffic(ranks=[[sent]] * ranks, wire_bytes_per_sequence=wire_bytes_per_sequence)
+
+
+def make_memory(devices: int = 4, *, peak: float = 16 * GIB, used: float = 18 * GIB) -> list[DeviceMemory]:
+    """Return the memory of each device, the last one fuller by 1 GiB."""
+    extra = [GIB if devices > 1 and index == devices - 1 else 0 for index in range(devices)]
+    return [
+        DeviceMemory(
+            index=index,
+            weights_bytes=15 * GIB,
+            peak_allocated_bytes=int(peak + more),
+            peak_reserved_bytes=int(peak + more),
+            nvml_used_max_bytes=int(used + more),
+            nvml_used_mean_bytes=int(used),
+        )
+        for index, more in enumerate(extra)
+    ]
+
+
+def make_result(
+    seconds: float = 60.0,
+    accuracy: Accuracy | None = None,
+    profile: Profile | None = None,
+    memory: Sequence[DeviceMemory] = (),
+    sequences: int = 64,
+    traffic: Traffic | None = None,
+    **fields: Any,
+) -> CaseResult:
+    """Return a completed result whose batches took `seconds` in all; the batch size divides the sequences."""
+    case = make_case(**fields)
+    batches = sequences // case.batch_size
+    launch = Launch(
+        load_s=10.0,
+        warmup_s=1.0,
+        wall_s=seconds + 2,
+        plan_sha256="f" * 64,
+        batches=Batches(
+            latency_s=[seconds / batches] * batches,
+            sequences=[case.batch_size] * batches,
+            tokens=[100 * case.batch_size] * batches,
+            padded_tokens=[110 * case.batch_size] * batches,
+        ),
+        accuracy=accuracy,
+        memory=list(memory),
+        profile=profile,
+    )
+    result = CaseResult(id=case.id, key=case.key, case=case, outcome="completed", launches=[launch], traffic=traffic)
+    derive(result)
+    return result
+
+
+def make_failed(outcome: Outcome = "oom", failure: Failure | None = None, **fields: Any) -> CaseResult:
+    """Return a result that did not complete."""
+    case = make_case(**fields)
+    launches = [] if outcome == "skipped_after_oom" else [Launch()]
+    return CaseResult(id=case.id, key=case.key, case=case, outcome=outcome, failure=failure, launches=launches)
+
+
+def make_report(cases: Sequence[CaseResult] = (), gpus: int = 4) -> Report:
+    """Return a report of these cases."""
+    return Report(
+        created="2026-01-02T03:04:05Z",
+        plugin_version="0.1.0",
+        environment=Environment(
+            python="3.11.7",
+            platform="Linux",
+            gpus=[Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200") for index in range(gpus)],
+        ),
+        cases=list(cases),
+    )
+
+
+def paper_results() -> list[CaseResult]:
+    """Return the study's Table 2 as results, with figures of its communication and memory."""
+    results = []
+    for strategy, seconds_by_size in PAPER_S.items():
+        traffic = {"mp": 0.085e9, "tp": 6.7e9, "iok": 6.5e9}[strategy]
+        for size, seconds in seconds_by_size.items():
+            lost = strategy == "iok" and size == 32
+            results.append(
+                make_result(
+                    seconds,
+                    make_accuracy(0.26 if lost else 0.828),
+                    make_profile(tx=traffic, rx=0.9 * traffic, busy=25.0 if strategy == "mp" else 80.0),
+                    make_memory(peak=(15 + size / 8) * GIB, used=(17 + size / 8) * GIB),
+                    traffic=make_traffic(wire_bytes_per_sequence=traffic / 200),
+                    strategy=strategy,
+                    batch_size=size,
+                )
+            )
+    failure = Failure(
+        phase="forward", rank=2, message="CUDA out of memory", requested_bytes=5 * GIB // 2, free_bytes=GIB // 2
+    )
+    results.append(make_failed("oom", failure, strategy="iok", batch_size=64))
+    return results

@@ -1,0 +1,32 @@
+"""Reports as a store holds them, for the tests of what reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.file import Commit, Report, Session
+from support.report_factory import make_failed, make_report, make_result
+
+H200 = "4x-NVIDIA-H200-140GiB"
+"""Folder of the reports that `measured` makes without more."""
+
+
+def gpus(*names: str, memory_bytes: int | None = 150754820096) -> list[Gpu]:
+    """Return GPUs of these names."""
+    return [
+        Gpu(index=index, uuid=f"GPU-{index}", name=name, memory_bytes=memory_bytes) for index, name in enumerate(names)
+    ]
+
+
+def measured(
+    sha: str | None = "3b1f09ac" * 5, seen: Sequence[Gpu] | None = None, cpu: str | None = None, **case: Any
+) -> Report:
+    """Return a complete report of a case that completed and one that did not, on four H200 or what else was seen."""
+    report = make_report([make_result(**case), make_failed("oom", strategy="tp", **case)])
+    report.commit = Commit(sha=sha, branch="main", dirty=False)
+    report.session = Session(complete=True)
+    report.environment.gpus = gpus(*["NVIDIA H200"] * 4) if seen is None else list(seen)
+    report.environment.cpu = cpu
+    return report

@@ -1,0 +1,62 @@
+"""A model and a dataset that cost next to nothing, for tests in which it does not matter what the model answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+ITEMS = 6
+SEQUENCES = 4 * ITEMS
+
+
+def write_dataset(path: Path) -> None:
+    """Write six items in HellaSwag's format."""
+    records = [
+        {
+            "ind": number,
+            "activity_label": "Counting",
+            "ctx": f"Someone counts to {number} and says the number {number}. Then they",
+            "endings": ["stop.", "go on counting upwards.", f"say {number} again, louder.", "leave the room"],
+            "label": str(number % 4),
+        }
+        for number in range(ITEMS)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_model(directory: Path) -> None:
+    """Write a random one-layer LLaMA with its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory.mkdir()
+    save_tokenizer(["Someone counts and says the number. Then they stop."], 300, directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=300,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def random_model() -> LlamaForCausalLM:
+    """Return a random one-layer LLaMA with a vocabulary of 40."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model

@@ -1,0 +1,118 @@
+"""What test_traffic has ranks do: functions that a rank imports by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu.inference import logits, scoring
+from pytest_llmgpu.inference.batching import Plan, Request, Requests, plan
+from pytest_llmgpu.ranks import traffic
+from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.report.result import Collective
+from pytest_llmgpu.strategies.protocol import Loaded
+
+if TYPE_CHECKING:
+    import torch
+
+BATCH_SIZE = 4
+
+_libraries: list[torch.library.Library] = []
+"""An op lives as long as the library that it was defined with."""
+
+
+def make_plan() -> Plan:
+    """Return a plan of five batches whose last is smaller, and whose rows predict more of their tokens or fewer."""
+    requests = tuple(
+        Request(tokens=tuple((7 * row + place) % 40 for place in range(9 + row)), ending=1 + row % 5)
+        for row in range(18)
+    )
+    return plan(
+        Requests(
+            item_ids=tuple(map(str, range(18))),
+            endings=(1,) * 18,
+            requests=requests,
+            max_length=64,
+        ),
+        BATCH_SIZE,
+    )
+
+
+def of_plan(loaded: Loaded, workload: str = logits.LEAN) -> list[Collective]:
+    """Return what the module under test says of the plan."""
+    return traffic.of_plan(loaded, make_plan(), workload=workload)
+
+
+def of_each_batch(loaded: Loaded, workload: str = logits.LEAN) -> list[list[Collective]]:
+    """Return what each batch of the plan sends when it is scored."""
+    batches = make_plan().batches
+    return [
+        traffic.count(
+            lambda one=batch: scoring.run(  # type: ignore[misc]  # mypy takes a default for no type
+                loaded.model, [one], input_device=loaded.input_device, devices=loaded.devices, workload=workload
+            ),
+            world_size=loaded.world_size,
+        )
+        for batch in batches
+    ]
+
+
+def of_forward(loaded: Loaded, rows: int, tokens: int) -> list[Collective]:
+    """Return what a forward with all of its logits sends."""
+    import torch
+
+    ids_BS = torch.zeros(rows, tokens, dtype=torch.int64)
+    with torch.inference_mode():
+        return traffic.count(lambda: loaded.model(input_ids=ids_BS, use_cache=False), world_size=loaded.world_size)
+
+
+def of_each_for_itself(loaded: Loaded) -> list[Collective]:
+    """Return what a model sends that each rank has to itself."""
+    import dataclasses
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
+    )
+    return traffic.of_plan(dataclasses.replace(loaded, model=LlamaForCausalLM(config).eval()), make_plan())
+
+
+def exchange(_loaded: Loaded) -> list[Collective]:
+    """Return what is counted of an all-reduce, and of a tensor that goes from rank 0 to rank 1, over gloo."""
+    import torch
+    from torch import distributed
+
+    def send() -> None:
+        tensor = torch.ones(10)
+        distributed.all_reduce(tensor)
+        if distributed.get_rank() == 0:
+            distributed.send(tensor, 1)
+        else:
+            distributed.recv(tensor, 0)
+
+    return traffic.count(send, world_size=2)
+
+
+def reduce_through_shared_memory(_state: RankState) -> None:
+    """Give DeepSpeed an op by the name and schema of the one that it compiles for all-reduces on a CPU."""
+    import torch
+    from deepspeed import comm
+    from torch import distributed
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        distributed.all_reduce(tensor)
+        return tensor
+
+    library = torch.library.Library("deepspeed", "DEF")
+    library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
+    library.impl("inference_all_reduce_", all_reduce, "CPU")
+    _libraries.append(library)
+    comm.comm.cdb.shm_vector_kernel_level = 2
+
+
+def reduce_through_the_group(_state: RankState) -> None:
+    """Take the op back."""
+    from deepspeed import comm
+
+    comm.comm.cdb.shm_vector_kernel_level = 0
+    _libraries.clear()
