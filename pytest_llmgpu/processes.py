@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 
-__all__ = ["command"]
+__all__ = ["command", "die_with_parent"]
 
 _START = """\
 import runpy, sys
@@ -25,3 +27,13 @@ def command(module: str, *arguments: str) -> list[str]:
     """Return what runs a module in a process of its own, with this process's import path behind the libraries."""
     path = os.pathsep.join(sys.path)
     return [sys.executable, "-c", _START.format(separator=os.pathsep), module, path, *arguments]
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, however that happens (Linux: prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this rank is gone")
+
+
+_PR_SET_PDEATHSIG = 1

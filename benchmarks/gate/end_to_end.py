@@ -32,7 +32,7 @@ from pytest_llmgpu.analysis import launch_merging
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing import calibration, calibration_file
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 
 SIDES = {"a": False, "b": True}
 """Reports of a round, in the order in which they are launched, and whether each has the fault."""

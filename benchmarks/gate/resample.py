@@ -34,7 +34,7 @@ from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import PROMISED, launches_asked
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import derive
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
 TODAY = datetime.date(2026, 1, 1)
@@ -97,7 +97,7 @@ def study(
     noise = calibrated(recorded, range(there)) if calibrating else Calibration()
     named = asked_for(recorded, policy, noise, fault)
     sizes = sorted({*launches, *([named] if named is not None else [])})
-    chance = random.Random(seed)  # noqa: S311 - draws, no secret
+    chance = random.Random(seed)  # noqa: S311 - noise, no secret
     trial_of = [Trials(recorded, policy, size, calibrating, fault, slower) for size in sizes if size <= most]
     tried = [one.run(trials, chance) for one in trial_of]
     checks = {

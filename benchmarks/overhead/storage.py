@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import store
 
 MEASURED = Path(__file__).parents[1] / "reports" / "mp-bundled-1xH200.json.gz"

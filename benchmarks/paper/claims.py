@@ -20,7 +20,7 @@ from figures import Cases
 from pytest_llmgpu.analysis import capacity
 from pytest_llmgpu.render.time_table import wrong
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
 STUDY_S: dict[str, dict[int, float]] = {

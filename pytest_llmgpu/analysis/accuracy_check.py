@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu.analysis import reference
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.analysis.sign_test import by_chance
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import (
     LOGLIKELIHOOD_TOLERANCES,
     decode,
@@ -176,7 +177,7 @@ def check(
     if case.load_format == "dummy":
         checks = [check_dummy(accuracy.loglikelihoods, mp or smallest, case.dtype) for accuracy in accuracies]
         found = max(checks, key=lambda one: (one.ok is False, one.value or 0.0))
-        if found.ok and mp is None and case.strategy != reference.YARDSTICK:
+        if found.ok and mp is None and case.strategy != REFERENCE_STRATEGY:
             # What is wrong at every batch size agrees with itself.
             return msgspec.structs.replace(found, ok=None, text=f"{found.text}, but both may be wrong")
         return found
@@ -255,7 +256,7 @@ def check_against(accuracy: Accuracy, case: Case, other: CaseResult, *, metric: 
         net = round((expected - value) * accuracy.items)
         differing = max(abs(net), len(reference.flipped(accuracy, before, metric)))
         exact = (differing + net + 1) // 2, (differing - net) // 2
-    bad = expected - value > tolerance + _ROUNDING and reference.by_chance(*exact) < _CHANCE_BAR
+    bad = expected - value > tolerance + _ROUNDING and by_chance(*exact) < _CHANCE_BAR
     elsewhere = (
         f"{_pct(expected)} at batch size {other.case.batch_size}"
         if other.case.strategy == case.strategy

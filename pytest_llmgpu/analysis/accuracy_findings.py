@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.analysis.accuracy_check import foreign_numbers, smallest_batch_size
+from pytest_llmgpu.analysis.sign_test import written
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, value_of
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Finding, Launch
 
@@ -80,7 +82,7 @@ def _of_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[CaseRe
             f"for what {strategy} computes otherwise, such as a mask that is ignored or a term that is added twice."
         )
         yield _failure("loglikelihood-mismatch", check.text, advice, result)
-    elif mp is None and strategy != reference.YARDSTICK:
+    elif mp is None and strategy != REFERENCE_STRATEGY:
         series = [other for other in earlier if other.case.series == result.case.series]
         if not said("unverified", series):
             reason = reference.why_not(result, earlier)
@@ -89,7 +91,7 @@ def _of_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[CaseRe
                 severity="warning",
                 text=f"Every batch size of {strategy} may be wrong alike: there is nothing independent to compare its "
                 f"log-likelihoods with ({reason}).",
-                next_step=f"Add {reference.YARDSTICK}: --strategy={reference.YARDSTICK},{strategy}.",
+                next_step=f"Add {REFERENCE_STRATEGY}: --strategy={REFERENCE_STRATEGY},{strategy}.",
             )
 
 
@@ -181,7 +183,7 @@ def _lost(result: CaseResult) -> str:
     found = result.comparison
     if found is None or found.lost is None or found.mcnemar_p is None or found.mcnemar_p >= _NO_CHANCE:
         return ""
-    chance = reference.written(found.mcnemar_p)
+    chance = written(found.mcnemar_p)
     return f"; against {found.reference} {found.lost:,} items are lost and {found.won:,} won ({chance})"
 
 

@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from pytest_llmgpu.analysis import memory_model
-from pytest_llmgpu.analysis.memory_model import Prediction
-from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.capacity import Capacity
+from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["Capacity", "capacities", "next_probe", "search"]
+__all__ = ["capacities", "next_probe", "search"]
 
 _STEPS = 64  # of a prediction, beyond which the first step is one of so many parts
-
-
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch size of one series, as measured and as predicted."""
-
-    series: str
-    """`Case.series`: all that decides a measurement but its batch size."""
-    strategy: str
-    largest_fit: int | None
-    """Largest batch size that completed."""
-    smallest_oom: int | None
-    """Smallest that was out of memory; None where none was: larger ones than `largest_fit` may fit."""
-    prediction: Prediction | None
-    """Made of the cases that ran before the first that was out of memory: what came later is the truth."""
-    text: str
-    """Both in a sentence."""
-    why: dict[str, str] = {}
-    """`prediction` to the reason why there is none."""
 
 
 def capacities(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> list[Capacity]:

@@ -12,11 +12,11 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from pytest_llmgpu.analysis import capacity
+from pytest_llmgpu.analysis.environment_differences import hardware_differences
 from pytest_llmgpu.analysis.launch_findings import disagreements
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST
-from pytest_llmgpu.gate.matching import hardware_differences
 from pytest_llmgpu.report.derived import derive
-from pytest_llmgpu.report.file import Report, Session
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding, Outcome, Traffic
 
 __all__ = ["extend", "merge", "merge_results"]

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.capacity import Prediction
+from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
 
-__all__ = ["MemorySplit", "Prediction", "predict", "split", "why_not"]
+__all__ = ["MemorySplit", "predict", "split", "why_not"]
 
 _NOT_LINEAR = 0.02  # peaks that are further from a line than this part of their growth are not on it
 _TELLING_BYTES = 256 << 20  # what batches have to add for gaps to be more than the rounding of torch's segments
@@ -35,30 +36,6 @@ class MemorySplit(msgspec.Struct, frozen=True, kw_only=True):
     """All else: CUDA context, buffers of NCCL, other programs."""
     why: dict[str, str] = {}
     """Name of a part that is None to the reason."""
-
-
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch size that should fit, by a line through the peaks of smaller ones."""
-
-    max_batch_size: int
-    """It fits every device; 0 where not even one sequence does."""
-    device_index: int
-    """NVML index of the device that is full first."""
-    limit_bytes: int
-    """What a case may use of that device: its cap, else all of its memory but the driver's own share."""
-    fixed_bytes: int
-    """What the device holds without a sequence: weights, CUDA context, buffers of NCCL."""
-    bytes_per_sequence: int
-    """What each sequence adds, padded to the longest, gaps included."""
-    batch_sizes: list[int]
-    """Those that the line goes through."""
-    residual_bytes: int
-    """Largest distance of a measured peak from the line."""
-    gaps: float = 0.0
-    """What torch's allocator takes beyond live tensors for each byte that sequences add, from the smallest batch size
-    to the largest; 0 where that is not known, or does not grow with the batch."""
-    why: dict[str, str] = {}
-    """`rest_bytes` to the reason why what is outside torch's allocator counts as nothing."""
 
 
 def split(memory: DeviceMemory) -> MemorySplit:

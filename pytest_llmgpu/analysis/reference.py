@@ -9,26 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pytest_llmgpu.analysis.sign_test import mcnemar
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
 
-__all__ = [
-    "YARDSTICK",
-    "by_chance",
-    "compare",
-    "flipped",
-    "largest_difference",
-    "lost_and_won",
-    "mcnemar",
-    "reference",
-    "why_not",
-    "written",
-]
+__all__ = ["compare", "flipped", "largest_difference", "lost_and_won", "reference", "why_not"]
 
-YARDSTICK = "mp"
-"""Strategy that the others are compared with."""
-
-_TINY = 1e-6
 
 _DECISIVE = (
     "workload",
@@ -50,7 +37,7 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
     Of the same batch size, else of the largest smaller one, else of the smallest; among those rather of the same
     devices. One whose answers are known to be wrong only where there is no other.
     """
-    if result.case.strategy == YARDSTICK or not _scored(result):
+    if result.case.strategy == REFERENCE_STRATEGY or not _scored(result):
         return None
     size = result.case.batch_size
 
@@ -65,13 +52,13 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
 
 def why_not(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
     """Return why `reference` has nothing for a result."""
-    if result.case.strategy == YARDSTICK:
-        return f"it is {YARDSTICK} itself"
+    if result.case.strategy == REFERENCE_STRATEGY:
+        return f"it is {REFERENCE_STRATEGY} itself"
     if not _scored(result):
         return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
     if _of_yardstick(result, earlier):
-        return f"no case of {YARDSTICK} completed in this run"
-    return f"{YARDSTICK} was not measured in this run"
+        return f"no case of {REFERENCE_STRATEGY} completed in this run"
+    return f"{REFERENCE_STRATEGY} was not measured in this run"
 
 
 def compare(result: CaseResult, reference: CaseResult, metric: str) -> Comparison:
@@ -141,29 +128,6 @@ def largest_difference(loglikelihoods: str, expected: str) -> float | None:
     return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
 
 
-def by_chance(lost: int, won: int) -> float:
-    """Return how likely it is that of `lost + won` items at least `lost` were lost, each lost or won by even odds.
-
-    The one-sided sign test, exact: 1.0 where nothing differs.
-    """
-    differing = lost + won
-    ways = total = 1  # to choose the items that were won: none, then one more at a time
-    for chosen in range(won):
-        ways = ways * (differing - chosen) // (chosen + 1)
-        total += ways
-    return total / (1 << differing)
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """Return the exact two-sided probability of McNemar's test: of a difference this large either way, by chance."""
-    return min(1.0, 2 * by_chance(max(lost, won), min(lost, won)))
-
-
-def written(probability: float) -> str:
-    """Return a probability as people read it; what is tiny is not told apart."""
-    return f"p < {_TINY:g}" if probability < _TINY else f"p = {probability:.2g}"
-
-
 def _of_yardstick(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
     fields = [*_DECISIVE]
     if result.case.load_format == "dummy":
@@ -171,7 +135,7 @@ def _of_yardstick(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Cas
     return [
         other
         for other in earlier
-        if other.case.strategy == YARDSTICK
+        if other.case.strategy == REFERENCE_STRATEGY
         and all(getattr(other.case, name) == getattr(result.case, name) for name in fields)
     ]
 

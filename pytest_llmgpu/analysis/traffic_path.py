@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple, get_args
 
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import DeviceProfile, Link, Path, Profile, Traffic
 
 __all__ = ["AGREE", "FASTEST_FIRST", "NAMES", "moved", "of_case", "pcie_bytes"]

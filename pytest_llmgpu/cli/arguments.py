@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.store.references import Source
 
 __all__ = ["REFERENCE", "add_storage", "source", "storage_of"]

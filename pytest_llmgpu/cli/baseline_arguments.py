@@ -11,7 +11,7 @@ from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, verdicts_of
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Candidate, Verdicts
 
 __all__ = ["add_baseline", "beside", "read_verdicts", "refuse_rules"]

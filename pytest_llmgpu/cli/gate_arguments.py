@@ -12,7 +12,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.policy import Policy
     from pytest_llmgpu.gate.timing.calibration import Calibration
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Baseline, Verdicts
     from pytest_llmgpu.store.references import Source
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli.output import show
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
 
 __all__ = ["check", "count", "ending", "kept", "launch"]
 

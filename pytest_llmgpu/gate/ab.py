@@ -13,7 +13,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.launch_merging import extend, merge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
 __all__ = ["MOST_AGAIN", "SIDES", "Both", "Judge", "Measure", "Side", "compare", "inconclusive", "left_out", "split"]

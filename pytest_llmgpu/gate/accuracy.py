@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu.analysis.reference import by_chance, largest_difference, written
+from pytest_llmgpu.analysis.reference import largest_difference
+from pytest_llmgpu.analysis.sign_test import by_chance, written
 from pytest_llmgpu.gate.policy import AccuracyRule
 from pytest_llmgpu.gate.stats.distributions import net_loss
 from pytest_llmgpu.gate.stats.holm import holm

@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
 from pytest_llmgpu.gate import accuracy
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.largest_batch import OUT_OF_MEMORY, largest_batch_row, reaches, series_of, settled
-from pytest_llmgpu.gate.matching import hardware_differences, pairs, software_differences
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, Rules
 from pytest_llmgpu.gate.timing import pairing, verdicts
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import MetricName, Row, Verdict
 

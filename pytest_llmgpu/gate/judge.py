@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pytest_llmgpu.analysis.environment_differences import software_differences
 from pytest_llmgpu.gate import cases as case_verdicts
 from pytest_llmgpu.gate import policy_file
-from pytest_llmgpu.gate.matching import other_devices, software_differences
+from pytest_llmgpu.gate.matching import other_devices
 from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.report import collector
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.file import paused
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import COMPARED, LOST, Armed, Baseline, Candidate, Row, Verdicts
 
@@ -45,7 +46,7 @@ def judge(
         calibration: noise between launches of this runner; None: as `assumed_sd` has it.
         baseline: where `base` came from; None: only its commit is named.
     """
-    with collector.paused():
+    with paused():
         return _judge(base, head, policy, today, calibration or Calibration(), baseline)
 
 

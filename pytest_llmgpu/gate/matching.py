@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.analysis.environment_differences import _word
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.file import Environment
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["Pair", "hardware_differences", "other_devices", "pairs", "software_differences"]
-
-_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
-
-_WIDTH = 40
-"""Most characters of a value that a reason shows whole: less than a digest has."""
+__all__ = ["Pair", "other_devices", "pairs"]
 
 
 class Pair(NamedTuple):
@@ -62,52 +57,6 @@ def other_devices(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> lis
     return [f"the baseline was measured on {was} and the candidate on {is_now}: they do not compare"]
 
 
-def hardware_differences(base: Environment, head: Environment, device: str) -> list[str]:
-    """Return in what the machines differ so much that figures cannot be compared, each in a few words.
-
-    Args:
-        base: machine of the baseline.
-        head: machine of the candidate.
-        device: `cuda` or `cpu`: what the case ran on. Only that counts.
-    """
-    if device == "cpu":
-        seen = [("CPU", base.cpu, head.cpu), ("cores", base.cores, head.cores)]
-    else:
-        seen = [
-            ("GPUs", len(base.gpus), len(head.gpus)),
-            ("GPU model", _models(base), _models(head)),
-            ("GPU memory", _memory(base), _memory(head)),
-            ("topology", _links(base), _links(head)),
-        ]
-    return [f"{name} {then} -> {now}" for name, then, now in seen if None not in {then, now} and then != now]
-
-
-def software_differences(base: Environment, head: Environment) -> list[str]:
-    """Return what else differs between the machines, which may explain a change but does not forbid comparing."""
-    seen: list[tuple[str, Any, Any]] = [
-        ("driver", base.driver, head.driver),
-        ("CUDA", base.cuda, head.cuda),
-        ("NCCL", base.nccl, head.nccl),
-        ("Python", base.python, head.python),
-        *((name, base.versions.get(name), head.versions.get(name)) for name in _LIBRARIES),
-        *(
-            (name, base.variables.get(name, "unset"), head.variables.get(name, "unset"))
-            for name in sorted(base.variables.keys() | head.variables.keys())
-        ),
-        ("PCIe", _lanes(base), _lanes(head)),
-    ]
-    if (base.topology is None) != (head.topology is None) and base.gpus and head.gpus:
-        # Where both are known it is hardware, and they are not compared.
-        seen.append(("topology", _links(base) or "unknown", _links(head) or "unknown"))
-    # Reports of before it was recorded say nothing of it.
-    if None not in (limits := (_power_limits(base), _power_limits(head))):
-        seen.append(("power limit", *limits))
-    found = [f"{name} {_word(then)} -> {_word(now)}" for name, then, now in seen if then != now]
-    if base.gpus and head.gpus and {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
-        found.append("other boards of the same kind")
-    return found
-
-
 def _key_and_test(result: CaseResult) -> Hashable:
     return result.key, result.nodeid
 
@@ -135,37 +84,3 @@ def _differing(base: Case, head: Case) -> list[str]:
     # `execution` is an answer and no part of the key. Keys may also differ because an older version knew fewer fields.
     names = [name for name in then if then[name] != now[name] and name != "execution"]
     return [f"{name} {_word(then[name])} -> {_word(now[name])}" for name in names]
-
-
-def _models(environment: Environment) -> str:
-    return ", ".join(sorted({gpu.name for gpu in environment.gpus})) or "none"
-
-
-def _memory(environment: Environment) -> str | None:
-    sizes = [gpu.memory_bytes for gpu in environment.gpus]
-    return ", ".join(f"{size / 2**30:.1f} GiB" for size in sorted({size for size in sizes if size})) or None
-
-
-def _links(environment: Environment) -> str | None:
-    if environment.topology is None:
-        return None
-    links = Counter(link for number, row in enumerate(environment.topology) for link in row[:number])
-    return ", ".join(f"{count} x {link}" for link, count in sorted(links.items())) or "one device"
-
-
-def _lanes(environment: Environment) -> str | None:
-    lanes = sorted({f"gen {gpu.pcie_gen} x{gpu.pcie_width}" for gpu in environment.gpus if gpu.pcie_gen})
-    return ", ".join(lanes) or None
-
-
-def _power_limits(environment: Environment) -> str | None:
-    limits = [gpu.power_limit_w for gpu in environment.gpus]
-    if not limits or not all(limits):
-        return None
-    return f"{limits[0]:g} W" if len(set(limits)) == 1 else ", ".join(f"{limit:g} W" for limit in limits)
-
-
-def _word(value: Any) -> str:
-    """Return a value in a few characters: a digest by its beginning."""
-    text = "none" if value is None else str(value)
-    return text if len(text) <= _WIDTH else f"{text[:12]}..."

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.gate.policy import Policy, Rules, converted, overridden
+from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git
 
-__all__ = ["dump", "find", "in_words", "load", "sha256"]
+__all__ = ["dump", "find", "in_words", "load", "policy_of", "sha256"]
 
 _PYPROJECT = "pyproject.toml"
 
@@ -176,3 +177,13 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(_pairs(value)) + " }"
     return repr(value)
+
+
+def policy_of(verdicts: Verdicts | None) -> Policy:
+    """Return the policy by which verdicts were made; the default one where there is none or it cannot be read."""
+    if verdicts is None:
+        return Policy()
+    try:
+        return msgspec.toml.decode(verdicts.policy, type=Policy)
+    except (msgspec.DecodeError, ImportError):  # ImportError: Python 3.10 without tomli
+        return Policy()

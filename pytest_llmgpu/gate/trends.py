@@ -21,7 +21,7 @@ from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import derived
 from pytest_llmgpu.report import file as reports
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import MetricName, Row
 from pytest_llmgpu.store import listing, store

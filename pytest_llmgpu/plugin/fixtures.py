@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_llmgpu.plugin import options
-from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.report.options import Options
 
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.hellaswag import Dataset, Item

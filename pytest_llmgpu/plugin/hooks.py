@@ -113,15 +113,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if refused:
         raise pytest.UsageError(refused[0])
-    from pytest_llmgpu.analysis.reference import YARDSTICK
-    from pytest_llmgpu.plugin.order import ascending
+    from pytest_llmgpu.plugin.selection import ascending
+    from pytest_llmgpu.report.case import REFERENCE_STRATEGY
     from pytest_llmgpu.strategies import BUILT_IN
 
     chosen = {name for item in ours for name in (selection.group_of(item)[0], *selection.group_of(item)[1].strategy)}
     options.refuse_unread(session.config, chosen, BUILT_IN)
 
     def is_yardstick(item: pytest.Item) -> bool:
-        return selection.group_of(item)[0] == YARDSTICK
+        return selection.group_of(item)[0] == REFERENCE_STRATEGY
 
     turns = iter(ascending(ours, selection.group_of, selection.batch_size_of, is_yardstick))
     session.items[:] = [next(turns) if selection.is_ours(item) else item for item in session.items]

@@ -20,8 +20,8 @@ import msgspec
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.profiling.nvml import Gpu, Inventory
-from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.profiling.nvml import Inventory
+from pytest_llmgpu.report.machine import Environment, Gpu
 from pytest_llmgpu.report.privacy import anonymous, is_secret
 
 __all__ = ["Machine", "TorchDevice", "TorchFacts", "fingerprint", "installed_version", "machine", "probe"]

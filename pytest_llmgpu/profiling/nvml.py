@@ -15,35 +15,13 @@ import msgspec
 
 from pytest_llmgpu.profiling.nvml_query import Ask, lasting
 from pytest_llmgpu.profiling.topology import active_links, matrix
+from pytest_llmgpu.report.machine import Gpu
 
-__all__ = ["Gpu", "Inventory", "NvmlMissingError", "inventory", "memory_v2", "session", "used_bytes", "visible"]
+__all__ = ["Inventory", "NvmlMissingError", "inventory", "memory_v2", "session", "used_bytes", "visible"]
 
 
 class NvmlMissingError(RuntimeError):
     """NVML cannot be used on this machine; the message says why."""
-
-
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as NVML describes it, whatever CUDA_VISIBLE_DEVICES says."""
-
-    index: int
-    """NVML's index: by PCI bus. CUDA's may differ."""
-    uuid: str
-    name: str
-    memory_bytes: int | None = None
-    """All memory of the board, the driver's own share included."""
-    reserved_bytes: int | None = None
-    """The driver's own share, which no program can have; None where the driver does not tell it."""
-    pcie_gen: int | None = None
-    """Largest generation that GPU and slot agree on: the current one falls when the GPU idles."""
-    pcie_width: int | None = None
-    """Lanes in use now: a badly seated board shows here."""
-    power_limit_w: float | None = None
-    """What the board may draw, of all limits that were set: less slows it down."""
-    nvlinks: int | None = None
-    """Active NVLinks; None where the GPU has none to ask about."""
-    why: dict[str, str] = {}
-    """Field to the reason it is None."""
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):

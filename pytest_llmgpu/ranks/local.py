@@ -76,7 +76,7 @@ class LocalRank:
         handed_over = (command_in, answer_out, batch_out)
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                processes.command("pytest_llmgpu.ranks.worker", "--serve", *map(str, (os.getpid(), *handed_over))),
+                processes.command("pytest_llmgpu.ranks", "--serve", *map(str, (os.getpid(), *handed_over))),
                 env={**_inherited(), **environment, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

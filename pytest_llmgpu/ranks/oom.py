@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["DeviceMapSpillError", "Evidence", "WorkspaceError", "evidence_of", "evidence_of_death", "host_kills"]
+from pytest_llmgpu.strategies.errors import DeviceMapSpillError, WorkspaceError
+
+__all__ = ["Evidence", "evidence_of", "evidence_of_death", "host_kills"]
 
 _MESSAGES = {
     "torch's allocator": r"(CUDA|HIP|XPU) out of memory",
@@ -31,27 +33,6 @@ _CUBLAS_BYTES = 64 * 2**20
 
 _BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"([\d.]+) (TiB|GiB|MiB|KiB|bytes|B)"
-
-
-class DeviceMapSpillError(RuntimeError):
-    """The layers do not fit on the devices: accelerate would put some on the CPU or on disk."""
-
-
-class WorkspaceError(RuntimeError):
-    """A strategy's workspace cannot hold the longest sequence."""
-
-    def __init__(self, tokens_requested: int, tokens_granted: int) -> None:
-        """Remember both.
-
-        Args:
-            tokens_requested: Tokens of the longest sequence.
-            tokens_granted: Tokens there is memory for, 0 for none.
-        """
-        super().__init__(
-            f"the workspace has room for {tokens_granted} tokens, and the longest sequence has {tokens_requested}"
-        )
-        self.tokens_requested = tokens_requested
-        self.tokens_granted = tokens_granted
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

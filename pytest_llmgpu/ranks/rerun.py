@@ -165,7 +165,7 @@ def _check_ranks(needed: int, report_path: str, case_id: str) -> None:
     start = "python" if needed == 1 else f"torchrun --nproc-per-node={needed}"
     message = (
         f"{case_id} needs {_counted(needed, 'process')}, and {started} {'was' if started == 1 else 'were'} started: "
-        f"{start} -m pytest_llmgpu.ranks.worker {report_path} {case_id}"
+        f"{start} -m pytest_llmgpu.ranks {report_path} {case_id}"
     )
     # All of them see it, and one says so. The others do not fail, or torchrun might end that one before it has.
     sys.exit(message if os.environ.get("RANK", "0") == "0" else 0)

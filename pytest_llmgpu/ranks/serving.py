@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
-import signal
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -17,9 +13,7 @@ from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 
-__all__ = ["State", "die_with_parent", "failure_of", "serve"]
-
-_PR_SET_PDEATHSIG = 1
+__all__ = ["State", "failure_of", "serve"]
 
 
 class State(Protocol):
@@ -89,10 +83,3 @@ def serve(
             traceback.clear_frames(error.__traceback__)
             del error
         answers.send_bytes(payload)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux: prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this rank is gone")

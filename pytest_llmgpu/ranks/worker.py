@@ -1,7 +1,7 @@
 """What one rank does: load a model through its strategy, then score case after case until it is told to stop.
 
-`python -m pytest_llmgpu.ranks.worker REPORT CASE_ID` runs one case of a report by hand, under a debugger if need be; a
-case of several processes is started with `torchrun --nproc-per-node=N -m pytest_llmgpu.ranks.worker`, and the first of
+`python -m pytest_llmgpu.ranks REPORT CASE_ID` runs one case of a report by hand, under a debugger if need be; a
+case of several processes is started with `torchrun --nproc-per-node=N -m pytest_llmgpu.ranks`, and the first of
 them prints. A
 report names a strategy of your own by its name, a dataset or model outside the rootdir by its last component only: say
 where they are with `--strategy`, `--dataset` and `--model`.
@@ -26,6 +26,7 @@ from pytest_llmgpu.inference import models, scoring
 from pytest_llmgpu.inference.batching import Plan
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import device_memory, graph_trial, rerun, serving, traffic
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.protocol import FinishedBatch
@@ -263,7 +264,7 @@ def run_by_hand(ordered: rerun.Ordered) -> ScoreReply:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve a launcher, or run one case of a report by hand."""
-    parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.ranks.worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.ranks", description=__doc__)
     parser.add_argument("--serve", nargs=4, type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("report", nargs="?", help="report that holds the case")
     parser.add_argument("case_id", nargs="?", help="id of the case, such as mp-bs8")
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.serve:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         parent, commands, answers, batches = arguments.serve
-        serving.die_with_parent(parent)
+        die_with_parent(parent)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)
         serving.serve(
@@ -296,10 +297,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     reply = run_by_hand(ordered)
     if os.environ.get("RANK", "0") == "0":
         print(msgspec.json.encode(reply).decode())
-
-
-if __name__ == "__main__":
-    # Commands name functions of this module: they must meet the one that is imported, not a second copy of it.
-    from pytest_llmgpu.ranks.worker import main as imported_main
-
-    imported_main()

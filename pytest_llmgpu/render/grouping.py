@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pytest_llmgpu.analysis import capacity
-from pytest_llmgpu.analysis.capacity import Capacity
+from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.file import Environment, Report
+from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = ["apart", "blocks", "capacities", "caption", "captions", "dataset", "listed", "model"]

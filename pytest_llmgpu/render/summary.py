@@ -10,11 +10,12 @@ import msgspec
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-__all__ = ["Conclusion", "Problem", "conclude", "policy_of"]
+__all__ = ["Conclusion", "Problem", "conclude"]
 
 Status = Literal["pass", "unclear", "fail"]
 
@@ -100,16 +101,6 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         name, text = worst.told[0]
         told.append(f"Worst: {name}: {text.splitlines()[0].partition('; ')[0].rstrip('.')}.")
     return Conclusion(status=status, sentence=" ".join(told), problems=problems)
-
-
-def policy_of(verdicts: Verdicts | None) -> Policy:
-    """Return the policy by which verdicts were made; the default one where there is none or it cannot be read."""
-    if verdicts is None:
-        return Policy()
-    try:
-        return msgspec.toml.decode(verdicts.policy, type=Policy)
-    except (msgspec.DecodeError, ImportError):  # ImportError: Python 3.10 without tomli
-        return Policy()
 
 
 def _status(report: Report, judged: int, *, broken: bool) -> Status:

@@ -12,7 +12,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Case"]
+__all__ = ["REFERENCE_STRATEGY", "Case"]
+
+REFERENCE_STRATEGY = "mp"
+"""Strategy that the others are compared with."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

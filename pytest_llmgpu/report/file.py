@@ -5,119 +5,26 @@ It needs neither torch nor pytest, so that a report can be judged on a laptop.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import math
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.analysis.capacity import Capacity
-from pytest_llmgpu.profiling.nvml import Gpu
-from pytest_llmgpu.report import collector, decompression, validation
-from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report import decompression, validation
+from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Commit",
-    "Environment",
-    "OptionValue",
-    "Report",
-    "Session",
-    "check_writable",
-    "dump",
-    "encode",
-    "load",
-    "next_id",
-    "parse",
-]
+__all__ = ["check_writable", "dump", "encode", "load", "parse", "paused"]
 
-SCHEMA_VERSION = 1
-"""Version of the report's object. It grows by optional fields; a reader ignores the fields it does not know."""
-
-OptionValue = str | int | float | bool | None | list[str | int | float]
-"""What an option can hold in JSON."""
 
 _SUFFIXES = (".json", ".json.gz")
-
-
-class Session(msgspec.Struct, kw_only=True):
-    """What pytest was asked to run and how far it got, so that a missing case differs from a deselected one."""
-
-    complete: bool = False
-    """True once every collected case has its result."""
-    interrupted: bool = False
-    """Ended by Ctrl-C, `-x` or a signal."""
-    exit_status: int | None = None
-    """Pytest's exit status, None in a report written before the session ended."""
-    collected: int = 0
-    """Tests left after deselection."""
-    deselected: list[str] = []
-    """Node ids that `-k` or `-m` took out, and what else narrowed the run: `--lf`, tests named on the command line."""
-
-
-class Environment(msgspec.Struct, kw_only=True):
-    """The machine and its libraries, without names of hosts or users."""
-
-    cpu: str | None = None
-    cores: int | None = None
-    """Cores this process may use."""
-    python: str
-    platform: str
-    """Kernel and C library: `Linux-6.1.0-x86_64-with-glibc2.36`."""
-    gpus: list[Gpu] = []
-    """Every GPU of the node, visible to CUDA or not."""
-    topology: list[list[str]] | None = None
-    """[gpus][gpus] how each pair is linked, in the words of `nvidia-smi topo -m`."""
-    driver: str | None = None
-    cuda: str | None = None
-    """CUDA version torch was built for."""
-    nccl: str | None = None
-    versions: dict[str, str | None] = {}
-    """Distribution to its version, None where it is not installed."""
-    variables: dict[str, str] = {}
-    """Environment variables that change what is measured."""
-    why: dict[str, str] = {}
-
-
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The source that was measured."""
-
-    sha: str | None = None
-    branch: str | None = None
-    """None where HEAD is detached and nothing else names the branch."""
-    dirty: bool | None = None
-    """Whether a tracked file differs from the commit; None where git did not answer."""
-    source: str | None = None
-    """`git`, or the environment variable that named the commit."""
-    why: dict[str, str] = {}
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """One session: the whole object of the JSON file."""
-
-    schema_version: int = SCHEMA_VERSION
-    created: str
-    """RFC 3339, UTC."""
-    plugin_version: str | None
-    argv: list[str] = []
-    """Arguments of pytest, with paths relative to the rootdir, else their basenames."""
-    options: dict[str, OptionValue] = {}
-    """Flag to the value in force."""
-    session: Session = msgspec.field(default_factory=Session)
-    environment: Environment
-    commit: Commit = Commit()
-    cases: list[CaseResult] = []
-    """In the order they ran."""
-    capacity: list[Capacity] = []
-    """The largest batch size of each series of cases, as measured and as predicted."""
-    verdicts: Verdicts | None = None
-    """What a gate said; None as long as nothing was compared."""
 
 
 class _Head(msgspec.Struct):
@@ -125,16 +32,6 @@ class _Head(msgspec.Struct):
 
     schema_version: int
     cases: msgspec.Raw
-
-
-def next_id(report: Report, case: Case) -> str:
-    """Return the id of the report's next result for `case`: `mp-bs8`, then `mp-bs8#2`."""
-    used = {result.id for result in report.cases}
-    name, number = case.id, 1
-    while name in used:
-        number += 1
-        name = f"{case.id}#{number}"
-    return name
 
 
 def check_writable(path: Path) -> None:
@@ -220,7 +117,7 @@ def parse(data: bytes, name: str) -> Report:
         data = decompression.unpack(data)
     except ValueError as error:
         raise ValueError(f"report {name}: {error}") from None
-    with collector.paused():
+    with paused():
         return _decode(data, name)
 
 
@@ -289,3 +186,15 @@ def _reason(error: Exception) -> str:
     """Return an exception's text as one line; an OSError's without the path, which the caller names."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Collect no cycles in this block; afterwards as before."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

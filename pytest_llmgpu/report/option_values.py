@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 __all__ = [
+    "LATEST",
     "batch_sizes",
+    "check_name",
     "fraction",
     "memory_size",
     "names",
@@ -106,8 +109,33 @@ def text(text: str) -> str:
 def save_name(text: str) -> str:
     """Return a name that the store can find a report by; empty for none."""
     # Imported here: this module is read with the plugin, in every test run.
-    from pytest_llmgpu.store.store import check_name
 
     if text:
         check_name(text)
     return text
+
+
+LATEST = "latest"
+"""The word for the report that was measured last, which no report may have as its name."""
+
+
+_LONGEST = 80  # of a folder's or a report's name, far below what file systems allow
+
+
+_NAME = re.compile(rf"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless a report can be saved under `name` and found by it.
+
+    Called before the run, which may take hours.
+    """
+    if not _NAME.fullmatch(name) or name.endswith((".json", ".json.gz")):
+        raise ValueError(
+            f"name {name!r}: allowed are at most {_LONGEST} letters, digits, '.', '_' and '-', "
+            "one letter at least, and no '.json' at the end"
+        )
+    if name == LATEST:
+        raise ValueError(f"name {name!r}: means the newest report of the store; choose another")
+    if Path(name).exists():
+        raise ValueError(f"name {name!r}: is a file or folder here, which would be meant by it; choose another")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.report.file import SCHEMA_VERSION, Report
+from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 
 __all__ = ["schema"]
 

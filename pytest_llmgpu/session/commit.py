@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pytest_llmgpu.report.file import Commit
+from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous
 from pytest_llmgpu.store import git
 

@@ -16,12 +16,12 @@ from pytest_llmgpu.gate import policy_file
 from pytest_llmgpu.gate.policy import Policy, switched
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import references, store

@@ -13,11 +13,11 @@ from pytest_llmgpu.inference import logits, models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks import hellaswag
 from pytest_llmgpu.inference.tasks.hellaswag import Dataset, Item
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.runner import Request
 from pytest_llmgpu.strategies.protocol import Strategy
 

@@ -13,12 +13,12 @@ import msgspec
 
 from pytest_llmgpu.analysis import accuracy_check, capacity, findings, launch_findings, reference, traffic_path
 from pytest_llmgpu.analysis.launch_merging import merge_results
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.report import derived, file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
+from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
 from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.session.commit import commit
@@ -124,7 +124,7 @@ class Recorder:
             self.report.cases[number] = result
         else:
             derived.derive(result)
-            result.id = file.next_id(self.report, result.case)
+            result.id = next_id(self.report, result.case)
             self.report.cases.append(result)
         self._judge(result, self.report.cases[:number], options)
         result.findings += launch_findings.disagreements(launches)
@@ -175,7 +175,7 @@ class Recorder:
         if self.report is None:
             return
         done = {result.nodeid for result in self.report.cases}
-        self.report.session = file.Session(
+        self.report.session = Session(
             complete=not interrupted and done.issuperset(expected),
             interrupted=interrupted,
             exit_status=exit_status,
@@ -265,7 +265,7 @@ def _publishable(failure: Failure, rootdir: Path) -> Failure:
     )
 
 
-def _plain(value: file.OptionValue | tuple[str | int, ...]) -> file.OptionValue:
+def _plain(value: OptionValue | tuple[str | int, ...]) -> OptionValue:
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -19,6 +18,7 @@ from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner

@@ -11,7 +11,8 @@ import msgspec
 from tabulate import tabulate
 
 from pytest_llmgpu.report import decompression
-from pytest_llmgpu.report.file import SCHEMA_VERSION, Commit
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import SCHEMA_VERSION
 from pytest_llmgpu.report.result import Outcome
 from pytest_llmgpu.store.store import Stored
 

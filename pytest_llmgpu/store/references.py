@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.report import decompression, file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.option_values import LATEST
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
-from pytest_llmgpu.store.store import LATEST, Stored, stored
+from pytest_llmgpu.store.store import Stored, stored
 
 __all__ = ["BASELINE", "AbsentError", "Source", "public", "resolve"]
 

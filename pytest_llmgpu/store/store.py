@@ -15,23 +15,20 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.report import file as report
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.option_values import _LONGEST, check_name
+from pytest_llmgpu.report.report import Report
 
-__all__ = ["DEFAULT", "LATEST", "Stored", "check_name", "hardware", "save", "stored"]
+__all__ = ["DEFAULT", "Stored", "hardware", "save", "stored"]
 
 DEFAULT = Path(".llmgpu")
 """Folder of the store, from where the run started."""
 
-LATEST = "latest"
-"""The word for the report that was measured last, which no report may have as its name."""
 
 _GIB = 2**30
-_LONGEST = 80  # of a folder's or a report's name, far below what file systems allow
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
 
 _FILE = re.compile(r"(\d{4,})_([0-9a-z]+)_(\d{8}T\d{6}Z)(?:_(.+?))?\.json(?:\.gz)?")
-_NAME = re.compile(rf"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
 _MARKS = re.compile(r"\((?:R|TM|C)\)|\bCPU\b|@.*", re.IGNORECASE)
 
 
@@ -67,22 +64,6 @@ def hardware(of: Report) -> str:
         kinds = collections.Counter((gpu.name, gpu.memory_bytes) for gpu in environment.gpus)
         return _safe("+".join(f"{count}x-{name}{_memory(size)}" for (name, size), count in kinds.items()))
     return _safe(f"CPU-{_MARKS.sub(' ', environment.cpu or 'unknown')}")
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError unless a report can be saved under `name` and found by it.
-
-    Called before the run, which may take hours.
-    """
-    if not _NAME.fullmatch(name) or name.endswith((".json", ".json.gz")):
-        raise ValueError(
-            f"name {name!r}: allowed are at most {_LONGEST} letters, digits, '.', '_' and '-', "
-            "one letter at least, and no '.json' at the end"
-        )
-    if name == LATEST:
-        raise ValueError(f"name {name!r}: means the newest report of the store; choose another")
-    if Path(name).exists():
-        raise ValueError(f"name {name!r}: is a file or folder here, which would be meant by it; choose another")
 
 
 def stored(storage: Path) -> list[Stored]:

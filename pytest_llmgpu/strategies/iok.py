@@ -14,10 +14,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies import divisibility
 from pytest_llmgpu.strategies.deepspeed import kernels, workspace
+from pytest_llmgpu.strategies.errors import WorkspaceError
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class KernelInjection:
         """Compile DeepSpeed's op, unless it is there: each rank would wait for the first one to do it."""
         kernels.build(say)
 
-    def open_kernels(self, case: Case) -> None:  # noqa: ARG002 - for one that has other kernels
+    def open_kernels(self, case: Case) -> None:  # noqa: ARG002 - one op serves every case
         """Load DeepSpeed's op into a rank."""
         kernels.load()
 
@@ -146,7 +146,7 @@ class KernelInjection:
         except RuntimeError as error:
             if "Workspace" not in str(error):
                 raise
-            raise oom.WorkspaceError(tokens, workspace.grantable(layers, batch_size, tokens, most=most)) from error
+            raise WorkspaceError(tokens, workspace.grantable(layers, batch_size, tokens, most=most)) from error
         size = workspace.size_bytes(layers, batch_size, granted, most)
         BaseOp.inference_module.reset_cache()
         return Workspace(tokens_requested=tokens, tokens_granted=min(granted, tokens), workspace_bytes=size)

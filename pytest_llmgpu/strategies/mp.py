@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.strategies.errors import DeviceMapSpillError
 from pytest_llmgpu.strategies.protocol import Loaded
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dty
     spilled = [name for name, device in placed.items() if not isinstance(device, int)]
     if spilled:
         room = ", ".join(f"{size / 2**30:.1f}" for size in free.values())
-        raise oom.DeviceMapSpillError(
+        raise DeviceMapSpillError(
             f"{len(spilled)} of {len(placed)} modules fit on no GPU (first: {spilled[0]}); free GiB per GPU: {room}"
         )
     return dict(placed)

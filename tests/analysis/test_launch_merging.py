@@ -9,8 +9,9 @@ from support.report_factory import make_answers, make_failed, make_report, make_
 from support.verdict_factory import make_traffic, with_launches
 
 from pytest_llmgpu.analysis.launch_merging import extend, merge, merge_results
-from pytest_llmgpu.profiling.nvml import Gpu
-from pytest_llmgpu.report.file import Commit, Report, Session, encode, parse
+from pytest_llmgpu.report.file import encode, parse
+from pytest_llmgpu.report.machine import Commit, Gpu
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
 
 

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from support.report_factory import GIB, make_failed, make_result
 
-from pytest_llmgpu.analysis.memory_model import Prediction, predict, split, why_not
-from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.analysis.memory_model import predict, split, why_not
+from pytest_llmgpu.report.capacity import Prediction
+from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
 
 MIB = 2**20

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from support.report_factory import make_accuracy, make_answers, make_failed, make_result
 
-from pytest_llmgpu.analysis.reference import by_chance, compare, lost_and_won, mcnemar, reference, why_not, written
+from pytest_llmgpu.analysis.reference import compare, lost_and_won, reference, why_not
+from pytest_llmgpu.analysis.sign_test import by_chance, mcnemar, written
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult
 
 

@@ -8,8 +8,7 @@ import pytest
 from support.report_factory import make_report
 
 from pytest_llmgpu.analysis.traffic_path import moved, of_case, pcie_bytes
-from pytest_llmgpu.profiling.nvml import Gpu
-from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.machine import Environment, Gpu
 from pytest_llmgpu.report.result import Collective, CollectiveKind, DeviceProfile, Metric, Path, Profile, Traffic
 
 GB = 10**9

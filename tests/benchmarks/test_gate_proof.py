@@ -20,7 +20,7 @@ from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdict, Verdicts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

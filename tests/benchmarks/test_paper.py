@@ -27,7 +27,8 @@ from support.report_factory import (
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, Outcome
 from pytest_llmgpu.report.result import Path as TrafficPath
 
@@ -64,7 +65,7 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("claims")
 
 
-def _chosen(pytester: pytest.Pytester, *flags: str) -> options.Options:
+def _chosen(pytester: pytest.Pytester, *flags: str) -> Options:
     return options.resolve(pytester.parseconfigure(str(PAPER), *flags))
 
 

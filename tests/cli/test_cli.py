@@ -14,7 +14,7 @@ from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands import commands
 from pytest_llmgpu.profiling.machine import installed_version
 from pytest_llmgpu.render.terminal.report import tables
-from pytest_llmgpu.report.file import Session
+from pytest_llmgpu.report.report import Session
 from pytest_llmgpu.report.result import Finding
 from pytest_llmgpu.report.schema import schema
 from pytest_llmgpu.store.store import DEFAULT, save

@@ -13,8 +13,10 @@ from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate.promotion import NAME
 from pytest_llmgpu.gate.timing.calibration import Measured, Noise
 from pytest_llmgpu.gate.timing.calibration_file import default_path, dump
-from pytest_llmgpu.report.file import Commit, Report, Session, load
 from pytest_llmgpu.report.file import dump as write
+from pytest_llmgpu.report.file import load
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
 from pytest_llmgpu.store.references import resolve
 from pytest_llmgpu.store.store import save, stored

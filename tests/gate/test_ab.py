@@ -11,7 +11,7 @@ from pytest_llmgpu.gate.ab import Both, Side, compare, left_out, split
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy, TimeRule
 from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Verdicts
 

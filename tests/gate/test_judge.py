@@ -17,7 +17,8 @@ from pytest_llmgpu.gate.judge import exit_status, fails, judge
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
 from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.report.file import Commit, Report, Session
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, MetricName, Verdicts, worst_first
 

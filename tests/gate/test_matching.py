@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from support.report_factory import make_report, make_result
 
-from pytest_llmgpu.gate.matching import hardware_differences, pairs, software_differences
-from pytest_llmgpu.profiling.nvml import Gpu
-from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
+from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.report.machine import Environment, Gpu
 from pytest_llmgpu.report.result import CaseResult
 
 

@@ -24,7 +24,9 @@ from pytest_llmgpu.render.charts.trends import of_trends
 from pytest_llmgpu.render.html.trend import render
 from pytest_llmgpu.render.terminal.trends import tables
 from pytest_llmgpu.report.derived import derive
-from pytest_llmgpu.report.file import Commit, Report, Session, load
+from pytest_llmgpu.report.file import load
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.store.store import save, stored
 

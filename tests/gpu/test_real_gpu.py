@@ -30,7 +30,7 @@ from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import RankState, ScoreReply
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.strategies.deepspeed import kernels
 from pytest_llmgpu.strategies.protocol import Loaded
 

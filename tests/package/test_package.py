@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pytest_llmgpu
-from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.report.options import Options
 
 _ROOT = Path(__file__).parents[2]
 _HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pynvml", "deepspeed", "msgspec")

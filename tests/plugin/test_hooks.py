@@ -21,9 +21,10 @@ from support import tiny_model
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
-from pytest_llmgpu.profiling.nvml import Gpu, Inventory
+from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.session.runner import Runner
 
 Run = Callable[..., pytest.RunResult]
@@ -511,14 +512,14 @@ def _read_all(descriptor: int) -> str:
 
 
 def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run, model: Path) -> None:
-    """`python -m pytest_llmgpu.ranks.worker REPORT CASE` measures one case in one process, for a debugger."""
+    """`python -m pytest_llmgpu.ranks REPORT CASE` measures one case in one process, for a debugger."""
     pytester.makepyfile(test_it=_BENCHMARK)
     (pytester.path / "tiny").symlink_to(model)
     assert run(f"--llmgpu-model={pytester.path / 'tiny'}", sizes="8").ret == 0
     (pytester.path / model.name).unlink(missing_ok=True)
     (pytester.path / model.name).symlink_to(model)
     by_hand = subprocess.run(
-        [sys.executable, "-m", "pytest_llmgpu.ranks.worker", ".llmgpu/last.json", "mp-bs8"],
+        [sys.executable, "-m", "pytest_llmgpu.ranks", ".llmgpu/last.json", "mp-bs8"],
         cwd=pytester.path,
         capture_output=True,
         text=True,
@@ -530,7 +531,7 @@ def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run
     assert answer["accuracy"]["predictions"] == launch.accuracy.predictions
     assert answer["plan_sha256"] == launch.plan_sha256
     unknown = subprocess.run(
-        [sys.executable, "-m", "pytest_llmgpu.ranks.worker", ".llmgpu/last.json", "mp-bs9"],
+        [sys.executable, "-m", "pytest_llmgpu.ranks", ".llmgpu/last.json", "mp-bs9"],
         cwd=pytester.path,
         capture_output=True,
         text=True,

@@ -12,12 +12,12 @@ from support.report_factory import make_answers, make_failed, make_result, make_
 
 import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
 from pytest_llmgpu.analysis import launch_findings
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Commit, Environment
+from pytest_llmgpu.report.machine import Commit, Environment
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pytest_llmgpu.plugin import options
-from pytest_llmgpu.plugin.options import Options
+from pytest_llmgpu.report.options import Options
 
 _TEST = """
     import pytest

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.report_factory import make_failed, make_result
 
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Commit, Environment
+from pytest_llmgpu.report.machine import Commit, Environment
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder

@@ -1,23 +1,23 @@
 from __future__ import annotations
 
-from pytest_llmgpu.plugin import order
+from pytest_llmgpu.plugin.selection import ascending
 
 
 def test_batch_sizes_ascend_within_a_group_and_groups_keep_their_turn() -> None:
     """A model is loaded once, and what may not fit comes last, whatever order the tests were given in."""
     tests = [("tp", 8), ("mp", 64), ("tp", 1), ("mp", 1), ("mp", 8)]
-    ordered = order.ascending(tests, lambda test: test[0], lambda test: test[1])
+    ordered = ascending(tests, lambda test: test[0], lambda test: test[1])
     assert ordered == [("tp", 1), ("tp", 8), ("mp", 1), ("mp", 8), ("mp", 64)]
 
 
 def test_equal_batch_sizes_keep_their_order() -> None:
     """Tests of one batch size run as they were written."""
     tests = [("b", 1), ("a", 1), ("c", 1)]
-    assert order.ascending(tests, lambda _: "mp", lambda test: test[1]) == tests
+    assert ascending(tests, lambda _: "mp", lambda test: test[1]) == tests
 
 
 def test_what_others_are_compared_with_runs_first() -> None:
     """The order of strategies on the command line decides nothing but their own order."""
     tests = [("tp", 8), ("iok", 1), ("mp", 64), ("tp", 1), ("mp", 1)]
-    ordered = order.ascending(tests, lambda test: test[0], lambda test: test[1], lambda test: test[0] == "mp")
+    ordered = ascending(tests, lambda test: test[0], lambda test: test[1], lambda test: test[0] == "mp")
     assert ordered == [("mp", 1), ("mp", 64), ("tp", 1), ("tp", 8), ("iok", 1)]

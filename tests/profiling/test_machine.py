@@ -18,7 +18,8 @@ from pytest_llmgpu.profiling.machine import (
     machine,
     probe,
 )
-from pytest_llmgpu.profiling.nvml import Gpu, Inventory
+from pytest_llmgpu.profiling.nvml import Inventory
+from pytest_llmgpu.report.machine import Gpu
 
 _CPU_TORCH = TorchFacts(version="2.13.0+cpu", why="Torch not compiled with CUDA enabled")
 _CUDA_TORCH = TorchFacts(

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.profiling.nvml import Gpu, Inventory, inventory, memory_v2, used_bytes, visible
+from pytest_llmgpu.profiling.nvml import Inventory, inventory, memory_v2, used_bytes, visible
+from pytest_llmgpu.report.machine import Gpu
 
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]

@@ -12,8 +12,9 @@ from torch import distributed
 
 from pytest_llmgpu.inference import cuda_graphs, logits, scoring
 from pytest_llmgpu.inference.batching import Plan, Request, Requests
-from pytest_llmgpu.ranks import device_memory, graph_trial, oom
+from pytest_llmgpu.ranks import device_memory, graph_trial
 from pytest_llmgpu.ranks.graph_trial import Choice
+from pytest_llmgpu.strategies.errors import WorkspaceError
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -272,9 +273,9 @@ def test_no_room_at_all_is_out_of_memory(model: Any, gpu: _Gpu) -> None:  # noqa
     """What does not hold the rows as they are is the case's outcome."""
 
     def prepare(plan: Plan) -> None:
-        raise oom.WorkspaceError(plan.tokens, 0)
+        raise WorkspaceError(plan.tokens, 0)
 
-    with pytest.raises(oom.WorkspaceError):
+    with pytest.raises(WorkspaceError):
         _choose(_loaded(model), "auto", prepare)
 
 

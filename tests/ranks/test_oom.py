@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.strategies.errors import DeviceMapSpillError
 
 _TORCH_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 31.74 GiB of which 512.00 MiB is "
@@ -36,7 +37,7 @@ def test_torchs_own_class_is_out_of_memory_with_its_figures() -> None:
         (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to"), "host allocator"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), "accelerate's should_reduce_batch_size"),
         (MemoryError(), "Python's allocator on the host"),
-        (oom.DeviceMapSpillError("3 of 9 modules fit on no GPU"), "the layers do not fit on the devices"),
+        (DeviceMapSpillError("3 of 9 modules fit on no GPU"), "the layers do not fit on the devices"),
     ],
 )
 def test_each_known_form_names_its_rule(error: BaseException, rule: str) -> None:

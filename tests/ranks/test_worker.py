@@ -247,7 +247,7 @@ def test_another_number_of_processes_is_refused(
     _write(msgspec.structs.replace(measured[1], strategy=strategy, devices=2))
     monkeypatch.setenv("WORLD_SIZE", started)
     refused = _refused(by_hand, "report.json", f"{strategy}-bs2")
-    assert refused == f"{message}pytest_llmgpu.ranks.worker report.json {strategy}-bs2"
+    assert refused == f"{message}pytest_llmgpu.ranks report.json {strategy}-bs2"
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as caught:
         by_hand("report.json", f"{strategy}-bs2")
@@ -305,7 +305,7 @@ def test_a_case_of_two_processes_runs_under_torchrun(
     _write(msgspec.structs.replace(case, strategy="tp", backend="transformers", devices=2))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "pytest_llmgpu.ranks.worker", "report.json", "tp-bs2", *files],
+        [sys.executable, *torchrun, "-m", "pytest_llmgpu.ranks", "report.json", "tp-bs2", *files],
         cwd=tmp_path,
         capture_output=True,
         text=True,

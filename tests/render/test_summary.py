@@ -7,9 +7,9 @@ import pytest
 from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.policy_file import dump
-from pytest_llmgpu.render.summary import conclude, policy_of
-from pytest_llmgpu.report.file import Report, Session
+from pytest_llmgpu.gate.policy_file import dump, policy_of
+from pytest_llmgpu.render.summary import conclude
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
 

@@ -27,7 +27,9 @@ from support.report_factory import (
 )
 
 from pytest_llmgpu.report import decompression
-from pytest_llmgpu.report.file import Commit, Report, Session, check_writable, dump, encode, load, next_id, parse
+from pytest_llmgpu.report.file import check_writable, dump, encode, load, parse
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session, next_id
 from pytest_llmgpu.report.result import Collective, Comparison, Failure, Metric, Series, Traffic
 from pytest_llmgpu.report.schema import schema
 

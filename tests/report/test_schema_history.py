@@ -12,7 +12,8 @@ import pytest
 
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.file import SCHEMA_VERSION, Report, dump, load
+from pytest_llmgpu.report.file import dump, load
+from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 from pytest_llmgpu.report.schema import schema
 from pytest_llmgpu.report.verdicts import Armed, Baseline, Candidate
 

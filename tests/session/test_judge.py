@@ -12,12 +12,12 @@ from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Measured, Noise
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Environment, Report
+from pytest_llmgpu.report.machine import Environment, Gpu
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.session.judge import Judge

@@ -7,10 +7,10 @@ import pytest
 from support import tiny_model
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.profiling.nvml import Gpu
+from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.strategies.mp import LayerParallel
 

@@ -11,13 +11,13 @@ from support import report_factory
 
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
 from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import (
     Batches,
     CaseResult,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.render.terminal.live import LiveLine
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.session import BenchmarkSession
 
 

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from support.stored_reports import H200, measured
 
-from pytest_llmgpu.report.file import Commit, Session, load
+from pytest_llmgpu.report.file import load
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Session
 from pytest_llmgpu.store.listing import Summary, summarise, table
 from pytest_llmgpu.store.store import save, stored
 

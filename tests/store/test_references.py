@@ -8,7 +8,8 @@ import pytest
 from support.stored_reports import H200, measured
 
 from pytest_llmgpu.gate import promotion
-from pytest_llmgpu.report.file import Report, dump, load
+from pytest_llmgpu.report.file import dump, load
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store.references import BASELINE, resolve
 from pytest_llmgpu.store.store import save, stored
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from support.stored_reports import H200, gpus, measured
 
-from pytest_llmgpu.report.file import Report, dump, encode, load
+from pytest_llmgpu.report.file import dump, encode, load
+from pytest_llmgpu.report.option_values import check_name
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import store
-from pytest_llmgpu.store.store import check_name, hardware, save, stored
+from pytest_llmgpu.store.store import hardware, save, stored
 
 _STORE = Path(".llmgpu")
 

@@ -29,6 +29,7 @@ from pytest_llmgpu.ranks import oom, worker
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.strategies.errors import WorkspaceError
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -231,7 +232,7 @@ def test_too_few_tokens_are_out_of_memory(inject: Inject) -> None:
     """By default a workspace that cannot hold the longest sequence is refused, with what was wanted and granted."""
     free_bytes = free_bytes_granting(23, **_BUNDLED, batch=32, max_out=70)
     injected = inject(free_bytes=free_bytes)
-    with pytest.raises(oom.WorkspaceError, match="has room for 23 tokens, and the longest sequence has 70") as caught:
+    with pytest.raises(WorkspaceError, match="has room for 23 tokens, and the longest sequence has 70") as caught:
         injected.strategy.prepare(injected.loaded, 32, 70)
     evidence = oom.evidence_of(caught.value)
     assert evidence is not None
@@ -247,7 +248,7 @@ def test_no_workspace_at_all_is_out_of_memory(inject: Inject, free_bytes: int, c
     """Whichever way DeepSpeed says that there is no memory."""
     injected = inject(free_bytes=free_bytes)
     injected.op.capacity_bytes = capacity_bytes
-    with pytest.raises(oom.WorkspaceError, match="has room for 0 tokens"):
+    with pytest.raises(WorkspaceError, match="has room for 0 tokens"):
         injected.strategy.prepare(injected.loaded, 32, 70)
 
 

@@ -6,8 +6,8 @@ import torch
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.bundled import PRESETS
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.strategies import mp
+from pytest_llmgpu.strategies.errors import DeviceMapSpillError
 
 _GIB = 2**30
 
@@ -43,7 +43,7 @@ def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_fits_on_no_gpu_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate would offload to the CPU or to disk without a word; that is no measurement of GPUs."""
-    with pytest.raises(oom.DeviceMapSpillError, match=r"modules fit on no GPU .*free GiB per GPU: 14\.0, 14\.0"):
+    with pytest.raises(DeviceMapSpillError, match=r"modules fit on no GPU .*free GiB per GPU: 14\.0, 14\.0"):
         _map([14.0] * 4, monkeypatch)
 
 

@@ -15,7 +15,7 @@ from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Outcome
 from pytest_llmgpu.session.runner import Request, Runner
 from support import tiny_model

@@ -6,7 +6,8 @@ import math
 import random
 from typing import Any
 
-from pytest_llmgpu.report.file import Commit, Environment, Report
+from pytest_llmgpu.report.machine import Commit, Environment
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from support.stored_reports import gpus
 from support.verdict_factory import with_launches

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import derive, encode, proportion_stderr
-from pytest_llmgpu.report.file import Environment, Report
+from pytest_llmgpu.report.machine import Environment, Gpu
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import (
     Accuracy,
     Batches,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_llmgpu.profiling.nvml import Gpu
-from pytest_llmgpu.report.file import Commit, Report, Session
+from pytest_llmgpu.report.machine import Commit, Gpu
+from pytest_llmgpu.report.report import Report, Session
 from support.report_factory import make_failed, make_report, make_result
 
 H200 = "4x-NVIDIA-H200-140GiB"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_llmgpu.cli.worktrees import Worktree
     from pytest_llmgpu.gate.ab import Both, Side
     from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Verdicts
 
 __all__ = ["COMMAND"]

@@ -15,7 +15,7 @@ from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
 
 __all__ = ["COMMAND"]
 

@@ -7,7 +7,7 @@ import argparse
 from pytest_llmgpu.cli.gate_arguments import add_rules, add_sides, judged, policy_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND"]
 
@@ -24,7 +24,7 @@ class _Compare:
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
-        with collector.paused():
+        with paused():
             verdicts, judged_by = judged(arguments, policy_of(arguments))
             table = verdict_tables.table(verdicts, color(), None if arguments.all else verdict_tables.MOST_CASES)
             show("\n".join(filter(None, (table, judged_by))))

@@ -11,7 +11,7 @@ from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import save, show
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.render.exports import FORMATS
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND"]
 
@@ -34,7 +34,7 @@ class _Export:
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.render.exports import export
 
-        with collector.paused():
+        with paused():
             report = source(arguments.head, arguments).report()
             if arguments.base is not None:
                 policy = policy_of(arguments)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pytest_llmgpu.cli.gate_arguments import add_rules, add_sides, judged, policy_of
 from pytest_llmgpu.cli.output import as_json, color, save, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND"]
 
@@ -49,7 +49,7 @@ class _Gate:
             return 0
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
-        with collector.paused():
+        with paused():
             verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
             text = as_json(verdicts) if arguments.json is not None else ""
             # Before anything is printed: whoever reads the table may leave early.

@@ -9,7 +9,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import add_baseline, beside
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND"]
 
@@ -32,7 +32,7 @@ class _Html:
         found = source(arguments.report, arguments)
         output: Path = arguments.output or Path(_file_name(found.name))
         html_report.check(output)
-        with collector.paused():
+        with paused():
             report = found.report()
             base, verdicts, policy = beside(arguments, report)
             page = html_report.render(report, base, name=public(found.name), verdicts=verdicts, policy=policy)

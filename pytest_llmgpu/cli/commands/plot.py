@@ -10,11 +10,12 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import add_baseline, beside
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.render.charts.images import formats, write
+from pytest_llmgpu.report.file import paused
 
 if TYPE_CHECKING:
     from pytest_llmgpu.render.charts import Chart
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
 
 __all__ = ["COMMAND"]
 
@@ -33,16 +34,15 @@ class _Plot:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.render import charts
-        from pytest_llmgpu.render.charts import files
 
-        formats = files.formats(arguments.format)
-        with collector.paused():
+        chosen = formats(arguments.format)
+        with paused():
             report = source(arguments.report, arguments).report()
             _, verdicts, _ = beside(arguments, report)
         report.verdicts = verdicts or report.verdicts
         drawn = charts.of_report(report)
         timelines = [] if arguments.case is None else _timelines(report, arguments.case)
-        for path in files.write([*drawn.charts, *timelines], arguments.output, formats, dark=arguments.dark):
+        for path in write([*drawn.charts, *timelines], arguments.output, chosen, dark=arguments.dark):
             show(str(path))
         for reason in drawn.omitted:
             show(f"left out: {reason}")

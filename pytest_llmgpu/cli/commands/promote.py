@@ -11,7 +11,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import paused
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.promotion import Trial
@@ -43,7 +43,7 @@ class _Promote:
         from pytest_llmgpu.gate import promotion
         from pytest_llmgpu.store import store as storage
 
-        with collector.paused():
+        with paused():
             policy = policy_of(arguments)
             candidate = source(arguments.report, arguments).report()
             today, noise = rules_of(arguments, candidate)

@@ -12,7 +12,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import as_json, save, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report import collector
+from pytest_llmgpu.report.file import paused
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.selftest.injected_regressions import Plant
@@ -52,7 +52,7 @@ class _Selftest:
 
         policy = policy_of(arguments)
         losses = _chosen(arguments.slowdown, arguments.plant)
-        with collector.paused():
+        with paused():
             report = source(arguments.report, arguments).report()
             today, noise = rules_of(arguments, report)
             found = selftest.selftest(report, policy, today=today, calibration=noise, losses=losses)

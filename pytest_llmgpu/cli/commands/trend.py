@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pytest_llmgpu.cli.output import color, save, show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.render.charts.images import formats, write
 
 __all__ = ["COMMAND"]
 
@@ -29,12 +30,11 @@ class _Trend:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.gate import trends
-        from pytest_llmgpu.render.charts import files
         from pytest_llmgpu.render.terminal import cases
         from pytest_llmgpu.render.terminal import trends as trend_tables
         from pytest_llmgpu.store import store
 
-        formats = files.formats(arguments.format)
+        chosen = formats(arguments.format)
         if arguments.last < 1:
             raise ValueError(f"--last {arguments.last}: a number from 1 on is needed")
         kept = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
@@ -46,7 +46,7 @@ class _Trend:
             from pytest_llmgpu.render.charts.trends import of_trends
 
             drawn = of_trends(found)
-            for path in files.write(drawn.charts, arguments.output, formats, dark=arguments.dark):
+            for path in write(drawn.charts, arguments.output, chosen, dark=arguments.dark):
                 show(str(path))
             for reason in drawn.omitted:
                 show(f"left out: {reason}")

@@ -19,7 +19,7 @@ from pytest_llmgpu.gate.selftest.injected_regressions import Plant, plants
 from pytest_llmgpu.gate.timing import pairing
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import LOST, MetricName, Row, Verdict, Verdicts
 

@@ -15,7 +15,7 @@ import msgspec
 from pytest_llmgpu.gate.stats.distributions import largest_sd, t_quantile
 from pytest_llmgpu.gate.stats.intervals import UNCALIBRATED_SD, levels
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.store import store
 

@@ -14,7 +14,7 @@ import msgspec
 from pytest_llmgpu.gate.stats.intervals import UNCALIBRATED_SD
 from pytest_llmgpu.gate.timing.calibration import LEAST, VERSION, Calibration, Measured, as_it_counts
 from pytest_llmgpu.report import decompression
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store import store as storage
 

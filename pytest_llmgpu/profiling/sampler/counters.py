@@ -90,7 +90,7 @@ class ByteCounters:
             self._bytes[place] += (new - old) % _WRAP_BYTES
         self._seconds += passed_s
 
-    def read(self, now_s: float, *, hurry: bool = False) -> Spoken | None:  # noqa: ARG002 - exact at any time
+    def read(self, now_s: float, *, hurry: bool = False) -> Spoken | None:  # noqa: ARG002 - samples stay apart
         """Answer with the bytes over the seconds in which no wrap can have been missed."""
         del now_s
         self.poll()

@@ -20,7 +20,8 @@ from pytest_llmgpu.render.charts.chart import Chart, Charts
 from pytest_llmgpu.render.charts.images import Format, image
 from pytest_llmgpu.render.charts.panels import Panel, panels
 from pytest_llmgpu.render.charts.theme import theme
-from pytest_llmgpu.report.file import Environment, Report
+from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = ["Chart", "Charts", "Format", "image", "of_case", "of_report", "theme"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, cast, get_args
 
 from pytest_llmgpu.render.charts.chart import Chart, Spec
 from pytest_llmgpu.render.charts.theme import theme
 
-__all__ = ["Format", "image"]
+__all__ = ["Format", "formats", "image", "write"]
 
 Format = Literal["png", "svg"]
 """What a picture can be."""
@@ -48,3 +50,31 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
         config["legend"]["titlePadding"] = _PADDING
         return vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(spec, config=config, allowed_base_urls=[], scale=_SCALE)
+
+
+def formats(text: str) -> list[Format]:
+    """Return the formats of a list such as `png,svg`; ValueError names one that is unknown."""
+    known = get_args(Format)
+    chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for one in chosen:
+        if one not in known:
+            raise ValueError(f"format {one!r}: allowed are {', '.join(known)}, or several with commas")
+    return cast("list[Format]", chosen)
+
+
+def write(charts: Sequence[Chart], folder: Path, chosen: Sequence[Format], *, dark: bool = False) -> Iterator[Path]:
+    """Write each chart in each format, replacing what is there, and yield its path: `memory.png`, `memory-dark.png`.
+
+    Raises:
+        ValueError: a file cannot be written, or the extra `report` is not installed.
+    """
+    for chart in charts:
+        for one in chosen:
+            data = image(chart, one, dark=dark)  # before the folder is made: without the extra none is
+            path = folder / f"{chart.id}{'-dark' if dark else ''}.{one}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            except OSError as error:
+                raise ValueError(f"picture {path}: cannot be written: {error.strerror}") from None
+            yield path

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from pytest_llmgpu.analysis.capacity import Capacity
 from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.grouping import apart, blocks, capacities, captions
 from pytest_llmgpu.render.time_table import layout
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.profile_figures import of_window
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Link
 
 __all__ = ["LINKS", "Entry", "LinkName", "Panel", "counted", "device_means", "fmean", "memory_of", "panels", "saw"]

@@ -11,7 +11,7 @@ import msgspec
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Spec, rounded, span, written
 from pytest_llmgpu.render.grouping import caption
-from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Profile, Series
 
 __all__ = ["charts"]

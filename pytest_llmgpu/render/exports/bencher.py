@@ -12,7 +12,7 @@ import json
 
 from pytest_llmgpu.render.exports.figures import Figure, FigureName, figures, largest_batches, names
 from pytest_llmgpu.render.exports.protocol import Export
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = ["EXPORT"]

@@ -14,7 +14,7 @@ from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.grouping import capacities
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import inference_s, peaks_bytes
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
 
 __all__ = ["Figure", "FigureName", "accuracy_metric", "describe", "figures", "largest_batches", "launches_s", "names"]

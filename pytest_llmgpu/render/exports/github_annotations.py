@@ -9,7 +9,7 @@ from __future__ import annotations
 from pytest_llmgpu.render.exports.escaping import command_property, command_value, one_line
 from pytest_llmgpu.render.exports.notices import Notice, notices
 from pytest_llmgpu.render.exports.protocol import Export
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 
 __all__ = ["EXPORT", "LIMIT"]
 

@@ -13,12 +13,12 @@ import msgspec
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
 from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
 from pytest_llmgpu.render.exports.notices import Notice, besides_rows, level, notices
 from pytest_llmgpu.render.exports.protocol import Export
-from pytest_llmgpu.render.summary import policy_of
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store.listing import commit
 from pytest_llmgpu.store.store import hardware
@@ -162,7 +162,7 @@ def _change(row: Row) -> str:
 
 def _pct(ratio: float) -> str:
     change = 100 * (ratio - 1)
-    return f"{change:+.1f}" if abs(change) < 1e6 else f"{change:+.1e}"  # noqa: PLR2004 - nobody counts so many digits
+    return f"{change:+.1f}" if abs(change) < 1e6 else f"{change:+.1e}"  # noqa: PLR2004
 
 
 def _folded(title: str, header: Sequence[str]) -> list[str]:

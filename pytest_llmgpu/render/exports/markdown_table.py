@@ -9,7 +9,7 @@ from pytest_llmgpu.render.exports.escaping import code, markdown, one_line
 from pytest_llmgpu.render.exports.figures import Figure, describe, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 

@@ -9,9 +9,9 @@ import msgspec
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.render.summary import policy_of
+from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.report.file import Report
+    from pytest_llmgpu.report.report import Report
 
 __all__ = ["Export"]
 

@@ -17,7 +17,7 @@ from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.exports.figures import describe, figures, launches_s, names
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.profiling.nvml import Gpu
 from pytest_llmgpu.render.grouping import listed
-from pytest_llmgpu.report.file import OptionValue, Report
+from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import OptionValue, Report
 
 __all__ = ["Fact", "libraries", "machine", "options"]
 
@@ -57,7 +57,7 @@ def _libraries(report: Report) -> dict[str, str]:
 def _options(report: Report) -> dict[str, str]:
     """Return them; none where pytest is not installed, with which the defaults are declared: judging does without."""
     try:
-        from pytest_llmgpu.plugin.options import Options
+        from pytest_llmgpu.report.options import Options
     except ImportError:
         return {}
     defaults = {flag: _shown(flag, value) for flag, value in Options().in_force().items()}

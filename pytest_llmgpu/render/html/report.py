@@ -19,15 +19,16 @@ import msgspec
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, grouping
 from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, templates
 from pytest_llmgpu.render.html.verdict_groups import grouped
-from pytest_llmgpu.render.summary import conclude, policy_of
+from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.render.time_table import study_table
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
 __all__ = ["check", "render", "write"]

@@ -18,7 +18,7 @@ from pytest_llmgpu.render.device_columns import (
     why_missing,
 )
 from pytest_llmgpu.render.time_table import LEGEND, Cell, layout, row_name, study_table
-from pytest_llmgpu.report.file import Environment
+from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
 __all__ = ["WIDTH", "Painter", "device_tables", "painter", "time_table"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.analysis.reference import YARDSTICK, written
+from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, listed, model
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table
 from pytest_llmgpu.render.time_table import layout
-from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Comparison, Finding
 
 __all__ = ["headline", "progress", "tables"]
@@ -92,7 +92,7 @@ def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
         first, *rest = _differences(result, worst)
-        line = f"{title} against {YARDSTICK}{where}: {first}"
+        line = f"{title} against {REFERENCE_STRATEGY}{where}: {first}"
         text = ", ".join([line, *rest])
         yield text if len(text) <= WIDTH else ",\n  ".join([line, *rest])
 

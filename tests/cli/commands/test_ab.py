@@ -13,7 +13,7 @@ import pytest
 import pytest_llmgpu
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 
 _MEASURE = '''
 """Stands in for pytest: writes a report with the times that the worktree's file `seconds` has."""

@@ -22,7 +22,8 @@ from pytest_llmgpu.gate import policy_file
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing.calibration_file import default_path, load
-from pytest_llmgpu.report.file import Report, dump
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts
 from pytest_llmgpu.store.store import save

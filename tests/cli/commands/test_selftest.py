@@ -13,7 +13,7 @@ from pytest_llmgpu.gate.selftest.injected_regressions import plants
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Measured, Noise
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import store
 
 

@@ -26,7 +26,7 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart, axes
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Path
 
 _OF_PAPER = [

@@ -11,7 +11,8 @@ from support.stored_reports import measured
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.render.exports import FORMATS, export
-from pytest_llmgpu.report.file import Commit, dump
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.store.store import save
 
 

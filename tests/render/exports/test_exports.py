@@ -13,7 +13,7 @@ from support.verdict_factory import with_launches
 
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.render.exports.figures import figures, launches_s, names
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 
 _JSON = ["bencher", "github-action-benchmark-bigger", "github-action-benchmark-smaller", "pytest-benchmark"]
 

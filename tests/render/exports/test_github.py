@@ -19,14 +19,15 @@ from support.report_factory import make_failed, make_report, make_result
 from pytest_llmgpu.cli import main, parser
 from pytest_llmgpu.gate.policy import Known, Policy
 from pytest_llmgpu.gate.selftest.injected_regressions import plants
-from pytest_llmgpu.plugin.options import Options
 from pytest_llmgpu.render.exports import export, github_summary
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
 from pytest_llmgpu.render.exports.github_annotations import LIMIT
 from pytest_llmgpu.render.exports.github_summary import LIMIT_BYTES
 from pytest_llmgpu.render.exports.markdown_table import HEADER
 from pytest_llmgpu.render.exports.notices import notices
-from pytest_llmgpu.report.file import Report, dump
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
 
 _WORKFLOW = Path(__file__).parents[3] / "examples" / "github-actions.yml"

@@ -20,7 +20,7 @@ from support.verdict_factory import with_launches
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.exports.csv_table import COLUMNS
 from pytest_llmgpu.render.exports.junit import properties, verdict_properties
-from pytest_llmgpu.report.file import Report
+from pytest_llmgpu.report.report import Report
 
 _NEEDS_PYTEST_BENCHMARK = pytest.mark.skipif(
     importlib.util.find_spec("pytest_benchmark") is None, reason="reads files back by pytest-benchmark, not installed"

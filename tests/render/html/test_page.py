@@ -16,7 +16,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.charts.theme import theme
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.verdict_groups import grouped
-from pytest_llmgpu.report.file import Commit
+from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.verdicts import Armed, Row, Verdicts
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")

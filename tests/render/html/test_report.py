@@ -17,7 +17,9 @@ from support.report_factory import make_failed, make_profile, make_report, make_
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands import html as html_command
 from pytest_llmgpu.render.html import report as html_report
-from pytest_llmgpu.report.file import Commit, Report, Session, dump
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding, Series
 from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
 

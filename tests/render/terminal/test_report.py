@@ -22,7 +22,7 @@ from pytest_llmgpu.analysis.findings import findings
 from pytest_llmgpu.analysis.reference import compare, reference
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.render.terminal.report import headline, progress, tables
-from pytest_llmgpu.report.file import Report, next_id
+from pytest_llmgpu.report.report import Report, next_id
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Failure
 
 
