@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.prose import PackageProse
+from syrupy.assertion import SnapshotAssertion
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
@@ -61,3 +63,9 @@ def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     made = RankGroup(LocalLauncher(tmp_path_factory.mktemp("ranks")), environments)
     yield made
     made.kill()
+
+
+@pytest.fixture
+def prose(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    """What a test compares texts with: `assert text == prose`; `pytest --snapshot-update` rewrites the texts."""
+    return snapshot.use_extension(PackageProse)

@@ -1,0 +1,58 @@
+"""Numbers and names as text: one function per kind, for every message, table and page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["GIB", "MIB", "byte_size", "gib", "listed", "percent", "plural", "printable", "signed_percent"]
+
+MIB = 2**20
+"""Bytes in a mebibyte."""
+GIB = 2**30
+"""Bytes in a gibibyte."""
+
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_LARGEST_PLAIN = 1e6
+
+
+def percent(fraction: float, digits: int = 1) -> str:
+    """Return a fraction as a percentage: 0.0312 is `3.1 %`."""
+    return f"{100 * fraction:.{digits}f} %"
+
+
+def signed_percent(change: float, digits: int = 1) -> str:
+    """Return a relative change with its sign: 0.05 is `+5.0 %`; beyond a million percent in powers of ten."""
+    value = 100 * change
+    return f"{value:+.{digits}f} %" if abs(value) < _LARGEST_PLAIN else f"{value:+.1e} %"
+
+
+def gib(size_bytes: float, digits: int = 2) -> str:
+    """Return a size in GiB: 2**31 is `2.00 GiB`."""
+    return f"{size_bytes / GIB:.{digits}f} GiB"
+
+
+def byte_size(size_bytes: float) -> str:
+    """Return a number of bytes sent, in the largest decimal unit that it reaches, with three digits or more."""
+    for unit, name in _UNITS:
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.{2 if size_bytes < 100 * unit else 1}f} {name}"
+    return f"{size_bytes:.0f} bytes"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 GPU`, `2 GPUs`, `3 batches`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def listed(names: Iterable[object], most: int = 12) -> str:
+    """Return the first names of a list and how many more there are: `mp-bs1, mp-bs2 and 3 more`."""
+    found = [str(name) for name in names]
+    more = f" and {len(found) - most:,} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
+
+
+def printable(text: str) -> str:
+    """Return text in which each control character is a space: a report may come from anywhere."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
