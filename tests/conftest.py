@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.prose import PackageProse
-from syrupy.assertion import SnapshotAssertion
+from support.prose import Prose, ProseFiles
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
@@ -65,7 +64,29 @@ def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     made.kill()
 
 
+_PROSE = pytest.StashKey[ProseFiles]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what rewrites the kept texts."""
+    parser.addoption("--update-prose", action="store_true", help="rewrite tests/*/prose.json by what the tests compare")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the files for the run."""
+    if config.getoption("--update-prose") and hasattr(config, "workerinput"):
+        raise pytest.UsageError("--update-prose: run it without -n, since one process has to write the files")
+    config.stash[_PROSE] = ProseFiles(update=config.getoption("--update-prose"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Write what changed."""
+    files = config.stash.get(_PROSE, None)
+    if files is not None and files.update:
+        files.write()
+
+
 @pytest.fixture
-def prose(snapshot: SnapshotAssertion) -> SnapshotAssertion:
-    """What a test compares texts with: `assert text == prose`; `pytest --snapshot-update` rewrites the texts."""
-    return snapshot.use_extension(PackageProse)
+def prose(request: pytest.FixtureRequest) -> Prose:
+    """Return what texts are compared with: `assert prose == text`."""
+    return request.config.stash[_PROSE].of(request.node)
