@@ -63,9 +63,9 @@ def test_held_memory_leaves_the_cap(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         hold="""
         import json, sys, torch
-        from pytest_llmgpu import memory
+        from pytest_llmgpu.ranks import device_memory
         device = torch.device("cuda", 0)
-        held = memory.hold([device], 8 * 2**30)
+        held = device_memory.hold([device], 8 * 2**30)
         free, total = torch.cuda.mem_get_info(device)
         print(json.dumps([held[0], free, total, torch.cuda.memory_allocated(device)]))
         """

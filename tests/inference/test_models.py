@@ -73,7 +73,7 @@ def _filled(source: models.ModelSource, seed: int = 0, dtype: Any = torch.float3
 def test_resolving_needs_no_torch(written: Path) -> None:
     """Pytest's own process finds a model without the libraries that run it."""
     code = (
-        "import sys; from pathlib import Path; from pytest_llmgpu import models;"
+        "import sys; from pathlib import Path; from pytest_llmgpu.inference import models;"
         f"models.resolve({str(written)!r}, texts=(), rootdir=Path());"
         "print([name for name in ('torch', 'transformers', 'accelerate', 'numpy') if name in sys.modules])"
     )

@@ -9,7 +9,7 @@ from pytest_llmgpu.report.options import Options
 
 _TEST = """
     import pytest
-    from pytest_llmgpu import options
+    from pytest_llmgpu.plugin import options
 
     @pytest.mark.llmgpu({marker})
     def test_it(request):

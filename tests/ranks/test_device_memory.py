@@ -115,7 +115,7 @@ def test_garbage_of_the_case_before_is_collected(allocator: _Allocator, monkeypa
 
 
 class Preparing(LayerParallel):
-    """A strategy that says when it is told to make a workspace; its place is `test_memory:Preparing`."""
+    """A strategy that says when it is told to make a workspace; its place is `Preparing`."""
 
     name = "preparing"
     events: ClassVar[list[object]] = []
@@ -138,7 +138,7 @@ def test_every_case_of_a_sweep_begins_as_the_first_does(tmp_path: Path, monkeypa
     source = models.resolve(str(tmp_path / "tiny"), texts=dataset.texts(), rootdir=tmp_path)
     case = make_case(dtype="float32", device="cpu", devices=1, dataset_sha256=dataset.sha256)
     state = RankState(on_batch=lambda _: None)
-    worker.load(state, case, source, "test_memory:Preparing")
+    worker.load(state, case, source, f"{__name__}:Preparing")
     worker.give(state, dataset.sha256, dataset.items)
     for batch_size in (2, 8, 2):
         events.clear()

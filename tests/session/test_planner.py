@@ -48,10 +48,10 @@ class Injection(LayerParallel):
 
 _KNOWN = {
     **strategies.BUILT_IN,
-    "load": "test_planner:Mine",
-    "wrong": "test_planner:AlsoMine",
-    "tp": "test_planner:Tensor",
-    "iok": "test_planner:Injection",
+    "load": f"{__name__}:Mine",
+    "wrong": f"{__name__}:AlsoMine",
+    "tp": f"{__name__}:Tensor",
+    "iok": f"{__name__}:Injection",
 }
 
 
@@ -234,19 +234,25 @@ def test_a_case_has_the_name_that_its_strategy_has(tmp_path: Path, choose: Calla
     """Chosen by name or by place it is the same measurement."""
     planner = _planner(tmp_path)
     by_name = planner.request(choose(), "load", 4)
-    by_place = planner.request(choose(), "test_planner:Mine", 4)
+    by_place = planner.request(choose(), f"{__name__}:Mine", 4)
     assert by_name.case.id == "load-bs4"
     assert by_name.case == by_place.case
-    assert by_name.strategy == by_place.strategy == "test_planner:Mine"
+    assert by_name.strategy == by_place.strategy == f"{__name__}:Mine"
 
 
 @pytest.mark.parametrize(
     ("wanted", "complaint"),
     [
-        ("wrong", "test_planner:AlsoMine is registered as 'wrong' and names itself 'load'$"),
-        ("test_planner:AlsoMine", "test_planner:AlsoMine and test_planner:Mine are both named 'load'; each needs a"),
-        ("test_planner:Unnamed", "test_planner:Unnamed and pytest_llmgpu.strategies.mp:LayerParallel are both named"),
-        ("test_planner:Missing", "strategy test_planner:Missing cannot be imported: AttributeError: "),
+        ("wrong", f"{__name__}:AlsoMine is registered as 'wrong' and names itself 'load'$"),
+        (
+            f"{__name__}:AlsoMine",
+            f"{__name__}:AlsoMine and {__name__}:Mine are both named 'load'; each needs a",
+        ),
+        (
+            f"{__name__}:Unnamed",
+            f"{__name__}:Unnamed and pytest_llmgpu.strategies.mp:LayerParallel are both named",
+        ),
+        (f"{__name__}:Missing", f"strategy {__name__}:Missing cannot be imported: AttributeError: "),
     ],
 )
 def test_a_name_stands_for_one_strategy(
@@ -261,9 +267,9 @@ def test_two_unregistered_strategies_of_one_name_are_refused(tmp_path: Path, cho
     """The second one that a run chooses is named with the first."""
     machine = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
     planner = Planner(tmp_path, lambda *_: machine, {})
-    planner.request(choose(), "test_planner:Mine", 4)
-    with pytest.raises(ValueError, match=r"^--strategy: test_planner:AlsoMine and test_planner:Mine are both named"):
-        planner.request(choose(), "test_planner:AlsoMine", 4)
+    planner.request(choose(), f"{__name__}:Mine", 4)
+    with pytest.raises(ValueError, match=rf"^--strategy: {__name__}:AlsoMine and {__name__}:Mine are both named"):
+        planner.request(choose(), f"{__name__}:AlsoMine", 4)
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
 
 
 class _Building:
-    """A strategy that counts its builds; its place is `test_runner:Building`."""
+    """A strategy that counts its builds; its place is `Building`."""
 
     builds: ClassVar[list[str]] = []
     broken = False
@@ -473,7 +473,7 @@ def _builder(launcher: _FakeLauncher, said: list[str], monkeypatch: pytest.Monke
 
 
 def _built(case: Case) -> Request:
-    return msgspec.structs.replace(_request(case), strategy="test_runner:Building")
+    return msgspec.structs.replace(_request(case), strategy=f"{__name__}:Building")
 
 
 def test_a_strategy_is_built_once_before_its_ranks_start(

@@ -75,9 +75,9 @@ def test_processes_at_the_same_time_get_numbers_of_their_own() -> None:
     """The same holds between processes, which share nothing but the folder."""
     dump(measured(), Path("report.json"))
     code = (
-        "from pathlib import Path; from pytest_llmgpu import report, storage;"
-        "of = report.load(Path('report.json'));"
-        "[storage.save(of, Path('.llmgpu')) for _ in range(25)]"
+        "from pathlib import Path; from pytest_llmgpu.report import file; from pytest_llmgpu.store import store;"
+        "of = file.load(Path('report.json'));"
+        "[store.save(of, Path('.llmgpu')) for _ in range(25)]"
     )
     running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
     assert [process.wait() for process in running] == [0] * 4

@@ -45,8 +45,8 @@ def test_a_built_in_strategy_has_the_name_it_is_found_by(name: str) -> None:
 
 def test_a_strategy_is_found_by_a_registered_name_or_by_its_place() -> None:
     """A registered name comes first; a place needs no registration."""
-    known = {"own": "test_strategies:Own"}
-    assert strategies.find("own", known) == "test_strategies:Own"
+    known = {"own": f"{__name__}:Own"}
+    assert strategies.find("own", known) == f"{__name__}:Own"
     assert strategies.find("somebody.else_:Place.inner", known) == "somebody.else_:Place.inner"
 
 
@@ -57,10 +57,10 @@ def test_what_is_neither_is_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"^'{name}' is no strategy{guess}: allowed are mp, own, or package.module:attr"
     ):
-        strategies.find(name, {"own": "test_strategies:Own", "mp": "a:b"})
+        strategies.find(name, {"own": f"{__name__}:Own", "mp": "a:b"})
 
 
-@pytest.mark.parametrize("place", ["test_strategies:Own", "test_strategies:made"])
+@pytest.mark.parametrize("place", [f"{__name__}:Own", f"{__name__}:made"])
 def test_a_class_is_made_and_an_object_taken_as_it_is(place: str) -> None:
     """Both are strategies."""
     assert strategies.make(place).name == "own"
@@ -70,11 +70,14 @@ def test_a_class_is_made_and_an_object_taken_as_it_is(place: str) -> None:
     ("place", "complaint"),
     [
         ("nowhere:Own", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
-        ("test_strategies:Missing", "cannot be imported: AttributeError: .*'Missing'"),
-        ("test_strategies:Needy", "cannot be imported: TypeError: .*'needed'"),
+        (f"{__name__}:Missing", "cannot be imported: AttributeError: .*'Missing'"),
+        (f"{__name__}:Needy", "cannot be imported: TypeError: .*'needed'"),
         ("broken:Own", r"cannot be imported: SyntaxError: .*broken\.py, line 1\)$"),
         ("unlucky:Own", r"cannot be imported: OSError: first line \(unlucky\.py, line 1\)$"),
-        ("test_strategies:Lacking", r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$"),
+        (
+            f"{__name__}:Lacking",
+            r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_in_one_line(
@@ -100,7 +103,7 @@ def test_registrations_add_up() -> None:
     [
         ([{"own": "a:Own"}, {"own": "b:Own"}], "strategy 'own' is at two places, a:Own and b:Own$"),
         ([{"own": "a.Own"}], "'a.Own', the place of strategy 'own', is not allowed: package.module:attribute is"),
-        ([{"own": Own}], "<class 'test_strategies.Own'>, the place of strategy 'own', is not allowed: "),
+        ([{"own": Own}], f"<class '{__name__}.Own'>, the place of strategy 'own', is not allowed: "),
         ([["a:Own"]], r"\['a:Own'\] is not allowed: a mapping is needed$"),
         ([{5: "chat:Chatty"}], "5, the name of the strategy at chat:Chatty, is not allowed: letters, digits, _, . and"),
         ([{"own": "b:Own"}, {"a,b": "a:Own"}], "'a,b', the name of the strategy at a:Own, is not allowed: letters,"),
@@ -117,5 +120,5 @@ def test_a_registration_that_cannot_be_meant_is_refused(registrations: list[dict
 def test_a_strategy_has_a_name_that_people_can_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in tables, ids and file names."""
     monkeypatch.setattr(Own, "name", name)
-    with pytest.raises(ValueError, match=f"strategy test_strategies:Own is named {name!r}: letters, digits"):
-        strategies.make("test_strategies:Own")
+    with pytest.raises(ValueError, match=f"strategy {__name__}:Own is named {name!r}: letters, digits"):
+        strategies.make(f"{__name__}:Own")

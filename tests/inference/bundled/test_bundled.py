@@ -73,7 +73,7 @@ def test_dataset_is_rebuilt_byte_for_byte() -> None:
 def test_dataset_script_writes_the_committed_file(tmp_path: Path) -> None:
     """`python -m bundled_model.dataset OUT` rebuilds the dataset."""
     out = tmp_path / "out.jsonl"
-    subprocess.run([sys.executable, "-m", "bundled_model.dataset", str(out)], check=True)
+    subprocess.run([sys.executable, "-m", "bundled_model.dataset", str(out)], cwd=Path(__file__).parents[2], check=True)
     assert sha256(out) == bundled.DATASET_SHA256
 
 
