@@ -1,7 +1,8 @@
-"""How a Python process of ours is started: it finds what this one finds, and nobody's file shadows a library.
+"""How this package starts a Python process, and how that process ends with its parent.
 
 `python -m` puts the working directory first in the import path, and PYTHONPATH comes before the standard library: a
-`queue.py` or `select.py` beside the tests would be imported in place of Python's own.
+file `queue.py` or `select.py` next to the tests would be imported in place of Python's own module. A process that is
+started with `command` finds the standard library first, and then everything that its parent finds.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ sys.argv[:] = [module, *sys.argv[3:]]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return what runs a module in a process of its own, with this process's import path behind the libraries."""
+    """Return the command that runs a module in a new process, with this process's import path after the libraries."""
     path = os.pathsep.join(sys.path)
     return [sys.executable, "-c", _START.format(separator=os.pathsep), module, path, *arguments]
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux: prctl(2))."""
+    """Make the kernel kill this process when its parent ends (Linux: prctl(2)).
+
+    The bond is to the thread that started this process. If the parent has ended already, this process exits now.
+
+    Args:
+        parent: process id of the parent.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the process that started this rank is gone")
-
-
-_PR_SET_PDEATHSIG = 1
+        sys.exit(f"process {parent}, which started this process, has ended")

@@ -1,3 +1,5 @@
+"""How child processes start and end."""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,8 +10,8 @@ import pytest
 from pytest_llmgpu import processes
 
 
-def test_a_file_beside_the_tests_shadows_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the working directory nor the import path of the test run comes before the standard library."""
+def test_a_file_in_the_working_directory_shadows_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard library comes before the working directory and before the import path of the test run."""
     (tmp_path / "queue.py").write_text("raise RuntimeError('the wrong queue')\n")
     (tmp_path / "mine.py").write_text(
         "import queue, sys, other\nprint(queue.Queue.__name__, other.VALUE, sys.argv[1:])\n"
@@ -20,3 +22,15 @@ def test_a_file_beside_the_tests_shadows_no_library(tmp_path: Path, monkeypatch:
         processes.command("mine", "--flag", "a b"), cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "Queue 7 ['--flag', 'a b']"
+
+
+def test_a_process_whose_parent_has_ended_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that starts too late for its parent does not run on without it."""
+    (tmp_path / "child.py").write_text(
+        "import sys\nfrom pytest_llmgpu.processes import die_with_parent\n"
+        "die_with_parent(int(sys.argv[1]))\nprint('runs')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = subprocess.run(processes.command("child", "1"), check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("process 1,")

@@ -1,4 +1,4 @@
-"""What a gate says: the records of the report's `verdicts`, and their order for people."""
+"""The records of the report's `verdicts`, and the order in which they are shown."""
 
 from __future__ import annotations
 
@@ -38,72 +38,76 @@ Verdict = Literal[
     "IMPROVED",
     "OK",
 ]
-"""What is said of one metric of one case, worst first."""
+"""The verdict on one metric of one case; the worst comes first."""
 
 MetricName = Literal["outcome", "largest_batch", "time", "accuracy", "predictions", "traffic", "path", "memory"]
-"""What a row is about. `outcome` is the case as a whole, `largest_batch` a series of cases over batch sizes."""
+"""The subject of a row: `outcome` is the whole case, `largest_batch` a series of cases with different batch sizes."""
 
 SEVERITY: tuple[Verdict, ...] = get_args(Verdict)
 """Every verdict, worst first."""
 
 METRICS: tuple[MetricName, ...] = get_args(MetricName)
-"""Every metric, in the order in which people read them: outcome before numbers."""
+"""Every metric, in the order in which rows are shown: the outcome comes before the numbers."""
 
 COMPARED = frozenset(
     ("FAILED", "CAPACITY_REGRESSED", "REGRESSED", "INCONCLUSIVE", "CAPACITY_IMPROVED", "IMPROVED", "OK")
 )
-"""Verdicts that held one thing against another; the others say why that could not be done."""
+"""Verdicts that result from a comparison; the others state why nothing could be compared."""
 
 LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
-"""Verdicts on a candidate that is worse."""
+"""Verdicts on a candidate that is worse than its baseline."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One metric of one case against its baseline."""
+    """One metric of one case, compared with its baseline."""
 
     key: str
-    """Of the case; of the series for `largest_batch`."""
+    """Key of the case; for `largest_batch` the key of the series."""
     id: str
-    """`mp-bs8`; for `largest_batch` the strategy."""
+    """Id of the case, such as `mp-bs8`; for `largest_batch` the name of the strategy."""
     nodeid: str | None = None
+    """Node id of the test that measured the case; null if no test did."""
     metric: MetricName
+    """Metric that was compared."""
     verdict: Verdict
+    """Result of the comparison."""
     reason: str
-    """Two lines at most: what was found, then what else differs or what to do."""
+    """Explanation in at most two lines: the result, then other differences or the next step."""
     gated: bool = True
-    """False where the policy has the metric reported only."""
+    """False if the policy only reports this metric, so that it cannot fail the gate."""
     base: float | None = None
-    """Baseline's figure: seconds, bytes, a fraction of the items, or sequences per forward."""
+    """Value of the baseline, in seconds, bytes, a fraction of the items, or sequences per forward."""
     head: float | None = None
-    """The candidate's."""
+    """Value of the candidate, in the unit of `base`."""
     ratio: float | None = None
-    """Candidate to baseline. For time the typical ratio of two equal batches, or that of the sums where those alone are
-    REGRESSED; for accuracy None."""
+    """Candidate divided by baseline. For time this is the typical ratio of two equal batches, or the ratio of the sums
+    if only the sums are REGRESSED. For accuracy it is null."""
     low: float | None = None
-    """Lower end of the ratio's interval; for accuracy of the fraction of items lost less those won."""
+    """Lower end of the confidence interval of `ratio`; for accuracy, of the fraction of items lost minus items won."""
     high: float | None = None
-    """Its upper end."""
+    """Upper end of the interval that starts at `low`."""
     margin: float | None = None
-    """The bar, absolute margin included: a fraction of the baseline, for accuracy of the items."""
+    """Threshold with its absolute part, as a fraction of the baseline; for accuracy, as a fraction of the items."""
     p: float | None = None
-    """Probability of as much, or more, by chance were the change equal to the bar; adjusted (Holm) over the rows of the
-    metric that are gated, or over those that are not, and for time over both figures of a row. In the direction of the
-    change: a loss where the candidate is worse, else a gain."""
+    """One-sided p-value: the probability of a change at least as large if the true change were equal to the threshold.
+    It tests for a loss if the candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated
+    rows of the metric, or over those that are not gated; for time also over the two times of a row."""
     n: int | None = None
-    """Launches a side, the fewer of both."""
+    """Number of launches in each report; the smaller number if they differ."""
     smallest_change: float | None = None
-    """Smallest true slowdown that these launches show with 95 % probability, as a fraction."""
+    """Smallest true slowdown that these launches detect with 95 % probability, as a fraction."""
     launches_needed: int | None = None
-    """Launches a side that show a slowdown of the margin and 2 points with 95 % probability, five at least; None above
-    1,000."""
+    """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
+    probability. It is at least 5; null means more than 1,000."""
     alone: Verdict | None = None
-    """What the interval alone says where the row is judged with others (Holm), and the verdict is another for that."""
+    """Verdict before the adjustment for multiple rows (Holm); null if the adjustment did not change the verdict."""
     lost: list[int] | None = None
-    """Items that were right in the baseline and are wrong now; for `predictions` all that are answered otherwise."""
+    """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
+    changed."""
     won: list[int] | None = None
-    """Items that were wrong in the baseline and are right now."""
+    """Items that are wrong in the baseline and right in the candidate."""
     known: str | None = None
-    """Why the policy lets this row pass: the reason of its `known` entry."""
+    """Reason of the policy's `known` entry that accepts this row; null if there is no such entry."""
 
     @classmethod
     def of(
@@ -116,7 +120,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         gated: bool = True,
         **figures: Any,
     ) -> Row:
-        """Return a row about a result's case; `figures` are the fields that have a default."""
+        """Return a row for the case of a result; `figures` are fields that have a default."""
         return cls(
             key=result.key,
             id=result.id,
@@ -130,60 +134,61 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Armed(msgspec.Struct, frozen=True, kw_only=True):
-    """How much was really compared: a gate that compared nothing is not green."""
+    """How much was compared: a gate that compared nothing does not pass."""
 
     compared: int = 0
-    """Rows in which one thing was held against another."""
+    """Number of rows in which the candidate was compared with the baseline."""
     gated: int = 0
-    """Of them those that can fail the gate."""
+    """Number of compared rows that can fail the gate."""
     unarmed: dict[str, int] = {}
-    """Why a metric of a case was not compared, to how often."""
+    """Reason why a metric of a case was not compared, mapped to the number of such rows."""
     gated_unarmed: int = 0
-    """Of those, the ones that the policy wants gated and that were not left out by whoever started the run."""
+    """Number of rows that were not compared although the policy gates them; deselected cases are not counted."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """What the candidate was held against."""
+    """The report that the candidate was compared with."""
 
     name: str | None = None
-    """As it was asked for: a file's name, a number, a git ref."""
+    """Name of the baseline as the user gave it: a file name, a number in the store, or a git reference."""
     sha256: str | None = None
-    """Of the file's bytes."""
+    """SHA-256 of the bytes of the baseline's file."""
     commit: str | None = None
-    """Commit that the baseline measured."""
+    """Commit that was measured in the baseline."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """Which report was judged. It holds its own verdicts, so that no hash of its file can tell."""
+    """The report that was judged. It contains its own verdicts, and therefore no hash of its file."""
 
     created: str
-    """As in the report."""
+    """Time at which the candidate was created, as `created` of its report."""
     commit: str | None = None
-    """Commit that it measured."""
+    """Commit that was measured in the candidate."""
 
 
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a gate says of one report."""
+    """All verdicts of the gate on one report."""
 
     head: Candidate | None = None
-    """The report that they are of; None where nobody said."""
+    """Report that was judged; null if it was not recorded."""
     baseline: Baseline | None = None
-    """None: there was none."""
+    """Report that was the baseline; null if there was none."""
     policy: str
-    """The policy in force, as TOML."""
+    """Policy that was applied, as TOML."""
     policy_sha256: str
-    """Of that text."""
+    """SHA-256 of the text of `policy`."""
     calibration_sha256: str | None = None
-    """Of the file of this runner's noise; None where the noise is assumed."""
+    """SHA-256 of the calibration file with the noise of this runner; null if default noise was assumed."""
     armed: Armed
+    """Count of what was compared and what was not."""
     warnings: list[str] = []
-    """What to know beside the rows: software that differs, entries of the policy that expired."""
+    """Warnings that belong to no row, such as different software or expired entries of the policy."""
     rows: list[Row] = []
-    """By case in the candidate's order, what only the baseline has at the end."""
+    """Rows by case in the order of the candidate; cases that only the baseline has come last."""
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows as people should read them: by severity, then by metric; what cannot fail the gate comes last."""
+    """Return rows by severity, then by metric; rows that cannot fail the gate come last."""
     severity = {verdict: number for number, verdict in enumerate(SEVERITY)}
     order = {metric: number for number, metric in enumerate(METRICS)}
     return sorted(

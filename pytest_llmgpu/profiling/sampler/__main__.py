@@ -24,7 +24,6 @@ ends when its stdin closes, and with its parent. A reader that stops reading mak
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import select
@@ -35,6 +34,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, get_args
 
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
 from pytest_llmgpu.profiling.sampler.calls import Call
 from pytest_llmgpu.profiling.sampler.deadlines import compensated, ticks
@@ -44,8 +44,6 @@ from pytest_llmgpu.profiling.sampler.realtime import LATE_S, Promptness
 from pytest_llmgpu.profiling.sampler.sampling import Sampler
 
 __all__ = ["main"]
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if options.parent is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != options.parent:  # it ended before the line above
-            return 0
+        die_with_parent(options.parent)
     with suppress(BrokenPipeError):
         try:
             with session() as nvml:

@@ -696,7 +696,7 @@ def test_it_ends_when_stdin_closes_and_not_on_ctrl_c(nvml_stub: StubEnvironment)
 def test_it_does_not_run_for_a_parent_that_is_gone(nvml_stub: StubEnvironment) -> None:
     """A parent that ended before the child could bind itself to it leaves no sampler behind."""
     with sampler(nvml_stub(), "--parent", "1") as process:
-        assert process.wait(10) == 0
+        assert process.wait(10) == 1
         assert process.stdout is not None
         assert process.stdout.read() == ""
 
