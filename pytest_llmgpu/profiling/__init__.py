@@ -1,9 +1,10 @@
-"""What NVML sees of the GPUs: who they are (`nvml`), how joined (`topology`), what they do in a window (`window`).
+"""The machine and its GPUs: which ones there are (`machine`, `nvml`, `topology`) and the load on them over time.
 
-`sampler` is the child process: `devices` choose for each metric among `sources`, `counters` and `calls`, `sampling`
-makes one round of readings, `deadlines` say when, `marking` reads in between what is `cumulative`, `promptness` gets it
-a core on a busy machine; `ask` keeps the reason of what NVML refuses. `stream` is what it writes; `recording` keeps
-that and cuts profiles out of it, by the rules of `figures` and, for what was counted, of `marks`.
+`profiler` starts one child process per session, the `sampler`. It reads NVML in a fixed period and writes the lines
+of `stream` to its stdout. `recording` keeps them and cuts a profile out of them for every window of time;
+`counter_deltas` computes the part that comes from counters. In the sampler, `devices` chooses a source for each metric
+out of `sources`, `counters` and `calls`; `sampling` makes one round of readings; `deadlines` has the times of the
+rounds; `marking` reads the counters of `cumulative` between rounds.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Profiler:
             period_s: Seconds between readings.
             uuids: GPUs to read and report, in this order; None for all in NVML's order.
             environment: The sampler's environment; None for this process's own.
-            method: `auto` for the best sources each device has, `paper` for the calls of the paper's profiler.
+            method: `auto` for the best sources each device has, `polling` for the calls of Shin et al. 2024.
 
         Raises:
             ValueError: The period is not a positive number of seconds.

@@ -33,13 +33,14 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def one_of(*allowed: str) -> Callable[[str], str]:
-    """Return what takes one of these words only."""
+def one_of(*allowed: str, **old_names: str) -> Callable[[str], str]:
+    """Return a function that accepts these words only, and returns for an old name the word that replaced it."""
 
     def parse(text: str) -> str:
-        if text not in allowed:
+        word = old_names.get(text, text)
+        if word not in allowed:
             raise ValueError(f"allowed are {', '.join(allowed)}")
-        return text
+        return word
 
     return parse
 

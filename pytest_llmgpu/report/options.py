@@ -141,12 +141,12 @@ class Options:
     sample_period: float = _option(
         option_values.seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False
     )
-    profile_method: Literal["auto", "paper"] = _option(
-        option_values.one_of("auto", "paper"),
+    profile_method: Literal["auto", "polling"] = _option(
+        option_values.one_of("auto", "polling", paper="polling"),
         "auto",
-        "{auto,paper}",
-        "how NVML is read; auto: counters and averages that miss nothing, where a GPU has them; paper: three calls one "
-        "after another, as the study did (PCIe throughput is then a window of 20 ms in each period)",
+        "{auto,polling}",
+        "how NVML is read; auto: counters and averages that cover all of the time, where a GPU has them; polling: one "
+        "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024 (old name: paper)",
         marker=False,
     )
     timeout: float = _option(option_values.seconds, "600", "SECONDS", "time limit without a finished batch")

@@ -83,7 +83,7 @@ def test_the_settings_are_the_studys(pytester: pytest.Pytester) -> None:
     assert chosen.gpu_memory is not None
     assert chosen.gpu_memory < 31.75 * GIB, "what a card of 32 GB has"
     assert (chosen.scoring, chosen.cuda_graphs, chosen.iok_min_tokens) == ("harness", "off", 1)
-    assert chosen.profile_method == "paper"
+    assert chosen.profile_method == "polling"
     assert chosen.sample_period == pytest.approx(1 / 6)
     assert os.environ[VARIABLE] == "1"
 

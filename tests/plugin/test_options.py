@@ -100,6 +100,13 @@ def test_a_bad_value_is_named_with_what_is_allowed(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("text", "method"), [("auto", "auto"), ("polling", "polling"), ("paper", "polling")])
+def test_the_old_name_of_the_profile_method_is_accepted(pytester: pytest.Pytester, text: str, method: str) -> None:
+    """`paper` is the old name of `polling`, and a report records the new one."""
+    chosen = options.resolve(pytester.parseconfig(f"--llmgpu-profile-method={text}"))
+    assert chosen.profile_method == chosen.in_force()["--llmgpu-profile-method"] == method
+
+
 @pytest.mark.parametrize("given", [{"modle": "x"}, {"json": "x.json"}, {"sample_period": 1}])
 def test_an_unknown_marker_argument_is_refused(pytestconfig: pytest.Config, given: dict[str, object]) -> None:
     """A marker takes only what one test can choose for itself."""

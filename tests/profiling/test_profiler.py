@@ -239,7 +239,7 @@ def test_a_mark_without_a_sampler_is_nothing(nvml_stub: StubEnvironment) -> None
 
 def test_the_papers_method_reaches_the_sampler(nvml_stub: StubEnvironment) -> None:
     """Its four figures are there, the others and the counters have the reason."""
-    nvml = Profiler(PERIOD_S, environment=nvml_stub(gpm=1), method="paper")
+    nvml = Profiler(PERIOD_S, environment=nvml_stub(gpm=1), method="polling")
     with nvml.window() as window:
         wait_for_ticks(nvml, 3)
     nvml.close()
@@ -247,7 +247,7 @@ def test_the_papers_method_reaches_the_sampler(nvml_stub: StubEnvironment) -> No
     device = window.profile.devices[0]
     assert device.metrics["pcie_tx_bytes_per_s"].method == "nvmlDeviceGetPcieThroughput"
     assert (device.metrics["sm_active_pct"].mean, device.energy_j) == (None, None)
-    assert set(device.why.values()) == {"the paper's profiler does not read it"}
+    assert set(device.why.values()) == {"the method polling does not read it"}
 
 
 def test_the_papers_profiler_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_papers_profiler_from_end_to_end(nvml_stub: StubEnvironment, tmp_pat
     log = tmp_path / "calls"
     blocking_us, period_s = 20_000, 1 / 6
     settings = {"gpus": 2, "gpm": 1, "fields": "138,139", "ring": 50, "pcie_us": blocking_us, "log": log}
-    nvml = Profiler(period_s, environment=nvml_stub(**settings), method="paper")
+    nvml = Profiler(period_s, environment=nvml_stub(**settings), method="polling")
     with nvml.window() as window:
         wait_for_ticks(nvml, 5)
         recording = nvml._recording

@@ -40,7 +40,6 @@ from pytest_llmgpu.profiling.sampler.calls import Call
 from pytest_llmgpu.profiling.sampler.deadlines import compensated, ticks
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, choose, open_devices
 from pytest_llmgpu.profiling.sampler.marking import Marking
-from pytest_llmgpu.profiling.sampler.realtime import LATE_S, Promptness
 from pytest_llmgpu.profiling.sampler.sampling import Sampler
 
 __all__ = ["main"]
@@ -51,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.profiling.sampler", description=__doc__)
     parser.add_argument("--period", type=float, default=1 / 6, help="seconds between readings")
     parser.add_argument("--uuids", type=lambda text: text.split(","), help="GPUs to read, in this order (all)")
-    parser.add_argument("--method", choices=get_args(Method), default="auto", help="best sources, or the paper's calls")
+    parser.add_argument(
+        "--method",
+        choices=get_args(Method),
+        default="auto",
+        help="best sources, or the three calls of Shin et al. 2024",
+    )
     parser.add_argument("--parent", type=int, help="process id to end with")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with session() as nvml:
                 devices, why = open_devices(nvml, options.uuids, options.method)
                 choose(devices, options.period)
-                _Stream(devices, options.period).run(why, compensated if options.method == "paper" else ticks)
+                _Stream(devices, options.period).run(why, compensated if options.method == "polling" else ticks)
         except (NvmlMissingError, ValueError) as error:
             _write({"error": str(error)})
     return 0
@@ -76,10 +80,8 @@ class _Stream:
         self._period_s = period_s
         self._sampler = Sampler(devices)
         self._marking = Marking(devices, period_s, time.monotonic, _write)
-        self._promptness = Promptness()
         self._orders = 0
         self._hurry = False
-        self._free_s = 0.0
 
     def run(self, why: dict[str, str], deadlines: Any) -> None:
         """Stream until stdin closes."""
@@ -96,8 +98,6 @@ class _Stream:
             }
         )
         for tick in deadlines(t0_s, self._period_s, time.monotonic, self._wait):
-            if deadlines is ticks:
-                self._promptness.began(tick.start_s, max(self._free_s, t0_s + tick.k * self._period_s))
             values, seconds = self._sampler.round(tick.start_s, hurry=self._hurry)
             self._hurry = False
             self._marking.ticked()
@@ -113,21 +113,16 @@ class _Stream:
                 record["why"] = news
                 told = [dict(device.why) for device in self._devices]
             _write(record)
-            self._free_s = time.monotonic()
 
     def _wait(self, seconds: float) -> bool:
         """Wait so long, less where something is to be done; return whether stdin closed."""
-        begun_s = time.monotonic()
-        until_s = begun_s + seconds
+        until_s = time.monotonic() + seconds
         poll_s = self._sampler.poll()
         while self._marking.step(until_s):
             poll_s = self._sampler.poll()  # an energy counter may take 15 ms
         if poll_s is not None:
             until_s = min(until_s, poll_s)
-        now_s = time.monotonic()
-        if now_s - begun_s > LATE_S:
-            self._free_s = now_s
-        readable, _, _ = select.select([0], [], [], max(0.0, until_s - now_s))
+        readable, _, _ = select.select([0], [], [], max(0.0, until_s - time.monotonic()))
         if not readable:
             return False
         orders = os.read(0, 4096)

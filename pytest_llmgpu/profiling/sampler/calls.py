@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.nvml import memory_v2
 
-__all__ = ["CALLS", "OLDER", "PAPER", "Call"]
+__all__ = ["CALLS", "OLDER", "POLLED", "Call"]
 
 _KB = 1000
 """NVML's KB of PCIe throughput: undocumented, 1000 or 1024."""
@@ -71,5 +71,5 @@ OLDER = {
 }
 """Metric to what gives it where the driver is older than the call."""
 
-PAPER = ("utilization_pct", "memory_used_bytes", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s")
-"""What the paper's profiler reads, in its order."""
+POLLED = ("utilization_pct", "memory_used_bytes", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s")
+"""The metrics that the method `polling` reads, in the order of Shin et al. 2024."""

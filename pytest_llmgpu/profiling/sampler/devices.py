@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
 from pytest_llmgpu.profiling.nvml_query import Ask, lasting
-from pytest_llmgpu.profiling.sampler.calls import CALLS, OLDER, PAPER, Call
+from pytest_llmgpu.profiling.sampler.calls import CALLS, OLDER, POLLED, Call
 from pytest_llmgpu.profiling.sampler.counters import ByteCounters, NvLink
 from pytest_llmgpu.profiling.sampler.cumulative import Cumulative
 from pytest_llmgpu.profiling.sampler.sources import GPM_APART_S, Gpm, SampleRing, Source, Spoken
 
 __all__ = ["METRICS", "Device", "Method", "check_period", "choose", "open_devices"]
 
-Method = Literal["auto", "paper"]
-"""The best sources of each device, or the calls of the paper's profiler to the letter."""
+Method = Literal["auto", "polling"]
+"""`auto`: the best source of each metric on each device. `polling`: the calls of Shin et al. 2024, in their order."""
 
 _GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
 """PCIe generation to what one lane carries in one direction, encoding taken off."""
@@ -29,7 +29,7 @@ _GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
 _LINK_MARGIN = 1.1
 """A reading this many times above what the link can carry is in another unit (seen of one driver branch)."""
 
-_NOT_THE_PAPERS = "the paper's profiler does not read it"
+_NOT_POLLED = "the method polling does not read it"
 
 _ROUNDS = 3
 """Rounds that are timed; the shortest counts, since the first is slow and any may be interrupted."""
@@ -62,8 +62,8 @@ class Device:
 
     def open(self) -> bool:
         """Open every source the device has; return whether some time must pass before one can be judged."""
-        if self.method == "paper":
-            self.why = dict.fromkeys(METRICS[len(PAPER) :], _NOT_THE_PAPERS)
+        if self.method == "polling":
+            self.why = dict.fromkeys(METRICS[len(POLLED) :], _NOT_POLLED)
             return False
         self._cumulative.open()
         nvml, handle, limit, clock = self._nvml, self._handle, self._pcie_limit, time.monotonic
@@ -90,7 +90,7 @@ class Device:
                 given = list(spoken.values) if spoken is not None else []
             for metric in given:
                 self.chosen.setdefault(metric, source)
-        for metric in PAPER if self.method == "paper" else CALLS:
+        for metric in POLLED if self.method == "polling" else CALLS:
             self.chosen.setdefault(metric, CALLS[metric])
         self.sources = [source for source in self.sources if source in self.chosen.values()]
         self.forget()
@@ -103,7 +103,7 @@ class Device:
     @property
     def smallest_period_s(self) -> float:
         """Shortest sampling period that leaves every source of this device its time, beside what a round takes."""
-        if self.method == "paper":
+        if self.method == "polling":
             return 0.0  # its waits shrink to nothing instead
         return max(source.smallest_period_s for source in self.chosen.values())
 
@@ -156,8 +156,8 @@ class Device:
 
     def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
         """Return what the device has counted so far, bytes over NVLink included, and why a count is missing."""
-        if self.method == "paper":
-            return {}, dict.fromkeys(Cumulative.NAMES, _NOT_THE_PAPERS)
+        if self.method == "polling":
+            return {}, dict.fromkeys(Cumulative.NAMES, _NOT_POLLED)
         counters: dict[str, float] = {}
         why: dict[str, str] = {}
         for source in self.sources:
@@ -257,7 +257,7 @@ def choose(devices: Sequence[Device], period_s: float) -> None:
 
 
 def _round_s(devices: Sequence[Device]) -> float:
-    """Return how long a round of all that does not block takes; 0 under the paper's method, whose rounds may overrun.
+    """Return how long a round of all that does not block takes; 0 under the method polling, whose rounds may overrun.
 
     What is read once a second only is not in it.
     """
@@ -265,7 +265,7 @@ def _round_s(devices: Sequence[Device]) -> float:
     for _ in range(_ROUNDS):
         begun_s = time.monotonic()
         for device in devices:
-            if device.method == "paper":
+            if device.method == "polling":
                 return 0.0
             for metric, source in list(device.chosen.items()):
                 if isinstance(source, Call) and source.window_s is None and metric not in device.lacking:

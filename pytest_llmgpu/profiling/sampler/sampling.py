@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from pytest_llmgpu.profiling.sampler.calls import CALLS, PAPER, Call
+from pytest_llmgpu.profiling.sampler.calls import CALLS, POLLED, Call
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
 
 __all__ = ["BlockingCall", "Round", "Sampler"]
@@ -77,11 +77,11 @@ class Sampler:
         self._asked: list[list[str]] = []
         self._threads: dict[tuple[int, str], BlockingCall] = {}
         for number, device in enumerate(devices):
-            serial = device.method == "paper"
+            serial = device.method == "polling"
             chosen = device.chosen.items()
             calls = [metric for metric, source in chosen if isinstance(source, Call) and metric not in device.lacking]
-            # The paper's profiler makes its calls one after another, in its order.
-            self._asked.append([metric for metric in (PAPER if serial else METRICS) if metric in calls])
+            # The method polling makes its calls one after another, in the order of Shin et al. 2024.
+            self._asked.append([metric for metric in (POLLED if serial else METRICS) if metric in calls])
             for metric in self._asked[-1]:
                 if CALLS[metric].window_s is not None and not serial:
                     self._threads[number, metric] = BlockingCall(device, metric)

@@ -470,7 +470,7 @@ def test_a_mark_reads_the_counters(nvml_stub: StubEnvironment) -> None:
 
 def test_xid_errors_are_heard_of_before_the_first_mark(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
     """A crash while the model loads is counted too; the paper's profiler asks for nothing of the kind."""
-    for method, registered in (("auto", True), ("paper", False)):
+    for method, registered in (("auto", True), ("polling", False)):
         log = tmp_path / method
         with sampler(nvml_stub(log=log), "--method", method) as process:
             records(process, 2)
@@ -562,7 +562,7 @@ def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: S
 def test_the_papers_profiler_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
     """Utilisation, memory, PCIe out and in, device by device in one thread, and nothing else once it runs."""
     log = tmp_path / "calls"
-    with sampler(nvml_stub(gpus=2, gpm=1, fields="138", ring=50, log=log), "--method", "paper") as process:
+    with sampler(nvml_stub(gpus=2, gpm=1, fields="138", ring=50, log=log), "--method", "polling") as process:
         header, *stream = records(process, 4)
     calls = [line.split() for line in log.read_text().splitlines()]
     first = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
@@ -577,7 +577,7 @@ def test_the_papers_profiler_makes_its_calls_one_after_another(nvml_stub: StubEn
 
 def test_the_papers_profiler_never_makes_up_for_a_late_round(nvml_stub: StubEnvironment) -> None:
     """Rounds begin a period apart or more, where deadlines would let one come sooner after a late one."""
-    with sampler(nvml_stub(gpus=2, pcie_us=1000), "--method", "paper") as process:
+    with sampler(nvml_stub(gpus=2, pcie_us=1000), "--method", "polling") as process:
         _, *stream = records(process, 25)
     starts_s = [tick["t_s"] for tick in stream]
     assert min(after - before for before, after in pairwise(starts_s)) >= 0.025 - 1e-6
@@ -598,7 +598,7 @@ def test_a_period_below_what_the_sources_allow_is_refused(
     assert record["error"].startswith(f"sampling period is {period_s:g} s; allowed are {smallest} and more")
     script = (
         "from pytest_llmgpu.profiling.sampler.devices import check_period\n"
-        f"check_period(0.1); check_period({period_s}, method='paper')\n"
+        f"check_period(0.1); check_period({period_s}, method='polling')\n"
         f"try: check_period({period_s})\nexcept ValueError as error: print(error)"
     )
     asked = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
@@ -616,7 +616,7 @@ def test_byte_counters_allow_a_shorter_period(nvml_stub: StubEnvironment) -> Non
     """Without GPM and the call that blocks periods may be shorter, and without NVML none is refused."""
     with sampler(nvml_stub(fields="197,198"), period_s=0.005) as process:
         assert "t0_s" in records(process, 1)[0]
-    with sampler(nvml_stub(gpm=1), "--method", "paper", period_s=0.005) as process:
+    with sampler(nvml_stub(gpm=1), "--method", "polling", period_s=0.005) as process:
         assert "t0_s" in records(process, 1)[0]
     environment = nvml_stub(init=9)
     script = "from pytest_llmgpu.profiling.sampler.devices import check_period; check_period(1e-9)"

@@ -419,7 +419,7 @@ def test_metrics_have_one_column_each() -> None:
 
 def test_the_paper_reads_nothing_else() -> None:
     """Counters are left alone by the paper's profiler, with the reason."""
-    device = Device(cast("Any", SimpleNamespace(NVMLError=Refusal, **_link())), None, 0, "GPU-0", "paper")
+    device = Device(cast("Any", SimpleNamespace(NVMLError=Refusal, **_link())), None, 0, "GPU-0", "polling")
     assert not device.open()
     device.choose()
     assert set(device.why) == set(METRICS) - set(device.chosen)
