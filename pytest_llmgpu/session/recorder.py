@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu.analysis import accuracy_check, capacity, findings, launch_findings, reference, traffic_path
-from pytest_llmgpu.analysis.launch_merging import merge_results
+from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
-from pytest_llmgpu.report import derived, file
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
@@ -104,63 +103,51 @@ class Recorder:
         self._counts.clear()
 
     def add(self, result: CaseResult, options: Options, nodeid: str, facts: TorchFacts) -> CaseResult:
-        """Judge a result against its baseline and those before it, and write the report.
+        """Add a result to the report, with what the run states about it, and write the report.
+
+        Args:
+            result: One launch of a case.
+            options: The options in force for the test.
+            nodeid: The test.
+            facts: What torch reports about the machine.
 
         Returns:
-            The case's result: where it was measured in earlier launches, of all of them.
+            The case as it stands in the report: with the launches that were measured before.
         """
         if self.report is None:
             self.report = self._start(facts)
+        cases = self.report.cases
         result.nodeid = nodeid
         if result.failure is not None:
-            # Before anything quotes it.
+            # Findings quote it.
             result.failure = _publishable(result.failure, self._rootdir)
-        if result.traffic is not None and (profile := result.launches[-1].profile) is not None:
-            carried = traffic_path.of_case(result.traffic, profile, self.report.environment)
-            result.traffic = msgspec.structs.replace(result.traffic, path=carried)
-        number, launches = self._launches_of(result)
-        if len(launches) > 1:
-            result = merge_results(launches)
-            self.report.cases[number] = result
-        else:
-            derived.derive(result)
+        place, launches = self._launches_of(result)
+        if len(launches) == 1:
             result.id = next_id(self.report, result.case)
-            self.report.cases.append(result)
-        self._judge(result, self.report.cases[:number], options)
-        result.findings += launch_findings.disagreements(launches)
-        self.report.capacity = capacity.capacities(self.report.cases, self.report.environment.gpus)
+        assessment = assess(
+            launches,
+            earlier=cases[:place],
+            later=cases[place + 1 :],
+            environment=self.report.environment,
+            options=options,
+        )
+        cases[place : place + 1] = [assessment.result]
+        self.report.capacity = assessment.capacity
         self._write()
-        return result
+        return assessment.result
 
     def _launches_of(self, result: CaseResult) -> tuple[int, list[CaseResult]]:
-        """Return which case of the report a result is of, and the results of all its launches.
+        """Return the place of a result's case in the report, and the results of all its launches.
 
-        The second measurement of a test is another case than its first, in each launch.
+        A test that measures the same case twice has two cases in the report, in every launch.
         """
         assert self.report is not None
         measured = (result.nodeid or "", result.key)
         name = (*measured, self._counts[measured])
         self._counts[measured] += 1
-        number, launches = self._measured.setdefault(name, (len(self.report.cases), []))
+        place, launches = self._measured.setdefault(name, (len(self.report.cases), []))
         launches.append(result)
-        return number, launches
-
-    def _judge(self, result: CaseResult, earlier: Sequence[CaseResult], options: Options) -> None:
-        mp = reference.reference(result, earlier)
-        if mp is None:
-            result.comparison = None
-            result.why["comparison"] = reference.why_not(result, earlier)
-        else:
-            result.comparison = reference.compare(result, mp, options.accuracy_metric)
-            result.why.pop("comparison", None)
-        result.accuracy_check = accuracy_check.check(
-            result,
-            earlier,
-            given=options.accuracy_baseline,
-            metric=options.accuracy_metric,
-            tolerance=options.accuracy_tolerance,
-        )
-        result.findings = findings.findings(result, earlier, searching=options.find_max_batch)
+        return place, launches
 
     def conclude(
         self,

@@ -36,8 +36,7 @@ def _recorder(tmp_path: Path, options: Options) -> Recorder:
 
 
 def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
-    recorded.add(result, Options(), "test_it.py::test_it", _FACTS)
-    return result
+    return recorded.add(result, Options(), "test_it.py::test_it", _FACTS)
 
 
 def test_a_failure_tells_neither_folders_nor_user(recorded: Recorder, tmp_path: Path) -> None:
