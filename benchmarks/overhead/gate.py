@@ -25,7 +25,8 @@ JUDGE = """
 import datetime, gc, json, sys, time
 gc.disable()  # as the command does: it ends before there is anything to collect
 from pathlib import Path
-from pytest_llmgpu.gate.judge import exit_status, judge
+from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.file import load
 began, cpu = time.perf_counter(), time.process_time()

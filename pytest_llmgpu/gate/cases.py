@@ -17,9 +17,10 @@ from pytest_llmgpu.gate.policy import Policy, Rules
 from pytest_llmgpu.gate.timing import pairing, verdicts
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
+from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import MetricName, Row, Verdict
+from pytest_llmgpu.report.verdicts import Row, Verdict
 
 __all__ = ["Said", "said"]
 

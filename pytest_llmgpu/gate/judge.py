@@ -19,12 +19,11 @@ from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import COMPARED, LOST, Armed, Baseline, Candidate, Row, Verdicts
+from pytest_llmgpu.report.verdicts import BETTER, COMPARED, WORSE, Armed, Baseline, Candidate, Row, Verdicts
 
-__all__ = ["exit_status", "fails", "judge"]
+__all__ = ["judge"]
 
-_GOOD = frozenset(("OK", "IMPROVED", "CAPACITY_IMPROVED"))
-_MAY_BE_KNOWN = LOST | {"INCONCLUSIVE"}
+_MAY_BE_KNOWN = WORSE | {"INCONCLUSIVE"}
 
 
 def judge(
@@ -48,37 +47,6 @@ def judge(
     """
     with paused():
         return _judge(base, head, policy, today, calibration or Calibration(), baseline)
-
-
-def fails(row: Row, policy: Policy) -> bool:
-    """Return whether a row alone makes its test fail: it lost, it is gone, or it is not told and has to be."""
-    if not row.gated or row.known is not None:
-        return False
-    if row.verdict == "MISSING":
-        return not policy.allow_missing
-    if row.metric == "outcome" and row.verdict == "INVALID":
-        return True  # it was interrupted: no policy on noise lets that pass
-    if row.verdict in {"INCONCLUSIVE", "INVALID"}:
-        return policy.on_inconclusive == "fail"
-    return row.verdict in LOST or row.verdict == "NOT_COMPARABLE"
-
-
-def exit_status(verdicts: Verdicts, policy: Policy) -> int:
-    """Return the status of a gate that stands alone.
-
-    0 ok, 1 regressed, 3 inconclusive where the policy fails on it, 4 not comparable, 5 nothing compared or, where the
-    policy asks for it, something gated that was not. 2 is for bad usage and comes from whoever reads the arguments.
-    """
-    failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
-    if failing & {*LOST, "MISSING"}:
-        return 1
-    if "NOT_COMPARABLE" in failing:
-        return 4
-    if verdicts.baseline is None:
-        return 0 if policy.allow_no_baseline else 5
-    if not verdicts.armed.gated or (policy.require_armed and verdicts.armed.gated_unarmed):
-        return 5
-    return 3 if failing else 0
 
 
 def _judge(
@@ -139,7 +107,7 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
             )
         elif open_rows:
             reasons[entry.case, entry.metric] = entry.reason
-        elif any(row.verdict in _GOOD for row in told or _of_completed(rows, entry)):
+        elif any(row.verdict in {*BETTER, "OK"} for row in told or _of_completed(rows, entry)):
             # Not of a case that was left out, or could not be compared: there it may still be.
             warnings.append(f"{name} was not seen: take it out of the policy")
     marked = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import MetricName
 
 __all__ = [
     "AccuracyRule",
@@ -32,7 +32,7 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 _ALLOWED = {
     "on_inconclusive": ("pass", "fail"),
     "accuracy.metric": ("acc", "acc_norm"),
-    "].metric": get_args(MetricName),
+    "].metric": JUDGED,
 }
 """End of a key to the words it takes."""
 
@@ -46,7 +46,7 @@ class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     gate: bool = True
     """False: reported, never a reason to fail."""
-    margin: float = 0.02
+    margin: float = default_threshold("time")
     """Slowdown that is allowed, as a fraction."""
     absolute_s: float = 0.0
     """Seconds of the whole case that are allowed where the margin is less."""
@@ -57,7 +57,7 @@ class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     gate: bool = True
     metric: Literal["acc", "acc_norm"] = "acc_norm"
-    margin: float = 0.005
+    margin: float = default_threshold("accuracy")
     """Loss, as a fraction of the items, that has to be ruled out before the answers count as OK."""
     floor: float | None = None
     """Least accuracy, whatever the baseline says; None: only what the candidate's own check says."""
@@ -70,7 +70,7 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The bar for the peak of the fullest device."""
 
     gate: bool = True
-    margin: float = 0.005
+    margin: float = default_threshold("memory")
     """Growth that is allowed, as a fraction."""
     absolute_bytes: int = 64 * 2**20
     """Bytes that are allowed where the margin is less."""
@@ -92,7 +92,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryRule = MemoryRule()
     traffic: ExactRule = ExactRule()
     path: ExactRule = ExactRule()
-    predictions: ExactRule = ExactRule(gate=False)
+    predictions: ExactRule = ExactRule(gate=spec_of("predictions").gate)
     """Items answered otherwise. Other kernels may flip a few; `accuracy` says whether that did harm."""
     largest_batch: ExactRule = ExactRule()
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.gate.policy import Policy, Rules, converted, overridden
+from pytest_llmgpu.report.metrics import METRICS
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git
 
@@ -23,8 +24,7 @@ __all__ = ["dump", "find", "in_words", "load", "policy_of", "sha256"]
 
 _PYPROJECT = "pyproject.toml"
 
-_GROWING = ("time", "traffic", "memory")
-"""Metrics of which a ratio to the baseline's is known."""
+_GROWING = tuple(spec.name for spec in METRICS if spec.grows)
 
 
 def find(folder: Path) -> Path | None:

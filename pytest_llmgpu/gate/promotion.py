@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import disturbances, file
@@ -81,7 +82,7 @@ def trial(
     session = msgspec.structs.replace(candidate.session, deselected=[])
     whole = msgspec.structs.replace(candidate, session=session)
     verdicts = judge.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
-    failing = worst_first(row for row in verdicts.rows if judge.fails(row, strict))
+    failing = worst_first(row for row in verdicts.rows if fails(row, strict))
     found = [f"{row.verdict}: {row.id} {row.metric}: {row.reason}" for row in failing]
     if not failing and not verdicts.armed.gated:
         found.append("nothing of it could be compared with the present baseline")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,15 +18,15 @@ from pytest_llmgpu.gate import judge, promotion
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.report import derived
 from pytest_llmgpu.report import file as reports
+from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import MetricName, Row
+from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
 
-__all__ = ["METRICS", "Change", "Column", "Figure", "Line", "Trend", "chosen", "trends"]
+__all__ = ["Change", "Column", "Figure", "Line", "Trend", "chosen", "trends"]
 
 Change = Literal["worse", "better", "changed"]
 """What is said of a figure beside the one before it. `changed`: other answers."""
@@ -104,46 +103,6 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     """By strategy, in the order in which they ran, then batch size."""
 
 
-class _Metric(msgspec.Struct, frozen=True):
-    title: str
-    value: Callable[[CaseResult], float | None]
-    verdicts: tuple[MetricName, ...]
-    """What the gate says of it; empty for what it does not judge, and for throughput, which says what time says."""
-
-
-def _accuracy(result: CaseResult) -> float | None:
-    check = result.accuracy_check
-    value = result.acc if check is not None and check.metric == "acc" else result.acc_norm
-    return None if value is None else 100 * value
-
-
-def _sent(result: CaseResult) -> float | None:
-    return None if result.traffic is None else result.traffic.wire_bytes_per_sequence / 1e6
-
-
-def _memory(result: CaseResult) -> float | None:
-    peaks = derived.peaks_bytes(result)
-    return max(peaks) / _GIB if peaks else None
-
-
-def _utilization(result: CaseResult) -> float | None:
-    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-    busy = [device.metrics.get("utilization_pct") for profile in profiles for device in profile.devices]
-    means = [one.mean for one in busy if one is not None and one.mean is not None and one.coverage != 0]
-    return statistics.fmean(means) if means else None
-
-
-METRICS: dict[str, _Metric] = {
-    "time": _Metric("time (s)", lambda result: result.inference_s, ("outcome", "time")),
-    "throughput": _Metric("throughput (sequences/s)", lambda result: result.sequences_per_s, ()),
-    "accuracy": _Metric("accuracy (%)", _accuracy, ("accuracy", "predictions")),
-    "sent": _Metric("sent (MB/sequence, all GPUs)", _sent, ("traffic",)),
-    "memory": _Metric("peak of the fullest GPU (GiB)", _memory, ("memory",)),
-    "utilization": _Metric("mean GPU utilisation (%)", _utilization, ()),
-}
-"""What is followed, by name."""
-
-
 def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
     """Return the reports of one machine in the order in which they were measured, without copies.
 
@@ -201,21 +160,23 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         newest_of.items(), key=lambda item: (strategies.index(item[1].case.strategy), item[1].case.batch_size)
     )
     found = []
-    for name, metric in METRICS.items():
+    for spec in METRICS:
+        if spec.trended is None:
+            continue
         lines = [
             Line(
                 name=names[identity],
                 strategy=newest.case.strategy,
                 batch_size=newest.case.batch_size,
                 figures=[
-                    None if (result := of_report.get(identity)) is None else _figure(result, metric, rows)
+                    None if (result := of_report.get(identity)) is None else _figure(result, spec, rows)
                     for of_report, rows in zip(cases, said, strict=True)
                 ],
             )
             for identity, newest in ordered
         ]
         if any(one is not None and one.value is not None for line in lines for one in line.figures):
-            found.append(Trend(metric=name, title=metric.title, columns=columns, lines=lines))
+            found.append(Trend(metric=spec.trended.name, title=spec.trended.title, columns=columns, lines=lines))
     return found
 
 
@@ -248,9 +209,12 @@ def _changes(earlier: Iterable[Report], report: Report, noise: Calibration | Non
     return found
 
 
-def _figure(result: CaseResult, metric: _Metric, said: _Said) -> Figure:
-    value = metric.value(result) if result.outcome == "completed" else None
-    for name in metric.verdicts:
+def _figure(result: CaseResult, spec: MetricSpec, said: _Said) -> Figure:
+    assert spec.figure is not None
+    assert spec.trended is not None
+    number = spec.figure(result) if result.outcome == "completed" else None
+    value = None if number is None else number.value / spec.trended.scale
+    for name in spec.trended.judged_by:
         row = said.get((result.key, result.id, name))
         if row is not None and row.verdict in _WORDS:
             word: Change = "changed" if name == "predictions" else _WORDS[row.verdict]

@@ -8,12 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
-from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdicts, worst_first
 
 __all__ = ["Conclusion", "Problem", "conclude"]
 
@@ -21,8 +22,6 @@ Status = Literal["pass", "unclear", "fail"]
 
 _SHOWN = 3  # cases of one problem that are told in full
 _SEVERITIES = ("failure", "warning", "info")  # worst first
-_LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
-_UNCLEAR = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID", "INCONCLUSIVE"))
 _NO_ROOM = frozenset(("oom", "skipped_after_oom"))
 _WORDS = {
     "completed": "completed",
@@ -39,18 +38,6 @@ _NEXT_BY_VERDICT = {
     "INVALID": "Measure again with nothing else on the GPUs.",
     "INCONCLUSIVE": "Measure again with more launches: --llmgpu-launches.",
 }
-_NEXT_BY_METRIC = {
-    "outcome": "Read `failure` of the case in the report: it has the evidence and the end of the log.",
-    "largest_batch": "See memory by batch size below: which part of it grew.",
-    "time": "Look at what changed between the two commits, and at the ratios below: one batch size or all of them.",
-    "accuracy": "Look at the items in `lost` of the verdict's row in the report.",
-    "predictions": "Look at the items in `lost` of the verdict's row in the report.",
-    "traffic": "Exact counts do not vary by chance: look for what sends more since the baseline.",
-    "path": "Compare `topology` and the NCCL variables of the two reports.",
-    "memory": "See memory by batch size below: weights, workspace or live tensors.",
-}
-
-
 _Unfit = tuple[CaseResult, Finding]
 """A series of which no batch size fitted: one of its cases, and what is said of its memory."""
 
@@ -87,11 +74,11 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         policy: the gate's, which decides what fails; None: the one that the verdicts carry.
     """
     policy = policy or policy_of(verdicts)
-    rows = [] if verdicts is None else [row for row in worst_first(verdicts.rows) if judge.fails(row, policy)]
+    rows = [] if verdicts is None else [row for row in worst_first(verdicts.rows) if fails(row, policy)]
     unfit = _unfit(report)
     found = [*_of_findings(report.cases, unfit), *_of_memory(unfit)]
     problems = sorted([*found, *_of_rows(rows)], key=_order)
-    judged = 0 if verdicts is None else judge.exit_status(verdicts, policy)
+    judged = 0 if verdicts is None else exit_status(verdicts, policy)
     status = _status(report, judged, broken=any(problem.severity == "failure" for problem in found))
     worst = next((problem for problem in problems if problem.severity == "failure"), None)
     told = [_measured(report, explained=worst is not None)]
@@ -105,7 +92,7 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
 
 def _status(report: Report, judged: int, *, broken: bool) -> Status:
     """Return the status, of the gate's exit status and of whether a finding says that something failed."""
-    if judged == 1 or broken or report.session.exit_status == 1:
+    if judged == ExitStatus.REGRESSED or broken or report.session.exit_status == 1:
         return "fail"
     whole = report.session.complete and not report.session.interrupted and not report.session.exit_status
     if judged or not whole or not any(result.outcome == "completed" for result in report.cases):
@@ -135,10 +122,10 @@ def _measured(report: Report, *, explained: bool) -> str:
 
 def _compared(verdicts: Verdicts, failing: Sequence[Row]) -> str:
     counts = collections.Counter(row.verdict for row in verdicts.rows)
-    better = counts["IMPROVED"] + counts["CAPACITY_IMPROVED"]
-    worse = sum(row.verdict not in _UNCLEAR for row in failing)
+    better = sum(counts[verdict] for verdict in BETTER)
+    worse = sum(row.verdict not in UNCLEAR for row in failing)
     untold = len(failing) - worse
-    allowed = sum(row.verdict in _LOST for row in verdicts.rows) - sum(row.verdict in _LOST for row in failing)
+    allowed = sum(row.verdict in WORSE for row in verdicts.rows) - sum(row.verdict in WORSE for row in failing)
     parts = [f"{verdicts.armed.compared} comparisons with the baseline: {worse} worse"]
     if allowed:
         parts.append(f"{allowed} worse but allowed")
@@ -207,10 +194,10 @@ def _of_rows(rows: Iterable[Row]) -> Iterator[Problem]:
             label=f"{metric} {verdict}",
             told=[(row.id, row.reason) for row in found[:_SHOWN]],
             more=[row.id for row in found[_SHOWN:]],
-            next_step=_NEXT_BY_VERDICT.get(verdict) or _NEXT_BY_METRIC[metric],
+            next_step=_NEXT_BY_VERDICT.get(verdict) or spec_of(metric).next_step,
         )
 
 
 def _order(problem: Problem) -> tuple[int, bool]:
     """Worst first; what could not be told stands behind what got worse."""
-    return (_SEVERITIES.index(problem.severity), problem.label.rpartition(" ")[2] in _UNCLEAR)
+    return (_SEVERITIES.index(problem.severity), problem.label.rpartition(" ")[2] in UNCLEAR)

@@ -7,17 +7,18 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from pytest_llmgpu.report.metrics import JUDGED, MetricName
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = [
+    "BETTER",
     "COMPARED",
-    "LOST",
-    "METRICS",
     "SEVERITY",
+    "UNCLEAR",
+    "WORSE",
     "Armed",
     "Baseline",
     "Candidate",
-    "MetricName",
     "Row",
     "Verdict",
     "Verdicts",
@@ -40,22 +41,20 @@ Verdict = Literal[
 ]
 """The verdict on one metric of one case; the worst comes first."""
 
-MetricName = Literal["outcome", "largest_batch", "time", "accuracy", "predictions", "traffic", "path", "memory"]
-"""The subject of a row: `outcome` is the whole case, `largest_batch` a series of cases with different batch sizes."""
-
 SEVERITY: tuple[Verdict, ...] = get_args(Verdict)
 """Every verdict, worst first."""
 
-METRICS: tuple[MetricName, ...] = get_args(MetricName)
-"""Every metric, in the order in which rows are shown: the outcome comes before the numbers."""
+WORSE: frozenset[Verdict] = frozenset(("FAILED", "CAPACITY_REGRESSED", "REGRESSED"))
+"""Verdicts on a candidate that is worse."""
 
-COMPARED = frozenset(
-    ("FAILED", "CAPACITY_REGRESSED", "REGRESSED", "INCONCLUSIVE", "CAPACITY_IMPROVED", "IMPROVED", "OK")
-)
-"""Verdicts that result from a comparison; the others state why nothing could be compared."""
+BETTER: frozenset[Verdict] = frozenset(("CAPACITY_IMPROVED", "IMPROVED"))
+"""Verdicts on a candidate that is better."""
 
-LOST = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
-"""Verdicts on a candidate that is worse than its baseline."""
+UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID", "INCONCLUSIVE"))
+"""Verdicts where something should have been compared and was not, or could not be decided."""
+
+COMPARED: frozenset[Verdict] = WORSE | BETTER | {"INCONCLUSIVE", "OK"}
+"""Verdicts that compare the candidate with the baseline; the others state why that was not possible."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -190,7 +189,7 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
 def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Return rows by severity, then by metric; rows that cannot fail the gate come last."""
     severity = {verdict: number for number, verdict in enumerate(SEVERITY)}
-    order = {metric: number for number, metric in enumerate(METRICS)}
+    order = {metric: number for number, metric in enumerate(JUDGED)}
     return sorted(
         rows,
         key=lambda row: (row.known is not None or not row.gated, severity[row.verdict], order[row.metric]),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy, switched
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Calibration
@@ -23,16 +24,15 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import BETTER, Baseline, Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import references, store
 from pytest_llmgpu.store.references import Source
 
 __all__ = ["Judge", "Ruling"]
 
-_NOTHING_ARMED = 5
 _SHOWN = 3  # reasons that a test's message or the run's names: the table has them all
 
-_GOOD = frozenset(("OK", "IMPROVED", "CAPACITY_IMPROVED"))
+_GOOD = BETTER | {"OK"}
 
 
 class Ruling(NamedTuple):
@@ -148,7 +148,7 @@ class Judge:
 
     def unsaid(self) -> list[str]:
         """Return why the gate is not green in a line, where no ruling has said so: nobody may have asked for it."""
-        if self._verdicts is None or self._refused or not gate.exit_status(self._verdicts, self.policy):
+        if self._verdicts is None or self._refused or not exit_status(self._verdicts, self.policy):
             return []
         return [f"llmgpu gate: {verdict_tables.conclusion(self._verdicts, self.policy)}"]
 
@@ -181,7 +181,7 @@ class Judge:
         if verdicts is None:
             return Ruling("MISSING", fails=True, text="no case was measured: nothing was compared.")
         ruling = self._of_rows([row for row in verdicts.rows if row.nodeid not in self._tests])
-        if ruling.fails or gate.exit_status(verdicts, self.policy) != _NOTHING_ARMED:
+        if ruling.fails or exit_status(verdicts, self.policy) != ExitStatus.NOTHING_COMPARED:
             return ruling
         if verdicts.baseline is None:
             return Ruling("NO_BASELINE", fails=True, text="there is no baseline: nothing was compared.")
@@ -192,7 +192,7 @@ class Judge:
 
     def _of_rows(self, rows: list[Row]) -> Ruling:
         ordered = worst_first(rows)
-        failing = [row for row in ordered if gate.fails(row, self.policy)]
+        failing = [row for row in ordered if fails(row, self.policy)]
         counting = [row for row in ordered if row.gated and row.known is None]
         if failing:
             return Ruling(failing[0].verdict, fails=True, text=_text(failing), rows=ordered)

@@ -13,14 +13,16 @@ import pytest
 from support.report_factory import make_answers, make_failed, make_memory, make_report
 from support.verdict_factory import make_invalid, make_traffic, with_launches
 
-from pytest_llmgpu.gate.judge import exit_status, fails, judge
+from pytest_llmgpu.gate.classify import exit_status, fails
+from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
-from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, MetricName, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Verdicts, worst_first
 
 TODAY = datetime.date(2026, 6, 1)
 QUIET = Calibration(typical=0.001)

@@ -9,9 +9,10 @@ from typing import Any
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from pytest_llmgpu.report.verdicts import Armed, Baseline, MetricName, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdict, Verdicts
 from support.report_factory import GIB, make_accuracy, make_failed, make_memory, make_report, make_result, make_traffic
 
 NASTY = (

@@ -73,7 +73,7 @@ class _Ab:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.cli import subprocesses, worktrees
-        from pytest_llmgpu.gate import judge
+        from pytest_llmgpu.gate.classify import exit_status
         from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
         launches.check(arguments.command)
@@ -85,7 +85,7 @@ class _Ab:
             conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
             show(f"\n{verdict_tables.table(verdicts, color())}\n{job.judged_by}\n{conclusion}")
             show(f"reports, policy and logs: {_KEPT / job.kept.name}")
-        return judge.exit_status(verdicts, job.policy)
+        return exit_status(verdicts, job.policy)
 
 
 class _Job:

@@ -40,7 +40,8 @@ class _Gate:
         parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.gate import judge, policy_file
+        from pytest_llmgpu.gate import policy_file
+        from pytest_llmgpu.gate.classify import exit_status
         from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
         in_force = policy_of(arguments)
@@ -62,7 +63,7 @@ class _Gate:
                 table = verdict_tables.table(verdicts, color(), most)
                 conclusion = verdict_tables.conclusion(verdicts, in_force, color())
                 show("\n".join(filter(None, (table, judged_by, conclusion))))
-            return judge.exit_status(verdicts, in_force)
+            return exit_status(verdicts, in_force)
 
 
 COMMAND: Command = _Gate()

@@ -14,8 +14,8 @@ import msgspec
 
 from pytest_llmgpu.gate.policy import Rules
 from pytest_llmgpu.report.derived import decode, derive, encode, predictions_of
+from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
-from pytest_llmgpu.report.verdicts import MetricName
 
 __all__ = ["SLOWDOWN", "Plant", "plants"]
 

@@ -13,15 +13,17 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu.gate import policy_file
-from pytest_llmgpu.gate.judge import fails, judge
+from pytest_llmgpu.gate.classify import fails
+from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.selftest.injected_regressions import Plant, plants
 from pytest_llmgpu.gate.timing import pairing
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
+from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import LOST, MetricName, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import WORSE, Row, Verdict, Verdicts
 
 __all__ = ["Missed", "SelfTest", "Trial", "selftest"]
 
@@ -88,7 +90,7 @@ def selftest(
     lost = [
         Missed(id=row.id, metric=row.metric, verdict=row.verdict, reason=row.reason)
         for row in control.rows
-        if row.gated and row.verdict in LOST
+        if row.gated and row.verdict in WORSE
     ]
     trials = [court.trial(plant) for plant in (plants() if losses is None else losses)]
     return SelfTest(
@@ -136,7 +138,7 @@ class _Court:
         if isinstance(copy, str) or row is None:
             reason = copy if isinstance(copy, str) else f"its {plant.metric} cannot be compared."
             return Missed(id=result.id, metric=plant.metric, reason=reason)
-        seen, needed, reason = row.verdict in LOST and fails(row, self.policy), None, ""
+        seen, needed, reason = row.verdict in WORSE and fails(row, self.policy), None, ""
         if plant.slowdown is not None and row.n is not None:
             needed = self._launches(plant.slowdown, result, copy, families[row.gated])
             if seen and (needed is None or row.n < needed):

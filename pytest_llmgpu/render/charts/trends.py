@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
 
-from pytest_llmgpu.gate.trends import METRICS, Change, Figure, Trend
+from pytest_llmgpu.gate.trends import Change, Figure, Trend
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Charts, Spec, rounded
 from pytest_llmgpu.render.charts.theme import SHAPES, domain
 from pytest_llmgpu.render.terminal.trends import before, cell
+from pytest_llmgpu.report.metrics import METRICS
 
 __all__ = ["MARKS", "of_trends"]
 
@@ -70,7 +71,7 @@ def _chart(trend: Trend) -> Chart:
                 ended.append({**row, "o": text, "a": axes.side(labels.index(label), range(len(labels)))})
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
     told = ", ".join(f"{count} {change} ({MARKS[change]})" for change, count in counted.items())
-    judged = METRICS[trend.metric].verdicts
+    judged = next(spec.trended.judged_by for spec in METRICS if spec.trended and spec.trended.name == trend.metric)
     told = told or ("none that the gate is sure of" if judged else _UNMARKED.get(trend.metric, "the gate judges none"))
     return Chart(
         id=f"trend-{trend.metric}",

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 
-from pytest_llmgpu.render.exports.figures import Figure, FigureName, figures, largest_batches, names
+from pytest_llmgpu.render.exports.figures import exported, figures, largest_batches, names
 from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.report.metrics import Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
@@ -19,16 +20,6 @@ __all__ = ["EXPORT"]
 
 _LONGEST_BYTES = 1024  # of a benchmark's name
 _HASHED = 8
-
-_MEASURES: dict[FigureName, tuple[str, float]] = {
-    "time": ("latency", 1e9),
-    "sequences": ("throughput", 1.0),
-    "tokens": ("tokens-per-second", 1.0),
-    "accuracy": ("accuracy", 1.0),
-    "memory": ("peak-memory-bytes", 1.0),
-    "traffic": ("wire-bytes-per-sequence", 1.0),
-}
-"""A figure's measure, and what one of its units is in the measure's."""
 
 
 class _Bencher:
@@ -41,9 +32,9 @@ class _Bencher:
 
 def _measures(result: CaseResult) -> dict[str, dict[str, float]]:
     measures = {}
-    for figure in figures(result):
-        name, factor = _MEASURES[figure.name]
-        measures[name] = _metric(figure, factor)
+    for metric, figure in figures(result).items():
+        named = exported(metric)
+        measures[named.measure] = _metric(figure, named.measure_scale)
     failures = sum(finding.severity == "failure" for finding in result.findings)
     for name, number in (
         ("completed", result.outcome == "completed"),

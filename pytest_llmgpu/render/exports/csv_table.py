@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from typing import get_args
 
 from pytest_llmgpu.render.exports.escaping import spreadsheet
-from pytest_llmgpu.render.exports.figures import Figure, figures
+from pytest_llmgpu.render.exports.figures import exported, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.report.metrics import JUDGED, METRICS, Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import MetricName, Row
+from pytest_llmgpu.report.verdicts import Row
 
 __all__ = ["COLUMNS", "EXPORT"]
 
@@ -29,29 +29,36 @@ _CASE = (
     "limit",
     "execution",
 )
-_FIGURES = {
-    "time": "inference_s",
-    "sequences": "sequences_per_s",
-    "tokens": "tokens_per_s",
-    "accuracy": "accuracy",
-    "memory": "peak_memory_bytes",
-    "traffic": "wire_bytes_per_sequence",
-}
-_VERDICTS = {metric: f"verdict_{metric}" for metric in get_args(MetricName)}
-
-COLUMNS = (
+_FIRST = (
     "id",
     "nodeid",
     *_CASE,
     "outcome",
     "failure",
     "launches",
-    *_FIGURES.values(),
+    "inference_s",
+    "sequences_per_s",
+    "tokens_per_s",
+    "accuracy",
+    "peak_memory_bytes",
+    "wire_bytes_per_sequence",
     "inference_s_low",
     "inference_s_high",
-    *_VERDICTS.values(),
+    "verdict_outcome",
+    "verdict_largest_batch",
+    "verdict_time",
+    "verdict_accuracy",
+    "verdict_predictions",
+    "verdict_traffic",
+    "verdict_path",
+    "verdict_memory",
     "reasons",
 )
+"""Columns of version 0.1, in their order."""
+
+_OF_METRICS = (*(spec.exported.column for spec in METRICS if spec.exported), *(f"verdict_{name}" for name in JUDGED))
+
+COLUMNS = (*_FIRST, *(column for column in _OF_METRICS if column not in _FIRST))
 """Header of the table; a column is only ever added at its end."""
 
 
@@ -82,9 +89,9 @@ def _case(result: CaseResult) -> dict[str, object]:
         "failure": spreadsheet(result.failure.message) if result.failure is not None else "",
         "launches": len(result.launches),
     }
-    for figure in figures(result):
-        row[_FIGURES[figure.name]] = figure.value
-        if figure.name == "time":
+    for metric, figure in figures(result).items():
+        row[exported(metric).column] = figure.value
+        if metric == "time":
             row |= _range(figure)
     return row
 
@@ -96,7 +103,7 @@ def _range(figure: Figure) -> dict[str, object]:
 
 
 def _verdicts(rows: Sequence[Row]) -> dict[str, object]:
-    verdicts: dict[str, object] = {_VERDICTS[row.metric]: row.verdict for row in rows}
+    verdicts: dict[str, object] = {f"verdict_{row.metric}": row.verdict for row in rows}
     reasons = " / ".join(f"{row.metric}: {row.reason}" for row in rows if row.verdict != "OK")
     return {**verdicts, "reasons": spreadsheet(reasons)}
 

@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
-
-import msgspec
+from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.grouping import capacities
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import inference_s, peaks_bytes
+from pytest_llmgpu.report.metrics import METRICS, Exported, Figure, spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["Figure", "FigureName", "accuracy_metric", "describe", "figures", "largest_batches", "launches_s", "names"]
-
-FigureName = Literal["time", "sequences", "tokens", "accuracy", "memory", "traffic"]
+__all__ = ["describe", "exported", "figures", "largest_batches", "names"]
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of a completed case."""
-
-    name: FigureName
-    unit: str
-    value: float
-    low: float | None = None
-    """Least value of a launch; None with fewer than two."""
-    high: float | None = None
-    """Largest."""
-    bigger_is_better: bool = False
-
-
-def figures(result: CaseResult) -> list[Figure]:
-    """Return what there is of time, rates, accuracy, peak memory and traffic; nothing for a case that did not complete.
-
-    The accuracy of random weights is chance and no figure.
-    """
-    return [figure for figure in _all(result) if math.isfinite(figure.value)]
-
-
-def accuracy_metric(result: CaseResult) -> Literal["acc", "acc_norm"]:
-    """Return the accuracy that the case was checked by."""
-    return "acc" if result.accuracy_check is not None and result.accuracy_check.metric == "acc" else "acc_norm"
-
-
-def launches_s(result: CaseResult) -> list[float]:
-    """Return the seconds that each launch of a completed case spent in batches; without batches the one figure it has.
-
-    Nothing for a case that did not complete: a total over some of its batches says nothing.
-    """
+def figures(result: CaseResult) -> dict[str, Figure]:
+    """Return the exported numbers of a completed case by metric; nothing for a case that did not complete."""
     if result.outcome != "completed":
-        return []
-    seconds = [inference_s(launch) for launch in _timed(result)]
-    return seconds or ([result.inference_s] if result.inference_s is not None else [])
+        return {}
+    found = {spec.name: spec.figure(result) for spec in METRICS if spec.exported and spec.figure}
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def exported(metric: str) -> Exported:
+    """Return the names of a metric in the formats of other tools."""
+    names = spec_of(metric).exported
+    assert names is not None, f"{metric} is not exported"
+    return names
 
 
 def names(results: Sequence[CaseResult]) -> list[str]:
@@ -100,44 +71,3 @@ def _numbered(lines: Iterable[str]) -> list[str]:
         used[line] += 1
         found.append(line if used[line] == 1 else f"{line} #{used[line]}")
     return found
-
-
-def _all(result: CaseResult) -> Iterator[Figure]:
-    if result.outcome != "completed":
-        return
-    seconds = launches_s(result)
-    launches = _timed(result)
-    if result.inference_s is not None:
-        yield _figure("time", "s", result.inference_s, seconds)
-    rates = [sum(launch.batches.sequences) / s for launch, s in zip(launches, seconds, strict=False) if s]
-    if result.sequences_per_s is not None:
-        yield _figure("sequences", "sequences/s", result.sequences_per_s, rates, bigger_is_better=True)
-    rates = [sum(launch.batches.tokens) / s for launch, s in zip(launches, seconds, strict=False) if s]
-    if result.tokens_per_s is not None:
-        yield _figure("tokens", "tokens/s", result.tokens_per_s, rates, bigger_is_better=True)
-    metric = accuracy_metric(result)
-    accuracy = result.acc if metric == "acc" else result.acc_norm
-    if accuracy is not None and result.case.load_format != "dummy":
-        yield _figure("accuracy", metric, accuracy, (), bigger_is_better=True)
-    if peaks := list(map(float, peaks_bytes(result))):
-        yield _figure("memory", "bytes", statistics.median(peaks), peaks)
-    if result.traffic is not None:
-        yield _figure("traffic", "bytes/sequence", result.traffic.wire_bytes_per_sequence, ())
-
-
-def _figure(
-    name: FigureName, unit: str, value: float, launches: Sequence[float], *, bigger_is_better: bool = False
-) -> Figure:
-    several = len(launches) > 1 and all(map(math.isfinite, launches))
-    return Figure(
-        name=name,
-        unit=unit,
-        value=value,
-        low=min(launches) if several else None,
-        high=max(launches) if several else None,
-        bigger_is_better=bigger_is_better,
-    )
-
-
-def _timed(result: CaseResult) -> list[Launch]:
-    return [launch for launch in result.launches if launch.batches.latency_s]

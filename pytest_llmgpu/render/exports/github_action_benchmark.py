@@ -13,23 +13,15 @@ import json
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.exports.escaping import one_line
-from pytest_llmgpu.render.exports.figures import Figure, figures, largest_batches, names
+from pytest_llmgpu.render.exports.figures import exported, figures, largest_batches, names
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.report.metrics import Figure, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 
 __all__ = ["BIGGER", "SMALLER"]
-
-_LABELS = {
-    "time": "time",
-    "sequences": "sequences per second",
-    "tokens": "tokens per second",
-    "accuracy": "accuracy",
-    "memory": "peak memory",
-    "traffic": "sent per sequence",
-}
 
 _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 """A name stands in backticks in a table of a comment: these two would end it."""
@@ -59,9 +51,9 @@ class _GitHubActionBenchmark:
     def _entries(self, report: Report) -> Iterator[_Entry]:
         rows = rows_by_id(report.verdicts)
         for name, result in zip(names(report.cases), report.cases, strict=True):
-            for figure in figures(result):
-                if figure.bigger_is_better == self._bigger:
-                    yield _entry(name, result, figure, rows.get(result.id, ()))
+            for metric, figure in figures(result).items():
+                if spec_of(metric).bigger_is_better == self._bigger:
+                    yield _entry(f"{name}: {exported(metric).label}", result, figure, rows.get(result.id, ()))
         if self._bigger:
             for name, size, text in largest_batches(report):
                 label = f"{name}: largest batch size".translate(_IN_COMMENTS)
@@ -70,7 +62,7 @@ class _GitHubActionBenchmark:
 
 def _entry(name: str, result: CaseResult, figure: Figure, rows: Sequence[Row]) -> _Entry:
     entry: _Entry = {
-        "name": f"{name}: {_LABELS[figure.name]}".translate(_IN_COMMENTS),
+        "name": name.translate(_IN_COMMENTS),
         "unit": figure.unit,
         "value": figure.value,
     }

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.classify import exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
 from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
 from pytest_llmgpu.render.exports.notices import Notice, besides_rows, level, notices
 from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store.listing import commit
@@ -35,14 +36,6 @@ _REASONS = 5
 """Most reasons that are named why something was not compared."""
 
 _MARKS = {"failure": "❌", "warning": "⚠️", "info": "✅"}
-_UNITS = {
-    "time": "s",
-    "memory": "bytes",
-    "accuracy": "acc",
-    "predictions": "acc",
-    "largest_batch": "sequences",
-    "traffic": "wire bytes",
-}
 _COLUMNS = ("", "case", "metric", "verdict", "baseline", "now", "change", "reason")
 _VERDICT_HEADER = (line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---|")
 
@@ -80,14 +73,14 @@ def _unfailing(verdicts: Verdicts, policy: Policy) -> str:
     """Return how a gate ends of which no row fails: green only where something gated was compared, and told."""
     if verdicts.armed.gated == 0:
         said = "nothing that can fail was compared"
-    elif judge.exit_status(verdicts, policy):
+    elif exit_status(verdicts, policy):
         said = "not all that is gated was compared"
     else:
         open_rows = sum(level(row, policy) == "warning" for row in verdicts.rows)
         return (
             f"{_MARKS['warning']} none fails, {open_rows} to look at" if open_rows else f"{_MARKS['info']} none fails"
         )
-    return f"{_MARKS['failure' if judge.exit_status(verdicts, policy) else 'warning']} {said}"
+    return f"{_MARKS['failure' if exit_status(verdicts, policy) else 'warning']} {said}"
 
 
 def _measured(report: Report) -> str:
@@ -143,7 +136,7 @@ def _notice_table(told: Sequence[Notice]) -> _Table:
 
 
 def _verdict_line(loudness: str, row: Row) -> str:
-    unit = _UNITS.get(row.metric)
+    unit = spec_of(row.metric).unit
     figures = [quantity(unit, value) if unit and value is not None else "" for value in (row.base, row.head)]
     reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
     verdict = row.verdict.replace("_", " ") + ("" if row.gated else " (not gated)")
@@ -152,7 +145,7 @@ def _verdict_line(loudness: str, row: Row) -> str:
 
 
 def _change(row: Row) -> str:
-    if row.metric in {"accuracy", "predictions"} and row.base is not None and row.head is not None:
+    if spec_of(row.metric).points and row.base is not None and row.head is not None:
         return f"{100 * (row.head - row.base):+.2f} points"
     if row.ratio is None:
         return ""

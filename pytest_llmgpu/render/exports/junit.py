@@ -25,10 +25,10 @@ def properties(result: CaseResult) -> list[tuple[str, str]]:
         ("llmgpu.model", one_line(result.case.model)),
         ("llmgpu.launches", str(len(result.launches))),
     ]
-    for figure in figures(result):
+    for metric, figure in figures(result).items():
         unit = figure.unit.replace("/", "_per_")
         # A rate's unit says it all: `sequences_per_s`.
-        name = unit if unit.startswith(figure.name) or figure.name == "accuracy" else f"{figure.name}_{unit}"
+        name = unit if unit.startswith(metric) or metric == "accuracy" else f"{metric}_{unit}"
         pairs.append((f"llmgpu.{name}", repr(figure.value)))
     if result.failure is not None:
         pairs.append(("llmgpu.failure", one_line(result.failure.message)))

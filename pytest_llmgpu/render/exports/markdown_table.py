@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.exports.escaping import code, markdown, one_line
-from pytest_llmgpu.render.exports.figures import Figure, describe, figures
+from pytest_llmgpu.render.exports.figures import describe, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.report import Report
@@ -68,7 +68,7 @@ def quantity(unit: str, value: float) -> str:
 
 
 def _case(result: CaseResult, rows: Sequence[Row]) -> str:
-    found: dict[str, Figure] = {figure.name: figure for figure in figures(result)}
+    found = figures(result)
     shown = [
         quantity(found[name].unit, found[name].value) if name in found else ""
         for name in ("time", "sequences", "accuracy", "memory", "traffic")

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
@@ -19,13 +19,9 @@ __all__ = ["Level", "Notice", "besides_rows", "level", "notices", "rows_by_id"]
 
 Level = Literal["failure", "warning", "info"]
 
-_WORTH_A_WARNING = frozenset(
-    ("FAILED", "CAPACITY_REGRESSED", "REGRESSED", "MISSING", "NOT_COMPARABLE", "INVALID", "INCONCLUSIVE")
-)
+_LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
 _ORDER: tuple[Level, ...] = ("failure", "warning", "info")
 _BROKEN = frozenset(("crashed", "timeout", "error"))
-_NOTHING_COMPARED = 5
-"""Status of a gate that was not armed."""
 _REASONS = 3
 """Most reasons that are named why something was not compared."""
 
@@ -54,9 +50,7 @@ def besides_rows(report: Report) -> list[Notice]:
 
 def level(row: Row, policy: Policy) -> Level:
     """Return how loud a row is: what fails the gate, what a person should look at, and the rest."""
-    if judge.fails(row, policy):
-        return "failure"
-    return "warning" if row.verdict in _WORTH_A_WARNING else "info"
+    return _LEVELS.get(classify(row, policy), "info")
 
 
 def rows_by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
@@ -76,7 +70,7 @@ def _of_gate(verdicts: Verdicts | None) -> Iterator[Notice]:
     if verdicts is None:
         return
     policy = policy_of(verdicts)
-    if judge.exit_status(verdicts, policy) == _NOTHING_COMPARED:
+    if exit_status(verdicts, policy) == ExitStatus.NOTHING_COMPARED:
         text = verdict_tables.conclusion(verdicts, policy)
         often = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_REASONS]
         unarmed = "; ".join(f"{count:,} x {reason}" for reason, count in often)

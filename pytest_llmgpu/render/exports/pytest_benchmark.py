@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.render.exports.escaping import one_line
-from pytest_llmgpu.render.exports.figures import describe, figures, launches_s, names
+from pytest_llmgpu.render.exports.figures import describe, figures, names
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.report.metrics import launches_s
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
@@ -82,7 +83,9 @@ def _benchmark(name: str, result: CaseResult, rows: Sequence[Row]) -> dict[str, 
         "extra_info": {
             "nodeid": result.nodeid,
             "outcome": result.outcome,
-            "figures": {figure.name: {"value": figure.value, "unit": figure.unit} for figure in figures(result)},
+            "figures": {
+                metric: {"value": figure.value, "unit": figure.unit} for metric, figure in figures(result).items()
+            },
             "findings": [{"severity": one.severity, "code": one.code, "text": one.text} for one in result.findings],
             "verdicts": {row.metric: row.verdict for row in rows},
         },

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.verdicts import MetricName, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
 
 __all__ = ["Group", "Line", "grouped"]
 
@@ -39,9 +40,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(line.ids) for line in self.lines)
 
 
-_BETTER = frozenset(("IMPROVED", "CAPACITY_IMPROVED"))
-_SAME = frozenset(("OK",))
-_WORSE = frozenset(("FAILED", "REGRESSED", "CAPACITY_REGRESSED"))
+_TITLES = {
+    RowClass.FAILS: "Fails",
+    RowClass.ALLOWED: "Worse, but allowed",
+    RowClass.BETTER: "Better",
+    RowClass.UNCLEAR: "Not told",
+    RowClass.NEW: "Not told",
+    RowClass.UNCHANGED: "Without a change",
+}
 _ALSO = "Also changed: "
 
 
@@ -49,25 +55,13 @@ def grouped(verdicts: Verdicts, policy: Policy) -> list[tuple[str, list[Group]]]
     """Return the rows under the titles of their parts, what fails first; in each part by severity."""
     # What differs from the baseline stands above the rows, once.
     above = any(warning.startswith("differs from the baseline: ") for warning in verdicts.warnings)
-    parts: dict[str, dict[tuple[MetricName, Verdict], list[Row]]] = {
-        title: {} for title in ("Fails", "Worse, but allowed", "Better", "Not told", "Without a change")
-    }
+    parts: dict[str, dict[tuple[MetricName, Verdict], list[Row]]] = {title: {} for title in _TITLES.values()}
     for row in worst_first(verdicts.rows):
-        parts[_part(row, policy)].setdefault((row.metric, row.verdict), []).append(row)
+        parts[_TITLES[classify(row, policy)]].setdefault((row.metric, row.verdict), []).append(row)
     return [
         (title, [_group(rows, fails=title == "Fails", above=above) for rows in found.values()])
         for title, found in parts.items()
     ]
-
-
-def _part(row: Row, policy: Policy) -> str:
-    if judge.fails(row, policy):
-        return "Fails"
-    if row.verdict in _WORSE:
-        return "Worse, but allowed"
-    if row.verdict in _BETTER:
-        return "Better"
-    return "Without a change" if row.verdict in _SAME else "Not told"
 
 
 def _group(rows: Sequence[Row], *, fails: bool, above: bool) -> Group:

@@ -8,36 +8,35 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.stats.intervals import POWER
 from pytest_llmgpu.gate.timing.verdicts import apart
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
-from pytest_llmgpu.report.verdicts import LOST, METRICS, MetricName, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
+from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
 
 __all__ = ["MOST_CASES", "conclusion", "notes", "table"]
 
 MOST_CASES = 50
 """Cases that a table shows unless it is asked for all, and at least as many reasons."""
 
-_GIB = 2**30
 _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
 _STYLES: dict[Verdict, str] = {
-    **dict.fromkeys(("FAILED", "CAPACITY_REGRESSED", "REGRESSED", "MISSING"), _RED),
-    **dict.fromkeys(("NOT_COMPARABLE", "INVALID", "INCONCLUSIVE"), _YELLOW),
-    **dict.fromkeys(("CAPACITY_IMPROVED", "IMPROVED"), _GREEN),
+    **dict.fromkeys(UNCLEAR, _YELLOW),
+    **dict.fromkeys((*WORSE, "MISSING"), _RED),
+    **dict.fromkeys(BETTER, _GREEN),
 }
 _TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
 _INDENT = 4
 _NAMED = 3
 """Most cases that a note names."""
 
-_LOST, _UNTOLD = 1, 3
 _CONCLUSIONS = {
-    _LOST: "REGRESSED",
-    _UNTOLD: "INCONCLUSIVE, and the policy fails on it",
-    4: "NOT COMPARABLE",
-    5: "NOT ARMED: a gate that compares nothing is not green",
+    ExitStatus.REGRESSED: "REGRESSED",
+    ExitStatus.INCONCLUSIVE: "INCONCLUSIVE, and the policy fails on it",
+    ExitStatus.NOT_COMPARABLE: "NOT COMPARABLE",
+    ExitStatus.NOTHING_COMPARED: "NOT ARMED: a gate that compares nothing is not green",
 }
 
 
@@ -64,8 +63,8 @@ def table(verdicts: Verdicts, color: bool = False, most: int | None = MOST_CASES
 
 def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
     """Return in one line how the gate ends and why."""
-    status = judge.exit_status(verdicts, policy)
-    failing = [row for row in verdicts.rows if judge.fails(row, policy)]
+    status = exit_status(verdicts, policy)
+    failing = [row for row in verdicts.rows if fails(row, policy)]
     inconclusive = sum(row.gated and row.verdict == "INCONCLUSIVE" for row in verdicts.rows)
     invalid = sum(row.gated and row.verdict == "INVALID" for row in verdicts.rows)
     if failing:
@@ -83,13 +82,13 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
         text = ", ".join(parts)
     word = _CONCLUSIONS.get(status, "PASSED" if verdicts.baseline is not None else "PASSED without a baseline")
     kinds = {row.verdict for row in failing}
-    if status == _LOST and len(kinds) == 1:
+    if status == ExitStatus.REGRESSED and len(kinds) == 1:
         (word,) = kinds
-    elif status == _LOST and kinds.isdisjoint(LOST):
+    elif status == ExitStatus.REGRESSED and kinds.isdisjoint(WORSE):
         word = "MISSING"  # and not comparable: that is no slowdown
-    elif status == _UNTOLD and any(row.metric == "outcome" for row in failing):
+    elif status == ExitStatus.INCONCLUSIVE and any(row.metric == "outcome" for row in failing):
         word = "INVALID"  # a case was interrupted, which no policy lets pass
-    elif status == _UNTOLD and kinds == {"INVALID"}:
+    elif status == ExitStatus.INCONCLUSIVE and kinds == {"INVALID"}:
         word = "INVALID, and the policy fails on it"
     return painter(color)(f"{word}: {text}", _RED if status else _YELLOW if inconclusive or invalid else _GREEN)
 
@@ -106,7 +105,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
         cases.setdefault((row.key, row.id), []).append(row)
-    return [sorted(case, key=lambda row: METRICS.index(row.metric)) for case in cases.values()]
+    return [sorted(case, key=lambda row: JUDGED.index(row.metric)) for case in cases.values()]
 
 
 def _table(cases: Sequence[Sequence[Row]], paint: Painter) -> str:
@@ -132,7 +131,7 @@ def _verdict(row: Row, paint: Painter) -> str:
 def _figures(row: Row) -> tuple[str, str, str, str]:
     """Return what was, what is, the change and its interval."""
     was, now = (_figure(row, value) for value in (row.base, row.head))
-    if row.metric in {"accuracy", "predictions"}:
+    if spec_of(row.metric).points:
         # Differences, in points. Of items lost less those won: its sign is that of a loss.
         change = None if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
         low, high = (None if end is None else 0.0 - 100 * end for end in (row.high, row.low))  # never -0.0
@@ -150,16 +149,7 @@ def _figures(row: Row) -> tuple[str, str, str, str]:
 
 
 def _figure(row: Row, value: float | None) -> str:
-    if value is None:
-        return ""
-    if row.metric == "time":
-        return f"{value:.4g} s"
-    if row.metric == "memory":
-        return f"{value / _GIB:.2f} GiB"
-    if row.metric == "traffic":
-        unit, name = (1e9, "GB") if value >= 1e9 else (1e6, "MB")  # noqa: PLR2004 - what the unit is
-        return f"{value / unit:,.4g} {name}" if value else "0"
-    return f"{100 * value:.2f} %" if row.metric in {"accuracy", "predictions"} else f"{value:g}"
+    return "" if value is None else spec_of(row.metric).written(value)
 
 
 def _pct(ratio: float) -> str:

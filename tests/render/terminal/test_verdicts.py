@@ -13,8 +13,9 @@ from pytest_llmgpu.gate.policy import Known, Policy
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.render.terminal.cases import WIDTH
 from pytest_llmgpu.render.terminal.verdicts import conclusion, table
+from pytest_llmgpu.report.metrics import JUDGED
 from pytest_llmgpu.report.result import CaseResult, Failure
-from pytest_llmgpu.report.verdicts import METRICS, Verdicts
+from pytest_llmgpu.report.verdicts import Verdicts
 
 TODAY = datetime.date(2026, 6, 1)
 
@@ -53,7 +54,7 @@ def test_the_worst_case_comes_first_and_its_outcome_before_numbers() -> None:
     assert [row.split()[0] for row in rows if row.startswith("mp")] == ["mp-bs4", "mp-bs2", "mp-bs1"]
     assert rows[0].split() == ["mp-bs4", "outcome", "FAILED"]
     metrics = [row.removeprefix("mp-bs2").split()[0] for row in rows[1:6]]
-    assert metrics == [metric for metric in METRICS if metric in metrics]
+    assert metrics == [metric for metric in JUDGED if metric in metrics]
     assert metrics[0] == "time"
 
 

@@ -1,0 +1,312 @@
+"""The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports, trend and selftest read it.
+
+A new metric is a new row here, its key in the policy (`gate.policy.Rules`) and the function that judges it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from pytest_llmgpu.report.derived import inference_s, peaks_bytes
+from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.text import gib, percent
+
+__all__ = [
+    "JUDGED",
+    "METRICS",
+    "Exported",
+    "Figure",
+    "MetricName",
+    "MetricSpec",
+    "Trended",
+    "accuracy_metric",
+    "default_threshold",
+    "launches_s",
+    "spec_of",
+]
+
+Kind = Literal["exact", "quiet", "noisy"]
+"""How a metric behaves between launches of one program.
+
+exact: equal in every launch, so that one launch suffices. quiet: a standard deviation of at most 1 %. noisy: more.
+"""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of a completed case."""
+
+    unit: str
+    """Unit of the number, as the exports name it."""
+    value: float
+    """The number; the median where each launch has one."""
+    low: float | None = None
+    """Smallest number of a launch; None with fewer than two launches."""
+    high: float | None = None
+    """Largest number of a launch; None with fewer than two launches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """The names of a metric in the formats of other tools. A name never changes: their histories depend on it."""
+
+    column: str
+    """Column of the CSV table."""
+    label: str
+    """Name in github-action-benchmark."""
+    measure: str
+    """Measure in Bencher."""
+    measure_scale: float = 1.0
+    """Bencher's unit per unit of the figure: 1e9 where seconds become nanoseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trended:
+    """How a metric is followed over stored reports."""
+
+    name: str
+    """Name of the trend's chart and table."""
+    title: str
+    """Title with the unit."""
+    scale: float = 1.0
+    """Divisor of the figure: 2**30 where bytes are shown in GiB."""
+    judged_by: tuple[str, ...] = ()
+    """Metrics whose verdicts mark a change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec:
+    """One metric: what it is, how it is judged by default, and how it is written."""
+
+    name: str
+    """Name in verdicts and in the policy."""
+    kind: Kind
+    """How it behaves between launches."""
+    judged: bool = True
+    """Whether the gate has a verdict on it; False for figures that are only shown."""
+    scope: Literal["case", "series"] = "case"
+    """What a verdict is about: one case, or a series of cases over batch sizes."""
+    gate: bool = True
+    """Whether a verdict can fail the gate by default."""
+    threshold: float | None = None
+    """Change that is allowed by default, as a fraction; None where any change counts or none is measured."""
+    points: bool = False
+    """Whether a change is a difference in percentage points; else it is a ratio."""
+    bigger_is_better: bool = False
+    """Whether a larger number is an improvement."""
+    next_step: str = ""
+    """What the reader of a regression does next."""
+    unit: str = ""
+    """Unit of the numbers in a verdict's row, as the GitHub summary writes it; empty where a row has none."""
+    written: Callable[[float], str] = "{:g}".format
+    """Returns a number of a verdict's row as text with its unit."""
+    figure: Callable[[CaseResult], Figure | None] | None = None
+    """Returns the number of a completed case; None where it has none."""
+    exported: Exported | None = None
+    """Names in the formats of other tools; None where it is not exported as a number."""
+    trended: Trended | None = None
+    """How it is followed over reports; None where it is not."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether a verdict's row has the ratio of two amounts, so that a growth can be stated."""
+        return bool(self.unit) and not self.points and not self.bigger_is_better
+
+
+def spec_of(name: str) -> MetricSpec:
+    """Return the row of a metric; KeyError for a name that the table lacks."""
+    return _BY_NAME[name]
+
+
+def default_threshold(name: str) -> float:
+    """Return the change of a metric that the built-in policy allows, as a fraction."""
+    threshold = spec_of(name).threshold
+    assert threshold is not None, f"{name} has no threshold"
+    return threshold
+
+
+def accuracy_metric(result: CaseResult) -> Literal["acc", "acc_norm"]:
+    """Return the accuracy that a case was checked by."""
+    return "acc" if result.accuracy_check is not None and result.accuracy_check.metric == "acc" else "acc_norm"
+
+
+def launches_s(result: CaseResult) -> list[float]:
+    """Return the seconds that each launch of a completed case spent in batches; without batches its one figure.
+
+    The list is empty for a case that did not complete, since a total over some of its batches is not comparable.
+    """
+    if result.outcome != "completed":
+        return []
+    seconds = [inference_s(launch) for launch in _timed(result)]
+    return seconds or ([result.inference_s] if result.inference_s is not None else [])
+
+
+def _timed(result: CaseResult) -> list[Launch]:
+    return [launch for launch in result.launches if launch.batches.latency_s]
+
+
+def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> Figure | None:
+    if value is None or not math.isfinite(value):
+        return None
+    several = len(launches) > 1 and all(map(math.isfinite, launches))
+    return Figure(
+        unit=unit, value=value, low=min(launches) if several else None, high=max(launches) if several else None
+    )
+
+
+def _rate(
+    result: CaseResult, value: float | None, counts: Callable[[Launch], Sequence[int]], unit: str
+) -> Figure | None:
+    launches = zip(_timed(result), launches_s(result), strict=False)
+    return _figure(unit, value, [sum(counts(launch)) / s for launch, s in launches if s])
+
+
+def _accuracy(result: CaseResult) -> Figure | None:
+    """Return the accuracy; None for random weights, whose accuracy is chance."""
+    metric = accuracy_metric(result)
+    value = result.acc if metric == "acc" else result.acc_norm
+    return None if result.case.load_format == "dummy" else _figure(metric, value)
+
+
+def _memory(result: CaseResult) -> Figure | None:
+    peaks = list(map(float, peaks_bytes(result)))
+    return _figure("bytes", statistics.median(peaks), peaks) if peaks else None
+
+
+def _traffic(result: CaseResult) -> Figure | None:
+    return None if result.traffic is None else _figure("bytes/sequence", result.traffic.wire_bytes_per_sequence)
+
+
+def _utilization(result: CaseResult) -> Figure | None:
+    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
+    found = [device.metrics.get("utilization_pct") for profile in profiles for device in profile.devices]
+    means = [one.mean for one in found if one is not None and one.mean is not None and one.coverage != 0]
+    return _figure("%", statistics.fmean(means)) if means else None
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s"
+
+
+def _points(value: float) -> str:
+    return percent(value, 2)
+
+
+def _sent(value: float) -> str:
+    unit, name = (1e9, "GB") if value >= 1e9 else (1e6, "MB")  # noqa: PLR2004 - the unit's own size
+    return f"{value / unit:,.4g} {name}" if value else "0"
+
+
+_ITEMS = "Read the items in `lost` of the verdict's row in the report."
+
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        name="outcome",
+        kind="exact",
+        next_step="Read `failure` of the case in the report: it has the evidence and the end of the log.",
+    ),
+    MetricSpec(
+        name="largest_batch",
+        kind="exact",
+        scope="series",
+        unit="sequences",
+        bigger_is_better=True,
+        next_step="Read memory by batch size below: which part of it grew.",
+    ),
+    MetricSpec(
+        name="time",
+        kind="noisy",
+        threshold=0.02,
+        unit="s",
+        written=_seconds,
+        next_step="Read what changed between the two commits, and the ratios below: one batch size or all of them.",
+        figure=lambda result: _figure("s", result.inference_s, launches_s(result)),
+        exported=Exported(column="inference_s", label="time", measure="latency", measure_scale=1e9),
+        trended=Trended(name="time", title="time (s)", judged_by=("outcome", "time")),
+    ),
+    MetricSpec(
+        name="sequences",
+        kind="noisy",
+        judged=False,
+        bigger_is_better=True,
+        figure=lambda result: _rate(
+            result, result.sequences_per_s, lambda launch: launch.batches.sequences, "sequences/s"
+        ),
+        exported=Exported(column="sequences_per_s", label="sequences per second", measure="throughput"),
+        trended=Trended(name="throughput", title="throughput (sequences/s)"),
+    ),
+    MetricSpec(
+        name="tokens",
+        kind="noisy",
+        judged=False,
+        bigger_is_better=True,
+        figure=lambda result: _rate(result, result.tokens_per_s, lambda launch: launch.batches.tokens, "tokens/s"),
+        exported=Exported(column="tokens_per_s", label="tokens per second", measure="tokens-per-second"),
+    ),
+    MetricSpec(
+        name="accuracy",
+        kind="exact",
+        threshold=0.005,
+        points=True,
+        bigger_is_better=True,
+        unit="acc",
+        written=_points,
+        next_step=_ITEMS,
+        figure=_accuracy,
+        exported=Exported(column="accuracy", label="accuracy", measure="accuracy"),
+        trended=Trended(name="accuracy", title="accuracy (%)", scale=0.01, judged_by=("accuracy", "predictions")),
+    ),
+    MetricSpec(
+        name="predictions", kind="exact", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
+    ),
+    MetricSpec(
+        name="traffic",
+        kind="exact",
+        unit="wire bytes",
+        written=_sent,
+        next_step="Exact counts do not vary by chance: find what sends more since the baseline.",
+        figure=_traffic,
+        exported=Exported(
+            column="wire_bytes_per_sequence", label="sent per sequence", measure="wire-bytes-per-sequence"
+        ),
+        trended=Trended(name="sent", title="sent (MB/sequence, all GPUs)", scale=1e6, judged_by=("traffic",)),
+    ),
+    MetricSpec(name="path", kind="exact", next_step="Compare `topology` and the NCCL variables of the two reports."),
+    MetricSpec(
+        name="memory",
+        kind="exact",
+        threshold=0.005,
+        unit="bytes",
+        written=gib,
+        next_step="Read memory by batch size below: weights, workspace or live tensors.",
+        figure=_memory,
+        exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
+        trended=Trended(
+            name="memory", title="peak of the fullest GPU (GiB)", scale=float(2**30), judged_by=("memory",)
+        ),
+    ),
+    MetricSpec(
+        name="utilization",
+        kind="noisy",
+        judged=False,
+        figure=_utilization,
+        trended=Trended(name="utilization", title="mean GPU utilisation (%)"),
+    ),
+)
+"""Every metric, in the order in which a reader meets them: outcome before numbers."""
+
+_BY_NAME = {spec.name: spec for spec in METRICS}
+
+JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.judged)
+"""Names of the metrics that the gate has verdicts on."""
+
+if TYPE_CHECKING:
+    MetricName = str
+else:
+    MetricName = Literal[JUDGED]
+"""Name of a metric that the gate has verdicts on."""
