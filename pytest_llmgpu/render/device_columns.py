@@ -1,4 +1,4 @@
-"""The figures of the tables per device: which there are, their values, and why one is missing."""
+"""Columns of the per-device tables: which columns exist, their values, and the reason for a missing value."""
 
 from __future__ import annotations
 
@@ -12,69 +12,71 @@ from pytest_llmgpu.analysis.memory_model import split
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult, CollectiveKind
+from pytest_llmgpu.report.text import GIB
 
-__all__ = ["COMMUNICATION", "MEMORY", "Figure", "digits", "mean_and_largest", "of_devices", "sends", "why_missing"]
-
-_GIB = 2**30
+__all__ = ["COMMUNICATION", "MEMORY", "Column", "collectives", "device_values", "digits", "mean_and_largest", "missing"]
 
 
-class Figure(msgspec.Struct, frozen=True):
-    """A column of the devices' table."""
+class Column(msgspec.Struct, frozen=True):
+    """A column of a per-device table."""
 
     title: str
+    """The first line is the name of the column, the second line is its unit."""
     key: str
-    """Name of the metric of the profile, of the field of `MemorySplit` or `DeviceMemory`, or `traffic` for what ranks
-    put on the wire."""
+    """The column shows this metric of the profile, this field of `MemorySplit` or `DeviceMemory`, or `traffic`: the
+    bytes that the ranks send."""
     unit: float
-    """What one of the title's units is in the report's."""
+    """A stored value is divided by this number."""
     several: bool = False
-    """Whether it says something of several devices only."""
-    spare: int = 0
-    """Where columns do not fit, the one with the largest goes first; 0 for those that stay."""
+    """True: the column is shown only if a case ran on several devices."""
+    drop_order: int = 0
+    """If the table is too wide, the column with the largest number is dropped first; a column with 0 is never
+    dropped."""
 
     @property
     def name(self) -> str:
-        """What a sentence calls it."""
+        """The title without the unit."""
         return self.title.partition("\n")[0]
 
 
 COMMUNICATION = (
-    Figure("GPU busy\n%", "utilization_pct", 1),
-    Figure("PCIe TX\nGB/s", "pcie_tx_bytes_per_s", 1e9),
-    Figure("PCIe RX\nGB/s", "pcie_rx_bytes_per_s", 1e9),
-    Figure("NVLink TX\nGB/s", "nvlink_tx_bytes_per_s", 1e9, several=True),
-    Figure("sent\nMB/sequence", "traffic", 1e6, several=True, spare=1),
+    Column("GPU busy\n%", "utilization_pct", 1),
+    Column("PCIe TX\nGB/s", "pcie_tx_bytes_per_s", 1e9),
+    Column("PCIe RX\nGB/s", "pcie_rx_bytes_per_s", 1e9),
+    Column("NVLink TX\nGB/s", "nvlink_tx_bytes_per_s", 1e9, several=True),
+    Column("sent\nMB/sequence", "traffic", 1e6, several=True, drop_order=1),
 )
 MEMORY = (
-    Figure("weights\nGiB", "weights_bytes", _GIB),
-    Figure("activations\nGiB", "activations_bytes", _GIB),
-    Figure("workspace\nGiB", "workspace_bytes", _GIB),
-    Figure("cached\nGiB", "cached_bytes", _GIB, spare=3),
-    Figure("rest\nGiB", "rest_bytes", _GIB, spare=1),
-    Figure("torch peak\nGiB", "peak_allocated_bytes", _GIB, spare=2),  # weights and activations
-    Figure("NVML peak\nGiB", "nvml_used_max_bytes", _GIB),
+    Column("weights\nGiB", "weights_bytes", GIB),
+    Column("activations\nGiB", "activations_bytes", GIB),
+    Column("workspace\nGiB", "workspace_bytes", GIB),
+    Column("cached\nGiB", "cached_bytes", GIB, drop_order=3),
+    Column("rest\nGiB", "rest_bytes", GIB, drop_order=1),
+    Column("torch peak\nGiB", "peak_allocated_bytes", GIB, drop_order=2),  # the sum of weights and activations
+    Column("NVML peak\nGiB", "nvml_used_max_bytes", GIB),
 )
 
 
-def of_devices(result: CaseResult, figure: Figure) -> list[float]:
-    """Return a figure of each device in each launch; of a sampled metric its mean over the window.
+def device_values(result: CaseResult, column: Column) -> list[float]:
+    """Return the value of each device in each launch, in the unit of the column.
 
-    Of what ranks send, which is the same in every launch, one figure where all send alike.
+    A sampled metric is the mean over the window. Traffic is the same in every launch: one value per device, or a single
+    value if all ranks send the same.
     """
-    if figure.key == "traffic":
-        return [size / figure.unit for size in _sent_per_sequence(result)]
-    if figure.key.endswith("_bytes"):
-        held = [memory for launch in result.launches for memory in launch.memory]
-        found = [getattr(memory if hasattr(memory, figure.key) else split(memory), figure.key) for memory in held]
+    if column.key == "traffic":
+        return [size / column.unit for size in _sent_bytes_per_sequence(result)]
+    if column.key.endswith("_bytes"):
+        memories = [memory for launch in result.launches for memory in launch.memory]
+        found = [getattr(memory if hasattr(memory, column.key) else split(memory), column.key) for memory in memories]
     else:
         profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-        metrics = [of_window(profile, device, figure.key) for profile in profiles for device in profile.devices]
+        metrics = [of_window(profile, device, column.key) for profile in profiles for device in profile.devices]
         found = [metric.mean for metric in metrics if not isinstance(metric, str)]
-    return [value / figure.unit for value in found if value is not None]
+    return [value / column.unit for value in found if value is not None]
 
 
 def mean_and_largest(values: Sequence[Sequence[float]]) -> list[str]:
-    """Return `mean (largest)` per case, with the decimals that the column's smallest mean needs."""
+    """Return `mean (largest)` per case, with the decimals that the smallest mean of the column needs."""
     means = [statistics.fmean(each) if each else None for each in values]
     places = digits(min((mean for mean in means if mean), default=1.0))
     return [
@@ -83,10 +85,14 @@ def mean_and_largest(values: Sequence[Sequence[float]]) -> list[str]:
     ]
 
 
-def why_missing(results: Sequence[CaseResult], figure: Figure, environment: Environment) -> str:
-    """Return why a figure is missing, from the nearest `why` that says so."""
+def missing(results: Sequence[CaseResult], column: Column, environment: Environment) -> str:
+    """Return the reason why no case has a value of the column.
+
+    The reports keep reasons in `why`. The most specific one wins: the case, then its launches, then the environment,
+    then the samples of the profile.
+    """
     for result in results:
-        if reason := result.why.get(figure.key):
+        if reason := result.why.get(column.key):
             return reason.rstrip(".")
     launches = [launch for result in results for launch in result.launches]
     for launch in launches:
@@ -94,17 +100,16 @@ def why_missing(results: Sequence[CaseResult], figure: Figure, environment: Envi
         if launch.profile is not None:
             maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
         for why in maps:
-            if reason := why.get(figure.key) or why.get("profile"):
+            if reason := why.get(column.key) or why.get("profile"):
                 return reason.rstrip(".")
     if (reason := environment.why.get("nvml")) is not None:
         return reason
-    sampled = [launch.profile for launch in launches if launch.profile is not None and figure in COMMUNICATION]
-    told = (profile.why.get("samples") for profile in sampled)
-    return next(filter(None, told), "no sample was taken").rstrip(".")
+    sampled = [launch.profile for launch in launches if launch.profile is not None and column in COMMUNICATION]
+    return next(filter(None, (profile.why.get("samples") for profile in sampled)), "no sample was taken").rstrip(".")
 
 
-def sends(result: CaseResult) -> Mapping[CollectiveKind, tuple[float, float]]:
-    """Return kind to calls of a batch and wire bytes of a sequence, both of a rank: means over the ranks."""
+def collectives(result: CaseResult) -> Mapping[CollectiveKind, tuple[float, float]]:
+    """Return per kind the calls per batch and the wire bytes per sequence: both are means over the ranks."""
     launch = result.launches[-1] if result.launches else None
     if result.traffic is None or launch is None or not sum(launch.batches.sequences):
         return {}
@@ -119,8 +124,8 @@ def sends(result: CaseResult) -> Mapping[CollectiveKind, tuple[float, float]]:
     return sums
 
 
-def _sent_per_sequence(result: CaseResult) -> list[float]:
-    """Return what each device sends for a sequence; the mean of the devices where a process has several."""
+def _sent_bytes_per_sequence(result: CaseResult) -> list[float]:
+    """Return the bytes that each device sends per sequence; the mean of the devices if one process has several."""
     traffic = result.traffic
     if traffic is None:
         return []

@@ -1,4 +1,4 @@
-"""The study's Table 2 as data: batch sizes down, strategies across, time and accuracy, or how a case ended."""
+"""The table of time and accuracy as data: batch sizes down, strategies across, as Table 2 of Shin et al. 2024."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pytest_llmgpu.render.device_columns import digits
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import measured
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import percent
 
-__all__ = ["LEGEND", "Cell", "Kind", "Rows", "StudyTable", "layout", "row_name", "study_table", "wrong"]
+__all__ = ["LEGEND", "Cell", "Kind", "Rows", "TimeTable", "layout", "make_time_table", "row_name", "wrong"]
 
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
-"""What a cell is to be marked as."""
+"""The state that a cell is marked with."""
 
 LEGEND: dict[str, tuple[str, str]] = {
     "best": ("★", "fastest of its strategy"),
@@ -23,58 +24,60 @@ LEGEND: dict[str, tuple[str, str]] = {
     "oom": ("OoM", "out of memory"),
     "skipped": ("-", "not run, a smaller batch size was out of memory"),
     "failed": ("!", "did not complete"),
-    "graphs": ("g", "as CUDA graphs"),
+    "graphs": ("g", "run as CUDA graphs"),
 }
-"""A page's mark and its meaning, by a cell's kind, and `graphs`."""
+"""The mark on the page and its meaning: one entry per kind of cell, and one for `graphs`."""
 
 _USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed"}
-"""Backends that a title need not name."""
+"""The title of a column names the backend only if it is not the usual one."""
 
 Rows = dict[tuple[int, int], dict[str, CaseResult]]
-"""Batch size and number of the measurement to the result of each column."""
+"""The results: batch size and number of the measurement -> title of the column -> result."""
 
-_LONG_S = 600  # from here on people think in minutes
+_MINUTES_FROM_S = 600  # times are written in minutes if the smallest one is at least this long
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of the table."""
+    """One case in the table."""
 
     id: str = ""
-    """Of the case; empty where there is none."""
+    """The id of the case; empty if the cell has no case."""
     kind: Kind = "absent"
+    """The state of the case."""
     time: str = ""
-    """With its unit; empty where the case did not complete."""
+    """The time with its unit; empty if the case did not complete."""
     accuracy: str = ""
-    """In percent; empty where nothing was scored, and of random weights, whose accuracy is chance."""
+    """The accuracy in percent; empty if nothing was scored or the weights are random."""
     word: str = ""
-    """How a case ended that has no time."""
+    """How the case ended; empty if it completed."""
     graphs: bool = False
-    """Whether its forwards ran as CUDA graphs."""
+    """True if the forwards ran as CUDA graphs."""
 
 
-class StudyTable(msgspec.Struct, frozen=True, kw_only=True):
+class TimeTable(msgspec.Struct, frozen=True, kw_only=True):
     """The table of one block of cases."""
 
     title: str
-    """What its cells hold: `Time for 10,042 items / acc_norm`."""
+    """The content of the cells: `Time for 10,042 items / acc_norm`."""
     columns: list[str]
+    """The titles of the columns, one per strategy."""
     rows: list[tuple[str, list[Cell]]]
-    """Batch size, with the number of the measurement from the second on; a cell per column."""
+    """The name of each row (batch size and, from the second measurement on, its number) and a cell per column."""
     used: list[str]
-    """The keys of `LEGEND` that occur."""
+    """The keys of `LEGEND` that occur in the table."""
 
     @property
     def marks(self) -> list[tuple[str, str]]:
-        """What a page's legend explains."""
+        """The entries of `LEGEND` that occur in the table."""
         return [LEGEND[key] for key in self.used]
 
 
-def study_table(cases: Sequence[CaseResult]) -> StudyTable:
+def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     """Return the table of cases that differ in strategy and batch size only."""
     columns, rows = layout(cases)
     show_s = _seconds_format([result.inference_s for result in cases if result.inference_s is not None])
     metric = next((check.metric for result in cases if (check := result.accuracy_check) is not None), "acc_norm")
-    dummy = cases[0].case.load_format == "dummy"
+    random_weights = cases[0].case.load_format == "dummy"
     best = [_fastest(row[title] for row in rows.values() if title in row) for title in columns]
 
     def cell(result: CaseResult | None) -> Cell:
@@ -89,7 +92,7 @@ def study_table(cases: Sequence[CaseResult]) -> StudyTable:
             id=result.id,
             kind=kind,
             time="done" if result.inference_s is None else show_s(result.inference_s),
-            accuracy="" if value is None or dummy else f"{100 * value:.1f} %",
+            accuracy="" if value is None or random_weights else percent(value),
             graphs=result.case.execution == "cuda_graphs",
         )
 
@@ -97,13 +100,14 @@ def study_table(cases: Sequence[CaseResult]) -> StudyTable:
     found = [cell for _, cells in body for cell in cells]
     kinds = {*(cell.kind for cell in found), *(["graphs"] if any(cell.graphs for cell in found) else [])}
     used = [key for key in LEGEND if key in kinds]
-    return StudyTable(title=_table_title(cases, metric, dummy=dummy), columns=columns, rows=body, used=used)
+    title = _table_title(cases, metric, random_weights=random_weights)
+    return TimeTable(title=title, columns=columns, rows=body, used=used)
 
 
 def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
-    """Return the columns' titles, and the results by row."""
+    """Return the titles of the columns, and the results by row."""
     by_series = {result.case.series: result.case for result in cases}
-    titles = {series: _title(case, list(by_series.values())) for series, case in by_series.items()}
+    titles = {series: _column_title(case, list(by_series.values())) for series, case in by_series.items()}
     rows: Rows = {}
     for result in cases:
         title, number = titles[result.case.series], 1
@@ -113,8 +117,18 @@ def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
     return list(titles.values()), dict(sorted(rows.items()))
 
 
-def _title(case: Case, columns: Sequence[Case]) -> str:
-    """Return the strategy, with what is not usual of it and what tells it from other columns of the same strategy."""
+def row_name(row: tuple[int, int]) -> str:
+    """Return the batch size, with the number of the measurement from the second one on."""
+    return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"
+
+
+def wrong(result: CaseResult) -> bool:
+    """Return whether the accuracy check failed: such a time must not be called the fastest."""
+    return result.accuracy_check is not None and result.accuracy_check.ok is False
+
+
+def _column_title(case: Case, columns: Sequence[Case]) -> str:
+    """Return the strategy with its unusual settings and those that other columns of the same strategy do not share."""
     alike = [other for other in columns if other.strategy == case.strategy]
     unusual = _USUAL_BACKENDS.get(case.strategy, case.backend) != case.backend
     backend = case.backend if unusual or any(other.backend != case.backend for other in alike) else None
@@ -126,15 +140,15 @@ def _title(case: Case, columns: Sequence[Case]) -> str:
     return " ".join(filter(None, [case.strategy, backend, *options]))
 
 
-def _table_title(cases: Sequence[CaseResult], metric: str, *, dummy: bool) -> str:
+def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bool) -> str:
     items = next((accuracy.items for result in cases if (accuracy := measured(result)) is not None), None)
     title = "Time" if items is None else f"Time for {items:,} items"
     launches = [count for result in cases if (count := sum(bool(one.batches.latency_s) for one in result.launches))]
     if max(launches, default=1) > 1:
         fewest = f"{min(launches):,} to " if min(launches) < max(launches) else ""
         title += f", median of {fewest}{max(launches):,} launches"
-    if dummy:
-        return f"{title} (the accuracy of random weights is chance)"
+    if random_weights:
+        return f"{title} (no accuracy: the weights are random)"
     return title if items is None else f"{title} / {metric}"
 
 
@@ -148,26 +162,16 @@ def _kind(result: CaseResult, best: Sequence[CaseResult | None]) -> Kind:
     return "skipped" if result.outcome == "skipped_after_oom" else "failed"
 
 
-def wrong(result: CaseResult) -> bool:
-    """Return whether answers are known to be wrong: the time that they took is then no achievement."""
-    return result.accuracy_check is not None and result.accuracy_check.ok is False
-
-
 def _fastest(results: Iterable[CaseResult]) -> CaseResult | None:
-    """Return the fastest result whose answers are not known to be wrong; None where there is no choice."""
+    """Return the fastest result without wrong answers; None if fewer than two results have a time."""
     timed = [result for result in results if result.inference_s is not None]
     right = [result for result in timed if not wrong(result)]
     return min(right, key=lambda result: result.inference_s or 0.0) if len(timed) > 1 and right else None
 
 
 def _seconds_format(values_s: Sequence[float]) -> Callable[[float], str]:
-    """Return a format with one unit and the decimals that the smallest value needs, so that a column compares."""
+    """Return a format with one unit, and the decimals of the smallest value: the times of a column then compare."""
     smallest = min(values_s, default=0.0)
-    unit, name = (60, "min") if smallest >= _LONG_S else (1, "s")
+    unit, name = (60, "min") if smallest >= _MINUTES_FROM_S else (1, "s")
     places = digits(smallest / unit)
     return lambda value_s: f"{value_s / unit:.{places}f} {name}"
-
-
-def row_name(row: tuple[int, int]) -> str:
-    """Return the batch size, with the number of the measurement from the second on."""
-    return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"

@@ -130,7 +130,7 @@ def test_nothing_changed_is_said() -> None:
     """Rather than nothing."""
     for number in (1, 2):
         _keep(number, _timed(1.0))
-    assert tables([_trend()], _plain).endswith("\n\nnothing changed that the gate is sure of")
+    assert tables([_trend()], _plain).endswith("\n\nThe gate found no change.")
 
 
 def test_one_machine_is_followed_at_a_time() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from pytest_llmgpu.render.charts.theme import domain
-from pytest_llmgpu.render.grouping import apart, blocks, capacities, captions
+from pytest_llmgpu.render.grouping import blocks, capacities, captions, differing_parts
 from pytest_llmgpu.render.time_table import layout
 from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.profile_figures import of_window
@@ -94,7 +94,7 @@ def panels(report: Report) -> list[Panel]:
     groups = blocks(report.cases)
     several = len(groups) > 1
     known = capacities(report)
-    told = zip(groups, apart(groups, report), captions(groups, report), strict=True)
+    told = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
     found = []
     for number, (group, caption, measured) in enumerate(told, 1):
         titles, rows = layout(group)

@@ -1,1 +1,1 @@
-"""What the page of a report is made of: its template, style and script, and what they are filled with."""
+"""The page of a report: its template, style and script, and the data that fill them."""

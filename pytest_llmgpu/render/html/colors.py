@@ -1,4 +1,4 @@
-"""The charts' colours as variables of the page's style: a chart follows theme and printer without being drawn again."""
+"""The colours of the charts as CSS variables: the theme changes and the page prints without drawing charts again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COLOR = re.compile(r"#[0-9a-f]{6}", re.IGNORECASE)
 
 
 def config_and_style() -> tuple[dict[str, Any], str]:
-    """Return the `config` of Vega-Lite, in which variables stand for colours, and the style that sets these."""
+    """Return the `config` of Vega-Lite with a variable for each colour, and the style that sets the variables."""
     light, dark = theme(dark=False), theme(dark=True)
     pairs = list(dict.fromkeys(_colors(light, dark)))
     config: dict[str, Any] = as_variables(light, dark, pairs)
-    # The page has the ground, and the container the text for screen readers.
+    # The page has the background, and the container has the text for screen readers.
     config |= {"background": "transparent", "aria": False}
     on_white = " ".join(f"{_name(number)}: {pair[0]};" for number, pair in enumerate(pairs))
     on_black = " ".join(f"{_name(number)}: {pair[1]};" for number, pair in enumerate(pairs))
@@ -32,7 +32,7 @@ def config_and_style() -> tuple[dict[str, Any], str]:
 
 
 def as_variables(light: Any, dark: Any, pairs: Sequence[tuple[str, str]]) -> Any:
-    """Return `light` with a variable for each colour; `dark` is of the same shape."""
+    """Return `light` with a variable for each colour; `dark` has the same structure."""
     if isinstance(light, Mapping):
         return {key: as_variables(value, dark[key], pairs) for key, value in light.items()}
     if isinstance(light, list):

@@ -1,52 +1,55 @@
-"""What a report was measured on, beside what its baseline was, where that differs."""
+"""The facts of the page: commit, machine, libraries and options, with the value of the baseline where it differs."""
 
 from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.render.grouping import listed
+from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
+from pytest_llmgpu.report.text import GIB, gib
 
 __all__ = ["Fact", "libraries", "machine", "options"]
 
-_GIB = 2**30
-_NONE = "-"
+_ABSENT = "-"
 _DEFAULT = "default"
-_BYTES = ("--llmgpu-gpu-memory",)  # options that are amounts of memory
+_BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to know."""
+    """One line of a list of facts."""
 
     name: str
+    """The name of the fact."""
     value: str
-    was: str | None = None
-    """The baseline's, where it is another."""
+    """The value in the report."""
+    baseline: str | None = None
+    """The value in the baseline; None if it is equal or there is no baseline."""
 
 
 def machine(report: Report, baseline: Report | None) -> list[Fact]:
-    """Return when, on what and of which commit it was measured."""
-    return _beside(_machine(report), None if baseline is None else _machine(baseline))
+    """Return the time, the commit and the machine of the measurement."""
+    return _compared(_machine(report), None if baseline is None else _machine(baseline))
 
 
 def libraries(report: Report, baseline: Report | None) -> list[Fact]:
-    """Return the versions of the libraries that were installed."""
-    return _beside(_libraries(report), None if baseline is None else _libraries(baseline))
+    """Return the versions of the installed libraries."""
+    return _compared(_libraries(report), None if baseline is None else _libraries(baseline))
 
 
 def options(report: Report, baseline: Report | None) -> list[Fact]:
-    """Return the options that were in force and are not the defaults of today."""
-    return _beside(_options(report), None if baseline is None else _options(baseline), lacking=_DEFAULT)
+    """Return the options whose value is not the default of this version."""
+    return _compared(_options(report), None if baseline is None else _options(baseline), absent=_DEFAULT)
 
 
-def _beside(own: dict[str, str], other: dict[str, str] | None, *, lacking: str = _NONE) -> list[Fact]:
+def _compared(own: dict[str, str], other: dict[str, str] | None, *, absent: str = _ABSENT) -> list[Fact]:
     if other is None:
         return [Fact(name=name, value=value) for name, value in own.items()]
     facts = []
-    for name in listed([*own, *other]):
-        value, was = own.get(name, lacking), other.get(name, lacking)
-        facts.append(Fact(name=name, value=value, was=None if was == value else was))
+    for name in unique([*own, *other]):
+        value, before = own.get(name, absent), other.get(name, absent)
+        facts.append(Fact(name=name, value=value, baseline=None if before == value else before))
     return facts
 
 
@@ -55,11 +58,6 @@ def _libraries(report: Report) -> dict[str, str]:
 
 
 def _options(report: Report) -> dict[str, str]:
-    """Return them; none where pytest is not installed, with which the defaults are declared: judging does without."""
-    try:
-        from pytest_llmgpu.report.options import Options
-    except ImportError:
-        return {}
     defaults = {flag: _shown(flag, value) for flag, value in Options().in_force().items()}
     found = {flag: _shown(flag, value) for flag, value in report.options.items()}
     return {flag: value for flag, value in found.items() if value != defaults.get(flag, _shown(flag, None))}
@@ -67,7 +65,7 @@ def _options(report: Report) -> dict[str, str]:
 
 def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str:
     if flag in _BYTES and isinstance(value, int):
-        return f"{value / _GIB:.6g} GiB"  # with digits enough that the baseline's other one does not look alike
+        return f"{value / GIB:.6g} GiB"  # six digits: 31.7 and 31.6973 GiB are different limits
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     if isinstance(value, bool):
@@ -76,7 +74,7 @@ def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str
 
 
 def _gpu(gpu: Gpu) -> str:
-    size = f"{gpu.memory_bytes / _GIB:.0f} GiB" if gpu.memory_bytes else ""
+    size = gib(gpu.memory_bytes, 0) if gpu.memory_bytes else ""
     link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width}" if gpu.pcie_gen and gpu.pcie_width else ""
     power = f"{gpu.power_limit_w:g} W" if gpu.power_limit_w else ""
     return ", ".join(filter(None, (gpu.name, size, link, power)))
@@ -84,9 +82,10 @@ def _gpu(gpu: Gpu) -> str:
 
 def _machine(report: Report) -> dict[str, str]:
     environment, commit = report.environment, report.commit
-    gpus = listed(map(_gpu, environment.gpus))
-    links = listed(link for row in environment.topology or [] for link in row if link != "X")
-    source = [commit.sha, f"({commit.branch})" if commit.branch else None, "with changes" if commit.dirty else None]
+    gpus = unique(map(_gpu, environment.gpus))
+    links = unique(link for row in environment.topology or [] for link in row if link != "X")
+    branch = f"({commit.branch})" if commit.branch else None
+    source = [commit.sha, branch, "with uncommitted changes" if commit.dirty else None]
     found = {
         "Measured": report.created,
         "Commit": " ".join(part for part in source if part),

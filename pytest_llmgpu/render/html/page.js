@@ -5,7 +5,7 @@
 
   const options = {
     actions: false,
-    ast: true, // no eval: the page's policy forbids it
+    ast: true, // evaluate expressions without eval, which the content security policy forbids
     config: data.config,
     defaultStyle: false,
     mode: "vega-lite",
@@ -19,7 +19,7 @@
       place.dataset.drawn = "yes";
     } catch (error) {
       place.classList.add("failed");
-      place.textContent = `This chart could not be drawn: ${error.message}. Its data is in the table below.`;
+      place.textContent = `The chart could not be drawn: ${error.message}. The table below has its data.`;
     }
   };
 
@@ -39,11 +39,11 @@
   };
 
   const figure = (chart) => {
-    const label = `Chart: ${chart.title}. Its data is in the table below.`;
+    const label = `Chart: ${chart.title}. The table below has its data.`;
     const place = made("div", { class: "chart", role: "img", "aria-label": label });
     const region = made("div", { class: "scroll", role: "region", "aria-label": `Data of ${chart.title}`, tabindex: "0" });
     const details = made("details", { class: "data" }, made("summary", {}, "Data"), region);
-    // Thousands of rows are made when somebody wants to see them.
+    // A table may have thousands of rows: it is made when it is opened.
     details.addEventListener("toggle", () => region.hasChildNodes() || region.append(table(chart)));
     const whole = made("figure", {}, made("h3", {}, chart.title), made("figcaption", {}, chart.summary), place, details);
     return { whole, place };
@@ -69,13 +69,13 @@
   button.hidden = false;
   label();
 
-  // Paper cannot be clicked on: all but the data of charts and logs is unfolded for it, and folded again afterwards.
-  let folded = [];
+  // Everything except data and logs is opened for printing, and closed again afterwards.
+  let opened = [];
   window.addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details:not([open], .data, .log)")];
-    for (const details of folded) details.open = true;
+    opened = [...document.querySelectorAll("details:not([open], .data, .log)")];
+    for (const details of opened) details.open = true;
   });
-  window.addEventListener("afterprint", () => { for (const details of folded) details.open = false; });
+  window.addEventListener("afterprint", () => { for (const details of opened) details.open = false; });
 
   const places = [...document.querySelectorAll("[data-chart]")];
   const drawn = places.map((place) => draw(place, data.charts[place.dataset.chart]));

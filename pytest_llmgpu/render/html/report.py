@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs no network, for people who open it from a CI artifact."""
+"""The page of a report: one HTML file that needs no network, for example as a CI artifact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pytest_llmgpu.render.html.templates import MISSING, asset, templates
 from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-from pytest_llmgpu.render.time_table import study_table
+from pytest_llmgpu.render.time_table import make_time_table
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
@@ -35,13 +35,14 @@ __all__ = ["check", "render", "write"]
 
 _LIBRARIES = ("jinja2", "vl_convert")
 _SUFFIXES = (".html", ".htm")
-_IN_FULL = 3  # problems shown before the rest is folded away
+_OPEN_PROBLEMS = 3  # the other problems are in a closed element
 
 
 def check(path: Path) -> None:
-    """Raise ValueError, one line, unless a page can be made and written to `path`. Nothing is left behind.
+    """Check before a run of hours that its page can be made and written; leave no file behind.
 
-    Called before a run, which may take hours that a failing write at its end would lose.
+    Raises:
+        ValueError: the name, a library or the folder does not permit it; one line with the path and the reason.
     """
     if not path.name.endswith(_SUFFIXES):
         raise ValueError(f"page {path}: the name must end in {' or '.join(_SUFFIXES)}")
@@ -53,7 +54,7 @@ def check(path: Path) -> None:
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # A file without a name: only creating one shows quotas, read-only mounts and what root may do.
+        # Only the creation of a file shows quotas, read-only mounts and the permissions of root.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -61,7 +62,11 @@ def check(path: Path) -> None:
 
 
 def write(page: str, path: Path) -> None:
-    """Write a page, and the folders that it needs; ValueError, one line, where that cannot be done."""
+    """Write a page and create its folders.
+
+    Raises:
+        ValueError: the page cannot be written; one line with the path and the reason.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", newline="\n")
@@ -80,58 +85,62 @@ def render(
     """Return the page.
 
     Args:
-        report: what was measured.
-        baseline: what to show it beside.
-        name: what people call the report: its path.
-        verdicts: what the gate says of both; None: those of the report, else by `policy` against `baseline`.
-        policy: what decides which verdicts fail; None: the one that the verdicts carry.
+        report: the report to show.
+        baseline: the report that it is compared with; None if there is none.
+        name: the name of the report, mostly its path.
+        verdicts: the verdicts to show; None: those of the report, or new ones by `policy` if it has none.
+        policy: the policy that decides which verdicts fail; None: the policy of the verdicts.
 
     Raises:
-        ValueError: a library of the page is not installed: one line that says how to.
+        ValueError: a library of the page is not installed; one line with the command that installs it.
     """
     verdicts = verdicts or report.verdicts
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
         verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
-    judged = msgspec.structs.replace(report, verdicts=verdicts)  # so that charts and rows tell the same
+    judged = msgspec.structs.replace(report, verdicts=verdicts)  # charts and tables show the same verdicts
     return _page(judged, baseline, policy or policy_of(verdicts), name)
 
 
 def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
-    library, found = _library(), templates()
+    library = _library()
     drawn = charts.of_report(report)
-    time_lines = _time_lines(report)
+    timelines = _timelines(report)
     config, colored = colors.config_and_style()
     style, script = asset("page.css") + colored, asset("page.js")
     specs = {chart.id: chart.spec for chart in drawn.charts}
     verdicts = report.verdicts
-    return found.get_template("page.html").render(
-        policy_header=_content_security_policy([library, script], [style]),
-        library=library,
-        script=script,
-        style=style,
-        name=name or "pytest-llmgpu",
-        report=report,
-        conclusion=conclude(report, verdicts, policy),
-        in_full=_IN_FULL,
-        logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
-        tables=list(_tables(report)),
-        charts=drawn.charts,
-        omitted=drawn.omitted,
-        cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in time_lines],
-        verdicts=verdicts,
-        groups=None if verdicts is None else grouped(verdicts, policy),
-        notes=[] if verdicts is None else verdict_tables.notes(verdicts),
-        machine=facts.machine(report, baseline),
-        libraries=facts.libraries(report, baseline),
-        options=facts.options(report, baseline),
-        command=[shlex.quote(word) for word in ("pytest", *report.argv)],
-        data=_json({"config": config, "charts": specs, "cases": time_lines}),
+    return (
+        templates()
+        .get_template("page.html")
+        .render(
+            policy_header=_content_security_policy([library, script], [style]),
+            library=library,
+            script=script,
+            style=style,
+            name=name or "pytest-llmgpu",
+            report=report,
+            conclusion=conclude(report, verdicts, policy),
+            open_problems=_OPEN_PROBLEMS,
+            logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
+            tables=list(_tables(report)),
+            charts=drawn.charts,
+            omitted=drawn.omitted,
+            cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in timelines],
+            verdicts=verdicts,
+            groups=None if verdicts is None else grouped(verdicts, policy),
+            notes=[] if verdicts is None else verdict_tables.notes(verdicts),
+            machine=facts.machine(report, baseline),
+            libraries=facts.libraries(report, baseline),
+            options=facts.options(report, baseline),
+            command=[shlex.quote(word) for word in ("pytest", *report.argv)],
+            data=_json({"config": config, "charts": specs, "cases": timelines}),
+        )
     )
 
 
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
-    """Yield the study's table of each block of cases, with its caption and the largest batch sizes."""
+    """Yield the table of each block of cases, with its caption and the largest batch sizes."""
     found = grouping.blocks(report.cases)
     known = grouping.capacities(report)
     for caption, cases in zip(grouping.captions(found, report), found, strict=True):
@@ -141,18 +150,18 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             for one in known
             if one.series in series and (one.smallest_oom is not None or one.prediction is not None)
         ]
-        yield {"caption": caption, "table": study_table(cases), "largest": largest}
+        yield {"caption": caption, "table": make_time_table(cases), "largest": largest}
 
 
-def _time_lines(report: Report) -> dict[str, list[Chart]]:
-    """Return the charts of each case that has samples over time."""
+def _timelines(report: Report) -> dict[str, list[Chart]]:
+    """Return the timelines of each case that has samples."""
     drawn = {result.id: charts.of_case(result, report.environment) for result in report.cases}
     return {name: found for name, found in drawn.items() if found}
 
 
 def _endings(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the id of each case and its time, as its table has it, or how it ended without one."""
-    rows = [row for cases in grouping.blocks(report.cases) for row in study_table(cases).rows]
+    """Yield the id of each case, and its time as in the table or its outcome."""
+    rows = [row for cases in grouping.blocks(report.cases) for row in make_time_table(cases).rows]
     times = {cell.id: cell.time for _, cells in rows for cell in cells}
     for result in report.cases:
         timed = result.outcome == "completed" and result.inference_s is not None
@@ -166,12 +175,12 @@ def _library() -> str:
     except ImportError:
         raise ValueError(MISSING) from None
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    # In a string of a script this is the same, and HTML does not take it for the end of the element.
+    # The string keeps its value, and an HTML parser does not read it as the end of the element.
     return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    """Return JSON that can stand inside a script element, whatever its strings hold."""
+    """Return JSON that is safe inside a script element, whatever its strings are."""
     text = msgspec.json.encode(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -179,7 +188,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Return a policy under which nothing but these runs, and nothing can be fetched or sent."""
+    """Return a policy that permits these scripts and styles only, and no request."""
     rules = {
         "default-src": ["'none'"],
         "script-src": [_hash(script) for script in scripts],

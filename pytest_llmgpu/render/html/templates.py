@@ -1,4 +1,4 @@
-"""What lies beside the pages' code: templates and style."""
+"""The files of the page: templates, style and script."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ if TYPE_CHECKING:
 __all__ = ["MISSING", "asset", "templates"]
 
 MISSING = "the page needs the extra report: pip install 'pytest-llmgpu[report]'"
-"""What is said where a library of the page is not installed."""
+"""The message if a library of the page is not installed."""
 
 
 def asset(name: str) -> str:
-    """Return the text of a file."""
+    """Return the text of a file of this folder."""
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def templates() -> Templates:
-    """Return the templates; ValueError, one line, where jinja2 is not installed."""
+    """Return the templates.
+
+    Raises:
+        ValueError: jinja2 is not installed.
+    """
     try:
         import jinja2
     except ImportError:
@@ -33,17 +37,17 @@ def templates() -> Templates:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["told"] = _told
+    found.filters["as_markup"] = _as_markup
     return found
 
 
-def _told(text: str) -> Markup:
-    """Return a sentence that was written for a terminal: arrows, and names between backticks as code."""
+def _as_markup(text: str) -> Markup:
+    """Return a message as HTML: ` -> ` becomes an arrow, and names between backticks become code."""
     from markupsafe import Markup, escape
 
     text = text.replace(" -> ", " \u2192 ")
     parts, code = text.split("`"), Markup("<code>{}</code>")
-    if len(parts) % 2 == 0:  # one of them is a character of a name
+    if len(parts) % 2 == 0:  # an odd number of backticks: they do not enclose names
         return escape(text)
-    # What is no Markup is escaped as it is joined.
+    # Markup escapes the plain strings that it joins.
     return Markup("").join(code.format(part) if number % 2 else part for number, part in enumerate(parts))

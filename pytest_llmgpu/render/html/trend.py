@@ -1,4 +1,4 @@
-"""Trends as one page that needs neither a network nor a script: pictures for light and dark, and tables."""
+"""Trends as one page without network and script: images for the light and the dark theme, and tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pytest_llmgpu.render.terminal.trends import changes
 
 __all__ = ["render"]
 
-_NARROW = 240  # pixels of a plot that a telephone shows whole with its axis and names; the wide one would lose half
+_NARROW_PX = 240  # width of a plot that fits on the screen of a phone, with its axis and names
 
 
 def render(trends: Sequence[Trend], machine: str) -> str:
-    """Return the page.
+    """Return the page of one machine.
 
     Raises:
         ValueError: the extra `report` is not installed.
@@ -47,5 +47,5 @@ def render(trends: Sequence[Trend], machine: str) -> str:
 
 
 def _address(chart: Chart, *, narrow: bool, dark: bool) -> str:
-    drawn = image(chart, "svg", dark=dark, titled=False, **({"width": _NARROW} if narrow else {}))
+    drawn = image(chart, "svg", dark=dark, titled=False, **({"width": _NARROW_PX} if narrow else {}))
     return f"data:image/svg+xml;base64,{base64.b64encode(drawn).decode()}"

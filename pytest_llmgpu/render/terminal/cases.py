@@ -1,4 +1,4 @@
-"""The tables of one block of cases: time and accuracy as the study's Table 2, communication and memory per GPU."""
+"""The tables of one block of cases: time and accuracy by batch size, communication and memory per GPU."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from tabulate import tabulate
 from pytest_llmgpu.render.device_columns import (
     COMMUNICATION,
     MEMORY,
-    Figure,
+    Column,
+    collectives,
+    device_values,
     digits,
     mean_and_largest,
-    of_devices,
-    sends,
-    why_missing,
+    missing,
 )
-from pytest_llmgpu.render.time_table import LEGEND, Cell, layout, row_name, study_table
+from pytest_llmgpu.render.time_table import LEGEND, Cell, layout, make_time_table, row_name
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
 __all__ = ["WIDTH", "Painter", "device_tables", "painter", "time_table"]
 
 WIDTH = 100
-"""Columns of a terminal that everything fits in, with three strategies."""
+"""The largest width of a table or message, in columns of the terminal; three strategies fit."""
 
 Painter = Callable[[str, str], str]
-"""Text and the number of an ANSI style to the text in that style."""
+"""A function of a text and the number of an ANSI style that returns the styled text."""
 
-_MB = 1e6
+_BYTES_PER_MB = 1e6
 
 _RED, _GREEN, _YELLOW = "31", "32", "33"
 _MARKS = {"best": "*", "wrong": "!", "graphs": "g:", "oom": "OoM:", "skipped": "-:"}
-"""What the legend explains; how a case failed explains itself."""
+"""The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
 
 def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
-    """Return batch sizes down and strategies across: time and accuracy, or how a case ended without them."""
-    table = study_table(cases)
+    """Return batch sizes down and strategies across: time and accuracy, or the outcome of a case that failed."""
+    table = make_time_table(cases)
     body = [[name, *(_cell(cell, paint) for cell in cells)] for name, cells in table.rows]
-    told = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
-    told += ["#2: the same once more, by another test or strategy"] * any("#" in name for name, _ in table.rows)
-    legend = "   ".join(told)
+    entries = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
+    entries += ["#2: measured again, by another test or strategy"] * any("#" in name for name, _ in table.rows)
     columns = ["batch size", *table.columns]
-    return "\n".join([table.title, _table(columns, body, ["right"] * len(columns)), *_wrap(legend)])
+    legend = textwrap.wrap("   ".join(entries), WIDTH)
+    return "\n".join([table.title, _table(columns, body, ["right"] * len(columns)), *legend])
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
-    """Return communication, path and memory of the completed cases, or a line that says why there are none."""
+    """Return the communication, path and memory of the completed cases, or the reason why there are no tables."""
     columns, rows = layout(cases)
     order = [(title, row, rows[row][title]) for title in columns for row in rows if title in rows[row]]
     order = [(title, row, result) for title, row, result in order if result.outcome == "completed"]
@@ -56,7 +56,7 @@ def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
         return ""
     by_title = {title: [result for other, _, result in order if other == title] for title, _, _ in order}
     if cases[0].case.device == "cpu":
-        text = "No communication or memory table: this ran on a CPU, and NVML and torch's counters see GPUs only."
+        text = "No table of communication or memory: the run used a CPU, and NVML and torch count on GPUs only."
         return "\n".join([text, *_collectives(by_title)])
     reasons: dict[str, list[str]] = {}
     communication = _device_table("Communication per GPU", COMMUNICATION, order, reasons, environment)
@@ -64,61 +64,70 @@ def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
         "\n".join(filter(None, [communication, *_collectives(by_title), *_paths(by_title)])),
         _device_table("Memory per GPU", MEMORY, order, reasons, environment),
     ]
-    lines = [wrapped for why, names in reasons.items() for wrapped in _wrap(f"No {', '.join(names)}: {why}.")]
+    lines = [line for why, names in reasons.items() for line in textwrap.wrap(f"No {', '.join(names)}: {why}.", WIDTH)]
     return "\n\n".join(filter(None, [*tables, "\n".join(lines)]))
+
+
+def painter(color: bool) -> Painter:
+    """Return a function that styles text; without colour it returns the text unchanged."""
+    return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
 
 
 def _device_table(
     title: str,
-    figures: Sequence[Figure],
+    columns: Sequence[Column],
     order: Sequence[tuple[str, tuple[int, int], CaseResult]],
     reasons: dict[str, list[str]],
     environment: Environment,
 ) -> str:
-    """Return a table of the figures that there are, and add to `reasons` those that there are not."""
+    """Return a table of the columns that have values, and add the others to `reasons`: reason -> names of columns."""
     results = [result for _, _, result in order]
-    spread = any(result.case.devices > 1 for result in results)
+    several = any(result.case.devices > 1 for result in results)
     values = {
-        figure: [of_devices(result, figure) for result in results] for figure in figures if spread or not figure.several
+        column: [device_values(result, column) for result in results]
+        for column in columns
+        if several or not column.several
     }
-    for figure in [figure for figure, found in values.items() if not any(found)]:
-        del values[figure]
-        if figure.key != "workspace_bytes":  # most strategies have none, which is nothing to explain
-            why = why_missing(results, figure, environment)
-            reasons.setdefault(why, []).append(figure.name)
+    for column in [column for column, found in values.items() if not any(found)]:
+        del values[column]
+        if column.key != "workspace_bytes":  # most strategies have no workspace
+            reasons.setdefault(missing(results, column, environment), []).append(column.name)
     if not values:
         return ""
-    written = {figure: mean_and_largest(column) for figure, column in values.items()}
+    cells = {column: mean_and_largest(found) for column, found in values.items()}
     names = [name if number == 0 or order[number - 1][0] != name else "" for number, (name, *_) in enumerate(order)]
     firsts = [[name, row_name(row)] for name, (_, row, _) in zip(names, order, strict=True)]
-    table, left_out = _fitted(firsts, written)
-    several = any(len(each) > 1 for column in values.values() for each in column)
-    lines = [f"{title}{': mean over the GPUs (largest)' if several else ''}", table]
-    if left_out:
-        lines.append(f"Left out for want of width (the report has them): {', '.join(one.name for one in left_out)}.")
+    table, dropped = _fitted(firsts, cells)
+    with_largest = any(len(each) > 1 for found in values.values() for each in found)
+    lines = [f"{title}{': mean over the GPUs (largest)' if with_largest else ''}", table]
+    if dropped:
+        lines.append(
+            f"Columns dropped to fit the width (the report has them): {', '.join(one.name for one in dropped)}."
+        )
     return "\n".join(lines)
 
 
 def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
-    """Yield how often the ranks of each strategy communicate, and what that puts on the wire, by kind."""
+    """Yield per strategy how often its ranks communicate and how many bytes they send, by kind of collective."""
     for title, results in by_title.items():
-        found = [sends(result) for result in results]
+        found = [collectives(result) for result in results]
         parts = []
         for kind in dict.fromkeys(kind for of_case in found for kind in of_case):
             calls, sizes = zip(*(of_case[kind] for of_case in found if kind in of_case), strict=True)
-            parts.append(f"{_span(calls)} {kind} a batch ({_span(size / _MB for size in sizes)} MB/sequence)")
+            megabytes = _range(size / _BYTES_PER_MB for size in sizes)
+            parts.append(f"{_range(calls)} {kind} per batch ({megabytes} MB/sequence)")
         if parts:
-            ranks = [rank for result in results if result.traffic is not None for rank in (result.traffic.ranks,)]
-            alike = all(rank == of_case[0] for of_case in ranks for rank in of_case)
+            ranks = [result.traffic.ranks for result in results if result.traffic is not None]
+            equal = all(rank == of_case[0] for of_case in ranks for rank in of_case)
             several = any(len(of_case) > 1 for of_case in ranks)
-            who = "each rank" if several and alike else "a rank on average" if several else "its one process"
-            yield _filled(f"{title}, {who}: {', '.join(parts)}")
+            sender = "each rank" if several and equal else "mean over the ranks" if several else "one process"
+            yield _filled(f"{title}, {sender}: {', '.join(parts)}")
 
 
 def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
-    """Yield which links carried the traffic of each strategy: a line a link, of the case that is farthest off.
+    """Yield which links carried the traffic of each strategy: one line per link, about the case with the largest error.
 
-    What a finding says already is left out.
+    A text that is also a finding of its case is left out.
     """
     for title, results in by_title.items():
         links: dict[str | None, list[tuple[float, CaseResult, Path]]] = {}
@@ -126,41 +135,34 @@ def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
             path = result.traffic.path if result.traffic is not None else None
             if path is not None and path.expected_bytes and path.text not in (one.text for one in result.findings):
                 counted = path.pcie_bytes if path.link in ("pcie", "host") else path.nvlink_bytes
-                off = abs((counted or 0.0) / path.expected_bytes - 1)
-                links.setdefault(path.link, []).append((off, result, path))
+                error = abs((counted or 0.0) / path.expected_bytes - 1)
+                links.setdefault(path.link, []).append((error, result, path))
         for found in links.values():
             _, result, path = max(found, key=lambda one: one[0])
             where = f"at batch size {result.case.batch_size}"
-            yield _filled(f"{title} {f'(farthest off {where})' if len(found) > 1 else where}: {path.text}")
+            yield _filled(f"{title} {f'(largest error {where})' if len(found) > 1 else where}: {path.text}")
 
 
-def _span(values: Iterable[float]) -> str:
-    """Return `least to most` to about three digits, or the one value that all are."""
+def _range(values: Iterable[float]) -> str:
+    """Return `least to most` with about three digits, or a single value if all are equal."""
     ends = sorted(set(values))
     shown = [f"{value:,.{0 if value.is_integer() else digits(value)}f}" for value in (ends[0], ends[-1])]
     return " to ".join(dict.fromkeys(shown))
 
 
-def _fitted(firsts: Sequence[Sequence[str]], written: Mapping[Figure, Sequence[str]]) -> tuple[str, list[Figure]]:
-    """Return the table of the figures that fit the width, and those left out for it."""
-    figures = list(written)
-    left_out: list[Figure] = []
+def _fitted(firsts: Sequence[Sequence[str]], cells: Mapping[Column, Sequence[str]]) -> tuple[str, list[Column]]:
+    """Return the table of the columns that fit the width, and the columns that were dropped."""
+    columns = list(cells)
+    dropped: list[Column] = []
     while True:
-        body = [
-            [*first, *cells] for first, *cells in zip(firsts, *(written[figure] for figure in figures), strict=True)
-        ]
-        headers = ["strategy", "batch\nsize", *(figure.title for figure in figures)]
+        body = [[*first, *row] for first, *row in zip(firsts, *(cells[column] for column in columns), strict=True)]
+        headers = ["strategy", "batch\nsize", *(column.title for column in columns)]
         table = _table(headers, body, ["left"] + ["right"] * (len(headers) - 1))
-        spare = max(figures, key=lambda figure: figure.spare)
-        if max(map(len, table.splitlines())) <= WIDTH or not spare.spare:
-            return table, left_out
-        figures.remove(spare)
-        left_out.append(spare)
-
-
-def painter(color: bool) -> Painter:
-    """Return a function that styles text, or one that leaves it as it is."""
-    return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
+        last = max(columns, key=lambda column: column.drop_order)
+        if max(map(len, table.splitlines())) <= WIDTH or not last.drop_order:
+            return table, dropped
+        columns.remove(last)
+        dropped.append(last)
 
 
 def _cell(cell: Cell, paint: Painter) -> str:
@@ -174,10 +176,6 @@ def _cell(cell: Cell, paint: Painter) -> str:
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH)
 
 
 def _table(headers: Sequence[str], body: Sequence[Sequence[str]], align: Sequence[str]) -> str:

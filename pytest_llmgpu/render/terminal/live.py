@@ -1,4 +1,4 @@
-"""What a person sees while a case runs: one line that is drawn over itself, after what pytest has written."""
+"""The live line of a running case: one line that is redrawn in place, after the text that pytest wrote."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from contextlib import AbstractContextManager
 __all__ = ["LiveLine"]
 
 _SAVE, _RESTORE, _CLEAR_TO_END = "\x1b7", "\x1b8", "\x1b[K"
-_LEAST_ROOM = 12
+_SMALLEST_WIDTH = 12
 
 
 class LiveLine:
-    """Draws on a terminal; where standard output is none, it draws nothing."""
+    """Draws on the terminal; draws nothing if standard output is not a terminal."""
 
-    def __init__(self, uncaptured: Callable[[], AbstractContextManager[None]], room: Callable[[], int]) -> None:
+    def __init__(self, uncaptured: Callable[[], AbstractContextManager[None]], width: Callable[[], int]) -> None:
         """Prepare to draw.
 
         Args:
-            uncaptured: Gives a context in which standard output is the real one.
-            room: Returns how many columns are left of the line that pytest is writing; asked in that context, since the
-                width of a terminal is asked of standard output.
+            uncaptured: returns a context in which standard output is the real one.
+            width: returns the number of free columns in the line that pytest writes. It is called in that context,
+                because the width of the terminal is read from standard output.
         """
         self._uncaptured = uncaptured
-        self._room = room
+        self._width = width
         self._drawn = False
 
     def show(self, text: str) -> None:
-        """Draw `text`, cut to the room there is, in place of what was drawn before."""
+        """Draw `text`, cut to the free width, in place of the text before it."""
         with self._uncaptured():
             if not sys.stdout.isatty():
                 return
-            room = self._room() - 1
-            if room >= _LEAST_ROOM:
-                _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + text[:room])
+            width = self._width() - 1
+            if width >= _SMALLEST_WIDTH:
+                _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + text[:width])
                 self._drawn = True
 
     def note(self, text: str) -> None:
-        """Show what takes time before a case runs; a line of its own where standard output is no terminal."""
+        """Show a slow step before a case runs; without a terminal the text is written as a line."""
         with self._uncaptured():
             if sys.stdout.isatty():
                 self.show(text)
@@ -46,7 +46,7 @@ class LiveLine:
                 _write(f"\n{text}\n")
 
     def clear(self) -> None:
-        """Take away what is drawn, so that pytest goes on where it stopped."""
+        """Remove the line, and put the cursor where pytest left it."""
         if self._drawn:
             with self._uncaptured():
                 _write(_RESTORE + _CLEAR_TO_END)

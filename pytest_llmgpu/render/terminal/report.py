@@ -1,4 +1,4 @@
-"""The report as text for a terminal: pure functions, at most 100 columns for three strategies."""
+"""The report as text for the terminal; three strategies fit into 100 columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, listed, model
+from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table
 from pytest_llmgpu.render.time_table import layout
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
@@ -16,20 +16,20 @@ from pytest_llmgpu.report.result import CaseResult, Comparison, Finding
 
 __all__ = ["headline", "progress", "tables"]
 
-_SAME_KIND = 3  # findings of one kind that are shown before the rest is counted
+_SHOWN_PER_KIND = 3  # findings of one kind; of the others only the cases are named
 
 _RED, _YELLOW, _BOLD = "31", "33", "1"
 _SEVERITIES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}  # worst first
 
 
 def headline(machine: Machine, cases: Sequence[Case]) -> str:
-    """Return one line that says what is going to be measured on what."""
+    """Return one line with the machine and the selected cases."""
     parts = [machine.describe()]
     if cases:
-        parts += listed(model(case) for case in cases)
-        parts.append(", ".join(listed(case.dtype for case in cases)))
-        parts += listed(dataset(case) for case in cases)
-        strategies = listed(case.strategy for case in cases)
+        parts += unique(model(case) for case in cases)
+        parts.append(", ".join(unique(case.dtype for case in cases)))
+        parts += unique(dataset(case) for case in cases)
+        strategies = unique(case.strategy for case in cases)
         parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
         sizes = sorted({case.batch_size for case in cases})
         parts.append(("batch size " if len(sizes) == 1 else "batch sizes ") + ", ".join(map(str, sizes)))
@@ -40,11 +40,11 @@ def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: 
     """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`.
 
     Args:
-        name: id of the case.
-        done: finished batches.
-        total: batches of the case.
-        elapsed_s: seconds since the first batch could start.
-        batch_size: sequences per batch.
+        name: the id of the case.
+        done: the number of finished batches.
+        total: the number of batches of the case.
+        elapsed_s: the seconds since the batches started.
+        batch_size: the number of sequences per batch.
     """
     line = f"{name}  {done}/{total} batches"
     if not done or elapsed_s <= 0:
@@ -55,14 +55,15 @@ def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: 
 
 
 def tables(report: Report, color: bool = False) -> str:
-    """Return the report as tables: time, accuracy and agreement, then the devices, then the findings, worst first.
+    """Return the report as tables: times, accuracy and differences from mp, then the devices, then the findings.
 
-    Cases that differ in more than strategy and batch size get a block of their own, under a caption.
+    Cases that differ in more than strategy and batch size are in separate blocks, each with a caption. The worst
+    finding comes first.
     """
     paint = painter(color)
-    tabled = blocks(report.cases)
+    found = blocks(report.cases)
     parts: list[str] = []
-    for caption, cases in zip(captions(tabled, report), tabled, strict=True):
+    for caption, cases in zip(captions(found, report), found, strict=True):
         timed = "\n".join([time_table(cases, paint), *_comparisons(cases)])
         largest = "\n".join(_capacities(cases, report))
         parts += [paint(caption, _BOLD), timed, device_tables(cases, report.environment), largest]
@@ -70,17 +71,17 @@ def tables(report: Report, color: bool = False) -> str:
 
 
 def _capacities(cases: Sequence[CaseResult], report: Report) -> Iterator[str]:
-    """Yield the largest batch size of each series of a block, where there is more to say than that all fitted."""
-    asked = report.options.get("--llmgpu-find-max-batch") is True
+    """Yield the largest batch size of each series, if it was searched, predicted or limited by memory."""
+    searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
     for capacity in capacities(report):
         known = capacity.smallest_oom is not None or capacity.prediction is not None
-        if capacity.series in series and (asked or known):
+        if capacity.series in series and (searched or known):
             yield textwrap.fill(f"{capacity.strategy}: {capacity.text}", WIDTH, subsequent_indent="  ")
 
 
 def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
-    """Yield how each strategy differs from mp, at the batch size where it does most."""
+    """Yield how much each strategy differs from mp, at the batch size with the largest difference."""
     columns, rows = layout(cases)
     for title in columns:
         results = [row[title] for row in rows.values() if title in row]
@@ -92,13 +93,13 @@ def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
         first, *rest = _differences(result, worst)
-        line = f"{title} against {REFERENCE_STRATEGY}{where}: {first}"
+        line = f"{title} compared with {REFERENCE_STRATEGY}{where}: {first}"
         text = ", ".join([line, *rest])
         yield text if len(text) <= WIDTH else ",\n  ".join([line, *rest])
 
 
 def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
-    """Return by what a strategy's worst case is found: numbers of random weights, answers of others."""
+    """Return the sort key of the worst case: with random weights the numbers decide, else the predictions."""
     difference = comparison.largest_difference
     if result.case.load_format == "dummy":
         return (difference is None, 0, 0, difference or 0.0)
@@ -106,36 +107,36 @@ def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, in
 
 
 def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
+    dummy = result.case.load_format == "dummy"
     parts = []
-    if result.case.load_format != "dummy":
+    if not dummy:
         text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
         if comparison.mcnemar_p is not None:
             text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {written(comparison.mcnemar_p)})"
         parts.append(text)
-    # What is judged: of random weights the largest difference, of trained ones the typical, since one near 0 is large.
-    dummy = result.case.load_format == "dummy"
+    # The accuracy check uses the same figures: the largest difference of random weights, and the typical difference of
+    # trained weights, because the relative difference of a log-likelihood near 0 is always large.
     difference = comparison.largest_difference if dummy else comparison.typical_difference
     if difference is None:
         parts.append("not all log-likelihoods are finite")
     elif not difference:
         parts.append("log-likelihoods equal")
     else:
-        how = "within" if dummy else "typically"
-        parts.append(f"log-likelihoods {how} {100 * difference:.2g} %{'' if dummy else ' apart'}")
+        parts.append(f"log-likelihoods differ by {100 * difference:.2g} % ({'largest' if dummy else 'typical'})")
     return parts
 
 
 def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
-    """Yield the findings, worst first; those that ask for the same step share it."""
+    """Yield the findings, worst first; findings with the same next step are joined."""
     kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
     for result in cases:
         for finding in result.findings:
             kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
     worst_first = list(_SEVERITIES)
     for (severity, _, next_step), found in sorted(kinds.items(), key=lambda kind: worst_first.index(kind[0][0])):
-        lines = [f"{name}: {finding.text}" for name, finding in found[:_SAME_KIND]]
-        if more := [name for name, _ in found[_SAME_KIND:]]:
-            lines.append(f"The same of {', '.join(more)}: see the report.")
+        lines = [f"{name}: {finding.text}" for name, finding in found[:_SHOWN_PER_KIND]]
+        if more := [name for name, _ in found[_SHOWN_PER_KIND:]]:
+            lines.append(f"The same finding: {', '.join(more)} (see the report).")
         lines.append(f"-> {next_step}")
         indent = " " * 9
         text = "\n".join(

@@ -1,4 +1,4 @@
-"""Trends as text for a terminal: cases down, reports across."""
+"""Trends as text for the terminal: cases down, reports across."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pytest_llmgpu.gate.trends import Change, Figure, Trend
 __all__ = ["before", "cell", "changes", "head", "tables"]
 
 _STYLES: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "changed": ("~", "33")}
-"""What stands before a figure that changed, and how it is painted."""
+"""The mark before a figure that changed, and its ANSI style."""
 
-_LEGEND = "! worse   * better   ~ other answers   by the gate, against the last report before it that has the case"
+_LEGEND = "! worse   * better   ~ predictions changed   (compared with the last earlier report of the case)"
 _ENDED = {"oom": "OoM", "skipped_after_oom": "-"}
 
 
 def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
-    """Return a table a metric, and what the gate said of each change.
+    """Return one table per metric, and the reason of each change.
 
     Args:
-        trends: of the same reports.
-        paint: text and the number of an ANSI style to the text in that style.
+        trends: the trends of the metrics, all of the same reports.
+        paint: a function of a text and the number of an ANSI style that returns the styled text.
     """
     parts = []
     for trend in trends:
@@ -35,22 +35,22 @@ def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
         align = ["left", *["right"] * len(trend.columns)]
         parts.append(f"{trend.title}\n" + tabulate(body, ["case", *head(trend)], disable_numparse=True, colalign=align))
     marks: dict[Change, str] = {change: mark for change, (mark, _) in _STYLES.items()}
-    told = [line for trend in trends for line in changes(trend, marks)]
-    return "\n\n".join([*parts, "\n".join([_LEGEND, *told] if told else ["nothing changed that the gate is sure of"])])
+    reasons = [line for trend in trends for line in changes(trend, marks)]
+    return "\n\n".join([*parts, "\n".join([_LEGEND, *reasons] if reasons else ["The gate found no change."])])
 
 
 def head(trend: Trend) -> list[str]:
-    """Return the titles of the columns: number and commit."""
+    """Return the titles of the columns: number and commit of each report."""
     return [f"{column.number:04}\n{column.commit.split(' ')[0]}" for column in trend.columns]
 
 
 def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str:
-    """Return a figure as people read it, with by how much it changed where the gate says that it did.
+    """Return a figure as text, with its change if the gate found one.
 
     Args:
-        one: the figure; None where there is none.
-        then: the one before it.
-        points: whether its changes are differences, as of percentages.
+        one: the figure; None if the report does not have the case.
+        then: the value of the last earlier report that has one; None if there is none.
+        points: True if a change is a difference of percentages; False if it is relative.
     """
     if one is None:
         return ""
@@ -64,12 +64,12 @@ def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str
 
 
 def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) -> Iterator[str]:
-    """Yield a line for each change, with what the gate says of it.
+    """Yield one line per change, with the reason from the gate.
 
     Args:
-        trend: whose changes.
-        marks: what stands before each kind.
-        named: whether a line says of which metric it is.
+        trend: the trend of one metric.
+        marks: the mark before each kind of change.
+        named: True if each line names the metric.
     """
     metric = f" {trend.metric}" if named else ""
     for line in trend.lines:
@@ -80,7 +80,7 @@ def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) ->
 
 
 def before(figures: Sequence[Figure | None]) -> list[float | None]:
-    """Return for each figure the value of the last one before it that has one."""
+    """Return for each figure the last earlier value."""
     found: list[float | None] = []
     last: float | None = None
     for one in figures:

@@ -434,8 +434,8 @@ def test_panels_are_told_apart_in_words_for_people() -> None:
     """A cap in GiB, and of the one without a cap that it has none."""
     report = make_report([make_result(), make_result(gpu_memory_bytes=18575523840)])
     assert [chart.title for chart in charts.of_report(report).charts][::2] == [
-        "Time by batch size: all of the memory",
-        "Time by batch size: 17.3 GiB allowed of each",
+        "Time by batch size: no memory limit",
+        "Time by batch size: memory limit 17.3 GiB per GPU",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's chromium and chromium-driver, without a screen and without a network."""
+"""The page in headless Chromium without a network (Debian: chromium and chromium-driver)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from render.html.test_report import EVIL, row, study, verdicts
+from support.page_reports import EVIL, make_verdicts, paper_report, time_row
 from support.report_factory import GIB
 
 from pytest_llmgpu.render.html import report as html_report
@@ -22,7 +22,9 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's test
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
 
-_WAIT_S = 30
+pytestmark = pytest.mark.slow
+
+_WAIT_S = 300
 _DRAWN = "return document.documentElement.dataset.ready === 'yes'"
 
 _CONTRASTS = """
@@ -59,13 +61,13 @@ while (walker.nextNode()) {
 }
 return found;
 """
-"""The contrast of all text with its ground, by WCAG 2.2, in the colours that the browser computed."""
+"""The contrast of all text with its background by WCAG 2.2, from the colours that the browser computed."""
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return where the page lies that all tests look at: everything is in it, and an id that looks like a script."""
-    report = study()
+    """Return the address of a page with every section, and with an id that looks like a script."""
+    report = paper_report()
     report.cases[1].id = EVIL
     report.cases[0].findings = [
         Finding(code="first", severity="failure", text=f"{EVIL} is long " * 9, next_step="Look."),
@@ -74,8 +76,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         Finding(code="fourth", severity="info", text="It is old.", next_step="Look."),
     ]
     report.cases[0].failure = Failure(phase="forward", message="x", log_tail=f"OutOfMemoryError: {'a_long_line ' * 50}")
-    rows = [row(report, number, verdict) for number, verdict in enumerate(("REGRESSED", "MISSING", "IMPROVED", "OK"))]
-    report.verdicts = verdicts(*rows)
+    rows = [
+        time_row(report, number, verdict) for number, verdict in enumerate(("REGRESSED", "MISSING", "IMPROVED", "OK"))
+    ]
+    report.verdicts = make_verdicts(*rows)
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(html_report.render(report, name=EVIL), encoding="utf-8")
     return path.as_uri()
@@ -87,11 +91,10 @@ def started() -> Iterator[Any]:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:
-        pytest.skip("the page is looked at in Chromium: apt-get install chromium chromium-driver")
+        pytest.skip("these tests need Chromium: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    # Scroll bars have no width, so that a page of 400 px has them all;
-    # without its sandbox, which root has not, and without /dev/shm, which is small in containers.
+    # Scroll bars take no width from the page. root cannot use the sandbox. /dev/shm is too small in containers.
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
@@ -102,7 +105,7 @@ def started() -> Iterator[Any]:
 
 @pytest.fixture
 def page(started: Any, address: str) -> Any:
-    """Return the browser with the page drawn, 1280 pixels wide, light."""
+    """Return the browser with the drawn page, 1280 pixels wide, in the light theme."""
     show(started, address)
     return started
 
@@ -116,13 +119,13 @@ def show(browser: Any, address: str, *, width: int = 1280, theme: str = "light",
     preferred = {"media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", preferred)
     for log in ("browser", "performance"):
-        browser.get_log(log)  # what earlier tests left
+        browser.get_log(log)  # entries of earlier tests
     browser.get(address)
     WebDriverWait(browser, _WAIT_S).until(lambda it: it.execute_script(_DRAWN))
 
 
 def test_every_chart_is_drawn(page: Any) -> None:
-    """A picture with marks in it, none that could not be drawn, each as wide as its place allows."""
+    """Every chart has marks, none failed, and each uses the width of its place."""
     drawn = page.execute_script(
         "return [...document.querySelectorAll('.chart')].map((place) => ({"
         " marks: place.querySelectorAll('svg path, svg text').length, failed: place.classList.contains('failed'),"
@@ -133,8 +136,8 @@ def test_every_chart_is_drawn(page: Any) -> None:
     assert all(0.5 < chart["share"] <= 1.01 for chart in drawn)
 
 
-def test_nothing_is_wrong_by_the_console_and_no_request_leaves(page: Any) -> None:
-    """The console holds no error, and the page itself is all that was ever asked for."""
+def test_the_console_has_no_error_and_no_request_leaves(page: Any) -> None:
+    """The page itself is the only request."""
     from selenium.webdriver.common.by import By
 
     page.find_element(By.ID, "theme").click()
@@ -145,8 +148,8 @@ def test_nothing_is_wrong_by_the_console_and_no_request_leaves(page: Any) -> Non
     assert {url for url in asked if not url.startswith("data:")} == {page.current_url}
 
 
-def test_a_point_says_its_figures_under_the_pointer(page: Any) -> None:
-    """With their units; what is left empties it again."""
+def test_a_point_has_a_tooltip(page: Any) -> None:
+    """The tooltip has the figures with their units, and it is hidden when the pointer leaves the point."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
@@ -164,7 +167,7 @@ def test_a_point_says_its_figures_under_the_pointer(page: Any) -> None:
 
 
 def test_an_id_that_looks_like_a_script_is_text(page: Any) -> None:
-    """In the page, in the list of cases, and in what is drawn when it is chosen."""
+    """It is text in the page, in the list of cases and in the timelines of the case."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.select import Select
     from selenium.webdriver.support.wait import WebDriverWait
@@ -181,8 +184,8 @@ def test_an_id_that_looks_like_a_script_is_text(page: Any) -> None:
     assert page.execute_script("return document.getElementsByTagName('script').length") == 3
 
 
-def test_the_time_lines_of_a_chosen_case_are_drawn_with_their_table(page: Any) -> None:
-    """The first case is shown at once; another replaces it; its figures are a table as soon as somebody opens it."""
+def test_the_timelines_of_a_chosen_case_are_drawn_with_their_table(page: Any) -> None:
+    """The first case is shown at first; another case replaces it; a table is made when it is opened."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.select import Select
     from selenium.webdriver.support.wait import WebDriverWait
@@ -200,8 +203,8 @@ def test_the_time_lines_of_a_chosen_case_are_drawn_with_their_table(page: Any) -
     assert "GPU 3" in figures[0].find_element(By.TAG_NAME, "thead").text
 
 
-def test_a_script_that_got_in_would_not_run(page: Any) -> None:
-    """The page's policy lets nothing run but its own two scripts."""
+def test_an_injected_script_does_not_run(page: Any) -> None:
+    """The content security policy permits the two scripts of the page only."""
     page.execute_script(
         "const script = document.createElement('script'); script.textContent = 'window.foreign = 1';"
         "document.body.append(script)"
@@ -212,7 +215,7 @@ def test_a_script_that_got_in_would_not_run(page: Any) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_all_text_has_contrast(started: Any, address: str, theme: str) -> None:
-    """4.5 to 1 at least (WCAG AA), axes and legends of charts included, in both themes."""
+    """The contrast is 4.5 to 1 or more (WCAG AA) in both themes, also in the axes and legends of charts."""
     show(started, address, theme=theme)
     contrasts = started.execute_script(_CONTRASTS)
     assert len(contrasts) > 15
@@ -221,7 +224,7 @@ def test_all_text_has_contrast(started: Any, address: str, theme: str) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_theme_follows_the_system_until_it_is_chosen(started: Any, address: str, theme: str) -> None:
-    """And the charts follow it without being drawn again."""
+    """The charts change their colours without being drawn again."""
     from selenium.webdriver.common.by import By
 
     def colors() -> tuple[str, str]:
@@ -233,20 +236,20 @@ def test_the_theme_follows_the_system_until_it_is_chosen(started: Any, address: 
 
     show(started, address, theme=theme)
     button = started.find_element(By.ID, "theme")
-    before, said = colors(), button.text
+    before, label = colors(), button.text
     assert (before[0] == "rgb(255, 255, 255)") is (theme == "light")
-    assert said == ("Dark theme" if theme == "light" else "Light theme")
+    assert label == ("Dark theme" if theme == "light" else "Light theme")
     button.click()
     after = colors()
     assert before[0] != after[0]
     assert before[1] != after[1]
     button.click()
-    assert (colors(), button.text) == (before, said)
+    assert (colors(), button.text) == (before, label)
 
 
 @pytest.mark.parametrize("width", [320, 400, 768])
 def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str, width: int) -> None:
-    """Everything is within the width, unfolded too; wide tables scroll in their own place."""
+    """The page is as wide as the screen with all details open; wide tables scroll in their own region."""
     show(started, address, width=width)
     wide = "return document.documentElement.scrollWidth"
     assert started.execute_script(wide) == width
@@ -263,7 +266,7 @@ return [...chart.querySelectorAll('text')].filter((it) => it.textContent.endsWit
   return { text: it.textContent, left: left - plot.left, right: plot.right - right, top, bottom };
 });
 """
-"""The texts of predictions in the chart of memory, with their distance to both sides of the plot."""
+"""The texts of predictions in the memory chart, with their distances to the edges of the plot."""
 
 
 @pytest.mark.parametrize(
@@ -273,8 +276,8 @@ return [...chart.querySelectorAll('text')].filter((it) => it.textContent.endsWit
 def test_what_should_fit_is_written_within_the_plot(
     started: Any, tmp_path: Path, width: int, memory_gib: float, side: str
 ) -> None:
-    """Over no axis, and none over another; beside its line where there is room, at the left edge where there is not."""
-    report = study()
+    """No text overlaps an axis or another text; it is next to its line, or at the left edge if there is no space."""
+    report = paper_report()
     size = int(memory_gib * GIB)
     report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=size) for gpu in report.environment.gpus]
     for result in report.cases:
@@ -296,31 +299,31 @@ def test_what_should_fit_is_written_within_the_plot(
     assert side != "left of it" or max(ends) - min(ends) < 1
 
 
-def test_a_caption_is_as_wide_as_there_is_room(started: Any, tmp_path: Path) -> None:
-    """That of one strategy's narrow table too, which stays narrow; on a telephone nothing juts out."""
-    report = study()
+def test_a_caption_uses_the_width_of_its_region(started: Any, tmp_path: Path) -> None:
+    """The caption of a narrow table is wide, too, and the table stays narrow; on a phone nothing overflows."""
+    report = paper_report()
     report.cases = [result for result in report.cases if result.case.strategy == "mp"]
     path = tmp_path / "page.html"
     path.write_text(html_report.render(report), encoding="utf-8")
     sizes = (
         "const box = (name) => document.querySelector(name).getBoundingClientRect();"
-        "const caption = document.querySelector('.study caption'), region = caption.closest('.scroll');"
+        "const caption = document.querySelector('.times caption'), region = caption.closest('.scroll');"
         "const lines = caption.getClientRects()[0].height / parseFloat(getComputedStyle(caption).lineHeight);"
-        "return { caption: box('.study caption').width, table: box('.study tbody').width, lines,"
-        " room: region.clientWidth, within: region.scrollWidth }"
+        "return { caption: box('.times caption').width, table: box('.times tbody').width, lines,"
+        " region: region.clientWidth, within: region.scrollWidth }"
     )
     for width in (1280, 400):
         show(started, path.as_uri(), width=width)
         found = started.execute_script(sizes)
-        assert found["caption"] >= 0.9 * min(found["room"], 62 * 16)
-        assert found["within"] <= found["room"]
+        assert found["caption"] >= 0.9 * min(found["region"], 62 * 16)
+        assert found["within"] <= found["region"]
         assert found["lines"] < 2.5
-        assert width == 400 or found["table"] < found["room"] / 2
+        assert width == 400 or found["table"] < found["region"] / 2
 
 
 @pytest.mark.parametrize(("width", "media"), [(600, "screen"), (768, "screen"), (794, "print")])
-def test_a_reason_has_room(started: Any, address: str, width: int, media: str) -> None:
-    """Sentences in a column of 65 pixels are not read."""
+def test_a_reason_has_a_readable_width(started: Any, address: str, width: int, media: str) -> None:
+    """The column of reasons is at least 200 pixels wide."""
     show(started, address, width=width, media=media)
     widths = started.execute_script(
         "document.querySelectorAll('details').forEach((details) => { details.open = true; });"
@@ -330,8 +333,8 @@ def test_a_reason_has_room(started: Any, address: str, width: int, media: str) -
     assert min(widths) >= 200
 
 
-def test_all_but_figures_is_unfolded_for_paper(page: Any) -> None:
-    """Which cannot be clicked on; the tables behind the charts are not printed, and on the screen all is as before."""
+def test_details_are_opened_for_printing(page: Any) -> None:
+    """Tables of chart data stay closed, and after printing everything is as before."""
     closed = "return document.querySelectorAll('details:not([open], .data, .log)').length"
     before = page.execute_script(closed)
     assert before > 0
@@ -342,8 +345,8 @@ def test_all_but_figures_is_unfolded_for_paper(page: Any) -> None:
     assert page.execute_script(closed) == before
 
 
-def test_it_can_be_used_by_keyboard(page: Any) -> None:
-    """The first key leads past the navigation; what has the focus shows it; the theme changes by a key."""
+def test_the_page_works_with_the_keyboard(page: Any) -> None:
+    """The first link skips the navigation, the focus has an outline, and a key changes the theme."""
     from selenium.webdriver.common.keys import Keys
 
     page.switch_to.active_element.send_keys(Keys.TAB)
@@ -358,8 +361,8 @@ def test_it_can_be_used_by_keyboard(page: Any) -> None:
     assert page.execute_script("return document.documentElement.dataset.theme") == "dark"
 
 
-def test_it_prints_dark_on_white(started: Any, address: str) -> None:
-    """Whatever the screen shows: no dark ground, no button, no navigation; charts fit the paper."""
+def test_the_page_prints_dark_on_white(started: Any, address: str) -> None:
+    """The printed page has charts, and no dark background, button or navigation, also in the dark theme."""
     show(started, address, theme="dark", media="print", width=794)
     shown = started.execute_script(
         "const shown = (name) => getComputedStyle(document.querySelector(name)).display !== 'none';"
@@ -369,8 +372,8 @@ def test_it_prints_dark_on_white(started: Any, address: str) -> None:
     assert started.execute_script("return document.documentElement.scrollWidth") == 794
 
 
-def test_it_is_read_without_javascript(started: Any, address: str) -> None:
-    """The verdict, the tables and the figures behind the charts need none."""
+def test_the_page_is_readable_without_javascript(started: Any, address: str) -> None:
+    """The status, the tables and the data of charts need no script."""
     from selenium.webdriver.common.by import By
 
     started.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
@@ -379,11 +382,11 @@ def test_it_is_read_without_javascript(started: Any, address: str) -> None:
         text = started.find_element(By.TAG_NAME, "body").text
     finally:
         started.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "The charts need JavaScript" in text
+    assert "JavaScript" in text
     assert "Batch size" in text
 
 
-def test_the_pages_own_files_are_with_the_package() -> None:
-    """The template, the style and the script lie where an installed package has them."""
+def test_the_files_of_the_page_are_in_the_package() -> None:
+    """The template, the style and the script are in the folder of the module."""
     folder = Path(html_report.__file__).parent
     assert {"page.html", "trend.html", "page.css", "page.js"} <= {path.name for path in folder.iterdir()}

@@ -1,9 +1,8 @@
-"""What a page is filled with: the gate's rows by parts, what it was measured on, the colours of its charts."""
+"""The data of a page: the groups of verdicts, the facts, and the colours of the charts."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -20,7 +19,7 @@ from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.verdicts import Armed, Row, Verdicts
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
-"""Colours of letters."""
+"""Colours of text."""
 
 
 def _row(name: str, verdict: str, **fields: Any) -> Row:
@@ -33,7 +32,7 @@ def _verdicts(rows: list[Row], warnings: Sequence[str] = ()) -> Verdicts:
 
 
 def _variables(selector: str) -> dict[str, tuple[int, int, int]]:
-    """Return the colours that the style sets for a selector, as red, green and blue."""
+    """Return the colours of a selector in the style, as red, green and blue."""
     style = (resources.files("pytest_llmgpu.render.html") / "page.css").read_text(encoding="utf-8")
     body = style.split(selector, 1)[1].split("}", 1)[0]
     found = re.findall(r"--([a-z]+): #([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})", body)
@@ -56,26 +55,26 @@ def _contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
     "selector", [":root {", ':root[data-theme="dark"] {', ':root:not([data-theme="light"]) {', "@media print {"]
 )
 def test_colours_have_contrast(selector: str) -> None:
-    """Letters 4.5 to 1 on the ground and on what is lifted from it, edges of controls 3 to 1, in every theme."""
+    """In every theme text has a contrast of 4.5 to 1 or more, and the edges of controls 3 to 1 or more."""
     color = _variables(selector)
     for ground in (color["ground"], color["surface"]):
         assert {name: _contrast(color[name], ground) for name in _TEXT if _contrast(color[name], ground) < 4.5} == {}
         assert _contrast(color["edge"], ground) >= 3
 
 
-def test_the_dark_theme_is_the_same_chosen_or_from_the_system() -> None:
-    """It stands twice in the style, since a selector cannot be in two media."""
+def test_a_chosen_dark_theme_is_the_dark_theme_of_the_system() -> None:
+    """The style has it twice, because a selector cannot be in two media queries."""
     assert _variables(':root[data-theme="dark"] {') == _variables(':root:not([data-theme="light"]) {')
 
 
-def test_nothing_moves_by_itself() -> None:
-    """Not even for those who did not ask for less motion."""
+def test_the_page_has_no_animation() -> None:
+    """The style has no animation, transition or smooth scrolling."""
     style = (resources.files("pytest_llmgpu.render.html") / "page.css").read_text(encoding="utf-8")
     assert re.findall(r"animation|transition|smooth|@keyframes", style) == []
 
 
-def test_no_colour_of_a_chart_is_fixed() -> None:
-    """Each is a variable, which the style sets for both themes to what the theme of the charts has."""
+def test_colours_of_charts_are_variables() -> None:
+    """The style sets each variable to the colour of the chart theme, for light and dark."""
     config, style = colors.config_and_style()
     assert "#" not in msgspec.json.encode(config).decode()
     chosen = re.findall(r"var\((--chart-\d+)\)", str(config["range"]["category"]))
@@ -85,8 +84,8 @@ def test_no_colour_of_a_chart_is_fixed() -> None:
     assert system == dark
 
 
-def test_rows_are_parted_by_what_they_ask_of_people() -> None:
-    """What fails, what is worse but allowed, what is better, what was not told, what did not change."""
+def test_verdicts_are_grouped_by_their_effect_on_the_gate() -> None:
+    """Failing verdicts are the first group, unchanged metrics the last one."""
     rows = [
         _row("a", "OK"),
         _row("b", "IMPROVED"),
@@ -108,8 +107,8 @@ def test_rows_are_parted_by_what_they_ask_of_people() -> None:
     }
 
 
-def test_rows_of_a_metric_with_one_verdict_stand_together() -> None:
-    """A line a case, and one for cases of which the same is said."""
+def test_rows_with_the_same_metric_and_verdict_are_one_group() -> None:
+    """Cases with the same reason share a line."""
     rows = [_row("a", "MISSING"), _row("b", "MISSING"), _row("c", "MISSING", reason="lost"), _row("d", "NEW")]
     groups = [group for _, part in grouped(_verdicts(rows), Policy()) for group in part]
     assert [(group.verdict, group.count) for group in groups] == [("MISSING", 3), ("NEW", 1)]
@@ -119,46 +118,38 @@ def test_rows_of_a_metric_with_one_verdict_stand_together() -> None:
 @pytest.mark.parametrize(
     ("warnings", "reason"), [(["differs from the baseline: x"], "a."), ([], "a.\nAlso changed: x.")]
 )
-def test_what_differs_is_not_repeated_in_each_row(warnings: list[str], reason: str) -> None:
-    """It stands above them."""
+def test_differences_of_the_environment_are_shown_once(warnings: list[str], reason: str) -> None:
+    """If a warning above the rows names them, the rows do not."""
     rows = [_row("a", "REGRESSED", reason="a.\nAlso changed: x.")]
     [group] = [group for _, part in grouped(_verdicts(rows, warnings), Policy()) for group in part]
     assert [line.reason for line in group.lines] == [reason]
 
 
-def test_options_are_told_where_they_are_not_the_defaults() -> None:
-    """Beside the baseline's, and what only one of both says."""
+def test_options_are_shown_if_they_are_not_the_defaults() -> None:
+    """An option that only one report changed has the value `default` for the other."""
     own, other = make_report(), make_report()
     own.options = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-scoring": "harness"}
     other.options = {"--strategy": ["mp"], "--llmgpu-limit": 60, "--llmgpu-scoring": "harness"}
-    told = {fact.name: (fact.value, fact.was) for fact in facts.options(own, other)}
-    assert told == {
+    found = {fact.name: (fact.value, fact.baseline) for fact in facts.options(own, other)}
+    assert found == {
         "--strategy": ("mp,tp", "default"),
         "--llmgpu-scoring": ("harness", None),
         "--llmgpu-limit": ("default", "60"),
     }
 
 
-def test_an_amount_of_memory_is_told_in_gib() -> None:
-    """As the terminal does, with digits enough to tell it from another; a number of items is none."""
+def test_a_memory_limit_is_shown_in_gib() -> None:
+    """It has six digits, because nearly equal limits differ; a number of items is shown as it is."""
     own, other = make_report(), make_report()
     own.options = {"--llmgpu-gpu-memory": 34037615821, "--llmgpu-limit": 34037615821}
     other.options = {"--llmgpu-gpu-memory": 34034679808}
-    told = {fact.name: (fact.value, fact.was) for fact in facts.options(own, other)}
-    assert told["--llmgpu-gpu-memory"] == ("31.7 GiB", "31.6973 GiB")
-    assert told["--llmgpu-limit"] == ("34037615821", "default")
+    found = {fact.name: (fact.value, fact.baseline) for fact in facts.options(own, other)}
+    assert found["--llmgpu-gpu-memory"] == ("31.7 GiB", "31.6973 GiB")
+    assert found["--llmgpu-limit"] == ("34037615821", "default")
 
 
-def test_without_pytest_no_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that only judges has no need of it; what the defaults are is then not known."""
-    report = make_report()
-    report.options = {"--llmgpu-scoring": "harness"}
-    monkeypatch.setitem(sys.modules, "pytest_llmgpu.plugin.options", None)
-    assert facts.options(report, None) == []
-
-
-def test_gpus_are_told_with_the_lanes_they_have() -> None:
-    """A badly seated board explains a slow run."""
+def test_gpus_are_shown_with_their_pcie_lanes() -> None:
+    """Missing lanes can be the cause of a slow run."""
     report = make_report(gpus=1)
     [gpu] = report.environment.gpus
     report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=2**35, pcie_gen=3, pcie_width=8)]
@@ -166,15 +157,15 @@ def test_gpus_are_told_with_the_lanes_they_have() -> None:
     assert machine["GPUs"] == "1 x NVIDIA H200, 32 GiB, PCIe 3.0 x8"
 
 
-def test_facts_stand_beside_the_baselines_where_they_differ() -> None:
-    """Also what only one of both has; without a baseline there is nothing beside them."""
+def test_facts_have_the_value_of_the_baseline_if_it_differs() -> None:
+    """A fact that one report lacks is `-` there; without a baseline no fact has a second value."""
     own, other = make_report(), make_report()
     own.commit, other.commit = Commit(sha="a" * 40, branch="main", dirty=True), Commit(sha="b" * 40)
     own.environment.versions = {"torch": "2.11.0", "triton": "3.6.0", "ray": None}
     other.environment.versions = {"torch": "2.10.0", "triton": "3.6.0", "deepspeed": "0.19.8"}
-    libraries = {fact.name: (fact.value, fact.was) for fact in facts.libraries(own, other)}
+    libraries = {fact.name: (fact.value, fact.baseline) for fact in facts.libraries(own, other)}
     assert libraries == {"torch": ("2.11.0", "2.10.0"), "triton": ("3.6.0", None), "deepspeed": ("-", "0.19.8")}
-    machine = {fact.name: (fact.value, fact.was) for fact in facts.machine(own, other)}
-    assert machine["Commit"] == (f"{'a' * 40} (main) with changes", "b" * 40)
+    machine = {fact.name: (fact.value, fact.baseline) for fact in facts.machine(own, other)}
+    assert machine["Commit"] == (f"{'a' * 40} (main) with uncommitted changes", "b" * 40)
     assert machine["GPUs"] == ("4 x NVIDIA H200", None)
-    assert all(fact.was is None for fact in facts.machine(own, None))
+    assert all(fact.baseline is None for fact in facts.machine(own, None))

@@ -15,7 +15,7 @@ pytest.importorskip("vl_convert", reason="needs the extra report")
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
-    """Runs in which cases take no time."""
+    """Return runs whose cases take no time."""
     pytester.makepyfile(test_it=BENCHMARK)
     runs = FakedRuns(pytester)
     runs.start(monkeypatch)
@@ -23,7 +23,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns
 
 
 def test_a_run_writes_its_page(run: FakedRuns, pytester: pytest.Pytester) -> None:
-    """At the end, with every case, and the summary says where."""
+    """The page has every case, and the terminal has its path."""
     result = run("--llmgpu-html=page.html")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["page: page.html"])
@@ -31,8 +31,8 @@ def test_a_run_writes_its_page(run: FakedRuns, pytester: pytest.Pytester) -> Non
     assert all(re.search(rf"<th [^>]*>\s*{size}\s*</th>", text) for size in (1, 4, 8))
 
 
-def test_the_page_shows_what_the_run_was_compared_with(run: FakedRuns, pytester: pytest.Pytester) -> None:
-    """The verdicts are those of the report."""
+def test_the_page_of_a_run_has_its_verdicts(run: FakedRuns, pytester: pytest.Pytester) -> None:
+    """The page shows the verdicts of the comparison of this run."""
     run("--llmgpu-json=base.json", sizes="8")
     run.outcome = lambda _: "oom"
     result = run("--llmgpu-compare=base.json", "--llmgpu-html=page.html", sizes="8")
@@ -41,17 +41,17 @@ def test_the_page_shows_what_the_run_was_compared_with(run: FakedRuns, pytester:
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_run(run: FakedRuns) -> None:
-    """In one line, with nothing measured."""
+    """The error is one line, and no case runs."""
     result = run("--llmgpu-html=page.txt")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *page.txt*.html*"])
     assert not run.did
 
 
-def test_a_page_that_fails_at_the_end_costs_no_report(
+def test_an_unwritable_page_does_not_lose_the_report(
     run: FakedRuns, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report is there, and the run is not green."""
+    """The report is written, and the run fails."""
 
     def full(_page: str, path: Path) -> None:
         raise ValueError(f"{path.name}: no space left on device")
@@ -64,7 +64,7 @@ def test_a_page_that_fails_at_the_end_costs_no_report(
 
 
 def test_junit_has_each_case_once(run: FakedRuns, pytester: pytest.Pytester) -> None:
-    """As properties of its test, of all of its launches."""
+    """The properties of its test are those of all launches together."""
     run("--junitxml=junit.xml", "--llmgpu-launches=2", sizes="4")
     (case,) = ET.parse(pytester.path / "junit.xml").getroot().iter("testcase")
     found = [(one.get("name"), one.get("value")) for one in case.iter("property")]

@@ -9,33 +9,26 @@ import re
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from support import chart_data
-from support.report_factory import make_failed, make_profile, make_report, make_result, paper_results
+from support.page_reports import EVIL, make_verdicts, paper_report, time_row
+from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands import html as html_command
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding, Series
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding
 
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
 
-EVIL = "<script>window.evil = 1</script><!-- &amp; "
-"""What must never be markup, wherever it stands."""
-
 _EMPTY = frozenset(("meta", "link", "br", "img", "input", "hr"))
-_LINKS = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("tx", "rx")]
-_COLUMNS = ("utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *_LINKS)
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page; fails where one is not closed, or another is."""
+    """The elements of a page; an element that is not closed in order is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -48,7 +41,7 @@ class Page(html.parser.HTMLParser):
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Keep an element, open until its end."""
+        """Keep an element, and remember that it is open."""
         self.elements.append((tag, dict(attrs)))
         if tag not in _EMPTY:
             self._open.append(tag)
@@ -58,7 +51,7 @@ class Page(html.parser.HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        """Keep the words; what scripts and styles hold is kept apart."""
+        """Keep the words of the page; the content of scripts and styles is kept in `inside`."""
         if self._open and self._open[-1] in self.inside:
             self.inside[self._open[-1]].append(data)
         else:
@@ -66,75 +59,40 @@ class Page(html.parser.HTMLParser):
 
     @property
     def text(self) -> str:
-        """What people read, with single spaces."""
+        """The visible text with single spaces."""
         return " ".join(" ".join(self.words).split())
 
     @property
     def data(self) -> dict[str, dict[str, object]]:
-        """What the page's script reads."""
+        """The data that the script of the page reads."""
         found: dict[str, dict[str, object]] = json.loads(self.inside["script"][0])
         return found
 
     def values(self, attribute: str) -> list[str]:
-        """Return the values of an attribute of all elements that have it."""
+        """Return the values of an attribute, one per element that has it."""
         return [
             value or "" for _, attributes in self.elements for name, value in attributes.items() if name == attribute
         ]
 
 
-def sampled(points: int, devices: int = 4) -> Series:
-    """Return a series in which no two numbers are the same, which is the most that one can need in bytes."""
-    columns = [
-        {name: [1e9 / (1 + i + 7 * place + 31 * d) for i in range(points)] for place, name in enumerate(_COLUMNS)}
-        for d in range(devices)
-    ]
-    return Series(t_s=[i / 6 for i in range(points)], devices=columns)  # type: ignore[arg-type]
-
-
-def study(points: int = 30) -> Report:
-    """Return the study's table as a complete report, every case with its time lines, and one that ran out of memory."""
-    report = make_report(paper_results())
-    report.session = Session(complete=True, exit_status=0, collected=len(report.cases))
-    report.commit = Commit(sha="3b1f09ac" * 5, branch="main", dirty=False)
-    report.argv = ["benchmarks", "--strategy=mp,tp,iok", "-k", "a b"]
-    report.environment.versions = {"torch": "2.11.0", "absent": None}
-    for result in report.cases:
-        for launch in result.launches:
-            launch.profile = make_profile(series=sampled(points))
-    return report
-
-
-def verdicts(*rows: Row, policy: str = "") -> Verdicts:
-    """Return what a gate said against a baseline named `base.json`."""
-    armed = Armed(compared=len(rows), gated=len(rows))
-    return Verdicts(baseline=Baseline(name="base.json"), policy=policy, policy_sha256="0", armed=armed, rows=list(rows))
-
-
-def row(report: Report, number: int = 0, verdict: str = "REGRESSED", **fields: object) -> Row:
-    """Return a row on the time of a report's case."""
-    result = report.cases[number]
-    plain = {"metric": "time", "verdict": verdict, "reason": "time changed by +9.0 %.\nAlso changed: the driver."}
-    return msgspec.convert({"key": result.key, "id": result.id, **plain, **fields}, Row)
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out Vega, which takes seconds to bundle and says nothing of the rest."""
+    """Leave out Vega: to bundle it takes seconds, and these tests do not need it."""
     monkeypatch.setattr(html_report, "_library", lambda: "/* Vega */")
 
 
 @pytest.fixture(scope="module")
 def whole() -> str:
-    """Return the page of the study's table against itself with other times, with everything in it."""
-    base = study()
+    """Return a page with every section: Table 2 of Shin et al. 2024 compared with a slower baseline."""
+    base = paper_report()
     for result in base.cases:
         for launch in result.launches:
             launch.batches.latency_s = [2 * value for value in launch.batches.latency_s]
-    return html_report.render(study(points=2000), base, name="study.json")
+    return html_report.render(paper_report(points=2000), base, name="study.json")
 
 
 def test_the_page_is_valid_markup(whole: str) -> None:
-    """Every element is closed where it has to be, ids are unique, and what is referred to is there."""
+    """Elements are closed in order, ids are unique, and every reference has a target."""
     page = Page(whole)
     ids = page.values("id")
     assert len(ids) == len(set(ids))
@@ -142,8 +100,8 @@ def test_the_page_is_valid_markup(whole: str) -> None:
     assert {link.removeprefix("#") for link in page.values("href") if link.startswith("#")} <= set(ids)
 
 
-def test_the_page_can_be_used_without_eyes(whole: str) -> None:
-    """Landmarks, a language, headings without a gap, headers of tables with their scope, a name for what scrolls."""
+def test_the_page_works_with_a_screen_reader(whole: str) -> None:
+    """It has landmarks, a language, headings without a gap, scopes of table headers and names of scroll regions."""
     page = Page(whole)
     names = [name for name, _ in page.elements]
     assert {"header", "nav", "main", "h1", "caption"} <= set(names)
@@ -161,7 +119,7 @@ def test_the_page_can_be_used_without_eyes(whole: str) -> None:
 
 
 def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
-    """No address but the page's own places, and a policy that knows its scripts and its style by their hashes only."""
+    """Links stay within the page, and the content security policy permits scripts and styles by hash only."""
     page = Page(whole)
     assert page.values("src") == page.values("srcset") == page.values("action") == []
     assert {link for link in page.values("href") if not link.startswith("#")} == {"data:,"}
@@ -181,8 +139,8 @@ def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
         assert rules[kind] == " ".join(f"'sha256-{value}'" for value in hashes)
 
 
-def test_the_page_of_the_study_stays_small(whole: str) -> None:
-    """Three strategies, seven batch sizes, four GPUs and long series: under 3 MB, bundled library included."""
+def test_the_page_of_a_full_sweep_stays_small(whole: str) -> None:
+    """Three strategies, seven batch sizes, four GPUs and long series take less than 3 MB with the library."""
     page = Page(whole)
     assert len(page.data["cases"]) == 21
     assert len(whole.encode()) < 3_000_000
@@ -190,15 +148,15 @@ def test_the_page_of_the_study_stays_small(whole: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_text_of_a_report_is_never_markup() -> None:
-    """An id, a message, an argument, a version that looks like a script shows as text, inside JSON too."""
-    report = study()
+    """An id, a message, an argument or a version that looks like a script is text, also inside the JSON."""
+    report = paper_report()
     report.cases[0].id = report.cases[-1].id = EVIL
     report.cases[-1].failure = Failure(phase="forward", message=EVIL)
     report.cases[0].findings = [Finding(code=EVIL, severity="failure", text=EVIL, next_step=EVIL)]
     report.argv = [EVIL]
     report.environment.versions = {EVIL: EVIL}
     report.environment.variables = {"NCCL_X": EVIL}
-    report.verdicts = verdicts(row(report, reason=EVIL))
+    report.verdicts = make_verdicts(time_row(report, reason=EVIL))
     text = html_report.render(report, name=EVIL)
     page = Page(text)
     assert [name for name, _ in page.elements].count("script") == 3
@@ -208,15 +166,15 @@ def test_text_of_a_report_is_never_markup() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_first_screen_says_what_it_comes_to() -> None:
-    """The verdict, the worst finding with its next step, then the study's table with its marks in words."""
-    report = study()
+def test_the_status_comes_first() -> None:
+    """The order is: status, worst finding with its next step, table with its marks in words, charts, environment."""
+    report = paper_report()
     wrong = next(result for result in report.cases if result.id == "iok-bs32")
     wrong.findings = [Finding(code="accuracy-collapsed", severity="failure", text="It is 26 %.", next_step="Use less.")]
     text = Page(html_report.render(report, name="study.json")).text
     place = 0
     for words in (
-        "Fail 20 of 21 cases completed, 1 out of memory. Worst: iok-bs32: It is 26 %.",
+        "Failed 20 of 21 cases completed, 1 out of memory. Worst: iok-bs32: It is 26 %.",
         "accuracy collapsed",
         "Next: Use less.",
         "Batch size mp tp iok",
@@ -230,8 +188,8 @@ def test_the_first_screen_says_what_it_comes_to() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_wrong_answers_are_marked_by_more_than_a_colour() -> None:
-    """Whoever sees no red reads it."""
-    report = study()
+    """The cell also has a mark and a text."""
+    report = paper_report()
     wrong = next(result for result in report.cases if result.id == "iok-bs32")
     wrong.accuracy_check = AccuracyCheck(
         metric="acc_norm",
@@ -247,7 +205,7 @@ def test_wrong_answers_are_marked_by_more_than_a_colour() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_every_chart_has_its_table(whole: str) -> None:
-    """Whoever cannot see a chart, or has no JavaScript, reads its figures; a time line's come with its data."""
+    """A reader without JavaScript reads the figures; the data of a timeline come with the data of the script."""
     page = Page(whole)
     drawn = page.values("data-chart")
     assert {"time", "throughput"} <= set(drawn)
@@ -260,9 +218,9 @@ def test_every_chart_has_its_table(whole: str) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_baseline_is_judged_and_shown() -> None:
-    """The rows of the gate, what fails open and first; and what differs in the environment."""
-    head, base = study(), study()
+def test_the_page_compares_with_a_baseline() -> None:
+    """Failing verdicts come first, and the environment has the differing values of the baseline."""
+    head, base = paper_report(), paper_report()
     for launch in (launch for result in head.cases[:3] for launch in result.launches):
         launch.batches.latency_s = [5 * value for value in launch.batches.latency_s]
     base.environment.versions = {"torch": "2.10.0"}
@@ -276,18 +234,18 @@ def test_a_baseline_is_judged_and_shown() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_verdicts_of_the_run_are_shown_by_its_own_policy() -> None:
-    """Without a baseline at hand the page repeats what the gate said, and what its policy let pass."""
-    report = study()
-    report.verdicts = verdicts(row(report, verdict="MISSING"))
+def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
+    """Without a baseline the page shows the verdicts of the report and the notes of the terminal."""
+    report = paper_report()
+    report.verdicts = make_verdicts(time_row(report, verdict="MISSING"))
     assert "Fails: 1" in Page(html_report.render(report)).text
-    report.verdicts = verdicts(row(report, verdict="MISSING"), policy="allow_missing = true\n")
+    report.verdicts = make_verdicts(time_row(report, verdict="MISSING"), policy="allow_missing = true\n")
     text = Page(html_report.render(report)).text
     assert "Not told: 1" in text
     assert "Fails" not in text
     assert "Holm" not in text
-    told = row(report, verdict="INCONCLUSIVE", alone="REGRESSED")
-    report.verdicts = verdicts(told)
+    told = time_row(report, verdict="INCONCLUSIVE", alone="REGRESSED")
+    report.verdicts = make_verdicts(told)
     note = f"by the interval alone time of {told.id} would be REGRESSED. Rows are judged together (Holm)"
     assert note in Page(html_report.render(report)).text, "the page says what the terminal says"
 
@@ -297,7 +255,7 @@ def test_the_verdicts_of_the_run_are_shown_by_its_own_policy() -> None:
     "cases", [[], [make_failed("oom")], [make_failed("error"), make_failed("skipped_after_oom", batch_size=2)]]
 )
 def test_a_report_without_a_figure_has_a_page(cases: list[CaseResult]) -> None:
-    """A run that failed from the first case on is the one that people look at."""
+    """A run without a single completed case has a page, too."""
     report = make_report(cases)
     page = Page(html_report.render(report))
     assert "Time by batch size and strategy" in page.text
@@ -306,14 +264,14 @@ def test_a_report_without_a_figure_has_a_page(cases: list[CaseResult]) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_case_on_a_cpu_has_a_page() -> None:
-    """The smallest use of all: no GPU, no samples."""
+    """The report has no GPU and no samples."""
     report = make_report([make_result(device="cpu", devices=1)], gpus=0)
     assert "GPUs none" in Page(html_report.render(report)).text
 
 
 @pytest.mark.parametrize("library", ["jinja2", "vl_convert"])
 def test_a_missing_library_is_named_in_one_line(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs it, before a run and after it, not with a traceback."""
+    """The error has the command that installs the library, before a run and after it."""
     monkeypatch.setitem(sys.modules, library, None)
     for fails in (lambda: html_report.check(tmp_path / "page.html"), lambda: html_report.render(make_report())):
         with pytest.raises(ValueError, match=re.escape("pip install 'pytest-llmgpu[report]'")) as caught:
@@ -322,7 +280,7 @@ def test_a_missing_library_is_named_in_one_line(library: str, tmp_path: Path, mo
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    """Another kind of name, a folder, a file where a folder has to be; nothing is left behind by looking."""
+    """The suffix, a folder of this name and a file in the place of a folder are errors; the check leaves no file."""
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "file").write_text("")
     for path, words in (
@@ -340,9 +298,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path)
 def test_html_writes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the report's name beside where the command runs, or where it is asked for, folders included."""
+    """The page is named after the report, or has the given path; missing folders are created."""
     monkeypatch.chdir(tmp_path)
-    dump(study(), tmp_path / "reports" / "head.json.gz")
+    dump(paper_report(), tmp_path / "reports" / "head.json.gz")
     assert main(["html", "reports/head.json.gz"]) == 0
     assert capsys.readouterr().out == "head.html\n"
     assert "reports/head.json.gz" in Page(Path("head.html").read_text()).text
@@ -352,8 +310,8 @@ def test_html_writes_the_page(
 
 @pytest.mark.usefixtures("quick")
 def test_names_between_backticks_are_code() -> None:
-    """Sentences are written for a terminal; what is in them is text all the same, and a single backtick stays."""
-    report = study()
+    """The names are escaped, and a single backtick stays a backtick."""
+    report = paper_report()
     texts = ("See `profile.invalid`: 1 -> 2.", "Of `<b>` and `x`.", "A ` alone, <i>.")
     report.cases[0].findings = [
         Finding(code=f"code-{number}", severity="failure", text=text, next_step="Read `why`.")
@@ -368,8 +326,8 @@ def test_names_between_backticks_are_code() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_the_end_of_a_log_is_on_the_page() -> None:
-    """Where the next step is to read it; folded away, and only of cases with a problem."""
-    report = study()
+    """It is in a closed element, and only cases with a problem have it."""
+    report = paper_report()
     report.cases[0].failure = Failure(phase="forward", message="x", log_tail="Traceback: <deep>")
     assert "Traceback" not in Page(html_report.render(report)).text
     report.cases[0].findings = [Finding(code="crashed", severity="failure", text="It crashed.", next_step="Read.")]
@@ -379,22 +337,22 @@ def test_the_end_of_a_log_is_on_the_page() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_page_says_which_options_were_in_force() -> None:
-    """Without the report's JSON at hand."""
-    report = study()
+def test_the_page_has_the_changed_options() -> None:
+    """Options with their default value are left out."""
+    report = paper_report()
     report.options = {"--llmgpu-scoring": "harness", "--llmgpu-dtype": "float16", "--llmgpu-limit": None}
     text = Page(html_report.render(report)).text
-    assert "Options that are not the defaults --llmgpu-scoring harness" in text
+    assert "--llmgpu-scoring harness" in text
     assert "--llmgpu-limit" not in text
 
 
 @pytest.mark.usefixtures("quick")
-def test_html_shows_verdicts_that_were_made_before(
+def test_html_shows_the_verdicts_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that the page of a gate that went first says what the gate said; what would change nothing is refused."""
+    """Arguments that would have no effect are refused."""
     monkeypatch.chdir(tmp_path)
-    head = study()
+    head = paper_report()
     dump(head, tmp_path / "base.json")
     del head.cases[0]
     dump(head, tmp_path / "head.json")
@@ -412,10 +370,10 @@ def test_html_shows_verdicts_that_were_made_before(
 
 
 @pytest.mark.usefixtures("quick")
-def test_html_judges_by_the_policy_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of pyproject.toml, as the gate does, or another by its name."""
+def test_html_applies_the_policy_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the policy of pyproject.toml, or the one of --policy."""
     monkeypatch.chdir(tmp_path)
-    head = study()
+    head = paper_report()
     dump(head, tmp_path / "base.json")
     del head.cases[0]
     dump(head, tmp_path / "head.json")
@@ -431,12 +389,12 @@ def test_html_judges_by_the_policy_at_hand(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "arguments", [["nope.json"], ["head.json", "nope.json"], ["head.json", "--output", "page.txt"]]
 )
-def test_html_says_in_one_line_what_cannot_be_done(
+def test_html_reports_an_error_in_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing on stdout, exit status 2."""
+    """Standard output is empty, and the exit status is 2."""
     monkeypatch.chdir(tmp_path)
-    dump(study(), tmp_path / "head.json")
+    dump(paper_report(), tmp_path / "head.json")
     assert main(["html", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -454,13 +412,13 @@ def test_html_says_in_one_line_what_cannot_be_done(
     ],
 )
 def test_the_page_is_named_for_its_report(name: str, file: str) -> None:
-    """Without the folders of the store or of git."""
+    """Folders of the store and git references are removed from the name."""
     assert html_command._file_name(name) == file
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_page_has_one_rounding_for_a_time() -> None:
-    """In the table, the caption and the list of cases: that of the terminal's table, with its unit."""
+    """The table, the captions and the list of cases have the digits and the unit of the terminal."""
     results = [chart_data.sampled(20, batch_size=size) for size in (1, 2)]
     for seconds, shown in ((7.4652, "7.47 s"), (7465.2, "124 min")):
         for result in results:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.prose import Prose
 from support.report_factory import (
     GIB,
     make_accuracy,
@@ -57,13 +58,13 @@ def _checked(results: list[CaseResult]) -> list[CaseResult]:
     return results
 
 
-def test_the_studys_table_2() -> None:
-    """Batch sizes down, strategies across, the best of each and what was lost marked, out of memory in its cell."""
+def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
+    """The table has the layout of Table 2 of Shin et al. 2024: best times, wrong answers and OoM are marked."""
     assert time_table(_checked(paper_results()), _PLAIN) == _TABLE_2
 
 
-def test_rows_are_in_order_of_the_batch_size_whatever_the_order_of_the_run() -> None:
-    """A curve reads downwards."""
+def test_rows_are_sorted_by_batch_size() -> None:
+    """The order in which the cases ran does not matter."""
     lines = time_table(_checked(paper_results())[::-1], _PLAIN).splitlines()
     assert [line.split()[0] for line in lines[3:-1]] == ["1", "2", "4", "8", "16", "32", "64"]
 
@@ -79,48 +80,48 @@ def test_rows_are_in_order_of_the_batch_size_whatever_the_order_of_the_run() -> 
         ("interrupted", "interrupted"),
     ],
 )
-def test_a_case_that_did_not_complete_shows_how_it_ended(outcome: Outcome, word: str) -> None:
-    """Never a blank cell and never a time; what was not run is not called out of memory."""
+def test_a_case_that_did_not_complete_shows_its_outcome(outcome: Outcome, word: str) -> None:
+    """A skipped case is not shown as out of memory."""
     text = time_table([make_result(1.0), make_failed(outcome, batch_size=2)], _PLAIN)
     assert text.splitlines()[4].split() == ["2", word]
 
 
-def test_the_legend_explains_only_what_is_there() -> None:
-    """No line of marks that the table does not have."""
+def test_the_legend_explains_only_the_marks_of_the_table() -> None:
+    """A table without marks has no legend."""
     assert time_table([make_result(1.0)], _PLAIN).splitlines()[-1].split() == ["1", "1.00", "s"]
-    assert "not run, a smaller batch size" in time_table([make_failed("skipped_after_oom")], _PLAIN)
+    assert time_table([make_failed("skipped_after_oom")], _PLAIN).splitlines()[-1].startswith("-: ")
 
 
 def test_a_case_that_was_not_selected_is_blank() -> None:
-    """Strategies may be measured at different batch sizes."""
+    """Strategies may run at different batch sizes."""
     text = time_table([make_result(1.0), make_result(2.0, strategy="tp", batch_size=2)], _PLAIN)
     assert [line.split() for line in text.splitlines()[3:5]] == [["1", "1.00", "s"], ["2", "2.00", "s"]]
 
 
 def test_wrong_answers_are_never_the_best() -> None:
-    """The fastest way to a wrong answer is marked as wrong, not as fastest."""
+    """The fastest case is marked as wrong if its answers are wrong."""
     results = _checked([make_result(9.0, make_accuracy()), make_result(1.0, make_accuracy(0.26), batch_size=2)])
     lines = time_table(results, _PLAIN).splitlines()
     assert lines[3].split()[1] == "*"
     assert lines[4].split()[1] == "!"
 
 
-def test_a_case_that_ran_as_cuda_graphs_says_so() -> None:
-    """Whoever compares two times sees that one of them is of another execution."""
+def test_a_case_that_ran_as_cuda_graphs_is_marked() -> None:
+    """Times with CUDA graphs and times of eager forwards do not compare."""
     results = [make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)]
     table = time_table(results, _PLAIN)
     (graphed,) = [line for line in table.splitlines() if re.match(r" +1 ", line)]
     (eager,) = [line for line in table.splitlines() if re.match(r" +2 ", line)]
     assert re.search(r"\bg \d", graphed)
     assert " g " not in eager
-    assert "g: as CUDA graphs" in table
+    assert table.splitlines()[-1].endswith("g: run as CUDA graphs")
 
 
 def test_the_accuracy_of_random_weights_is_not_shown() -> None:
-    """25 % would read as a fault."""
+    """The accuracy of random weights is chance, and 25 % looks like an error."""
     text = time_table([make_result(1.0, make_accuracy(0.25, items=8), load_format="dummy")], _PLAIN)
     assert "25" not in text
-    assert "random weights" in text.splitlines()[0]
+    assert "random" in text.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -133,29 +134,29 @@ def test_the_accuracy_of_random_weights_is_not_shown() -> None:
     ],
 )
 def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[float], shown: list[str]) -> None:
-    """Times of a table compare at a glance: minutes from ten minutes on."""
+    """Times of a table have one unit: minutes if the smallest is ten minutes or more."""
     text = time_table([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)], _PLAIN)
     assert all(time in text for time in shown)
 
 
 def test_a_second_measurement_has_a_row_of_its_own() -> None:
-    """It does not replace the first."""
+    """It does not replace the first measurement, and the legend explains `#2`."""
     *_, first, second, legend = time_table([make_result(s, batch_size=8) for s in (1.0, 2.0)], _PLAIN).splitlines()
     rows = [first, second]
-    assert legend.endswith("#2: the same once more, by another test or strategy")
+    assert "   #2: " in legend
     assert "#2" not in time_table([make_result(1.0, batch_size=8)], _PLAIN)
     assert [row.split() for row in rows] == [["8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
 
 
 def test_one_strategy_with_two_options_has_two_columns() -> None:
-    """Their title says in what they differ."""
+    """The titles have the option in which the columns differ."""
     text = time_table([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)], _PLAIN)
     assert "mp max_tokens=512" in text
     assert "mp max_tokens=1024" in text
 
 
-def test_a_title_says_what_is_unusual_and_what_tells_columns_apart() -> None:
-    """An option that is set, and a backend that is not the usual one, may not pass for a healthy run."""
+def test_a_title_has_unusual_settings_and_differing_settings() -> None:
+    """An option that is set and an unusual backend are always in the title."""
     options: list[dict[str, Any]] = [{"stock": stock, "min_tokens": None} for stock in (False, True)]
     results = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
     results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "transformers")]
@@ -175,8 +176,8 @@ def test_a_title_says_what_is_unusual_and_what_tells_columns_apart() -> None:
     assert "tp deepspeed" in time_table([make_result(1.0, strategy="tp", backend="deepspeed")], _PLAIN)
 
 
-def test_colours_only_where_asked_for() -> None:
-    """A file or a pipe gets plain text, a terminal the same text in colours, in columns of the same width."""
+def test_colour_changes_no_text_of_the_table() -> None:
+    """Without the styles the coloured table is the plain table."""
     results = _checked(paper_results())
     coloured = time_table(results, painter(color=True))
     assert "\x1b[" not in time_table(results, _PLAIN)
@@ -187,7 +188,7 @@ def test_colours_only_where_asked_for() -> None:
 
 
 def test_communication_and_memory_are_means_with_the_largest_device() -> None:
-    """The last GPU of the test's data is 10 % busier, and 1 GiB fuller."""
+    """In the test's data the last GPU is 10 % busier and has 1 GiB more in use."""
     profile, memory = (
         make_profile(4, tx=1e9, rx=2e9, busy=40.0, nvlink=3e9),
         make_memory(4, peak=16 * GIB, used=18 * GIB),
@@ -215,7 +216,7 @@ def test_communication_and_memory_are_means_with_the_largest_device() -> None:
 
 
 def _sending(ranks: Sequence[int], devices: int = 4, **fields: Any) -> CaseResult:
-    """Return a case of two batches of 32 sequences, in each of which a rank all-reduces 480 times, so many bytes."""
+    """Return a case of two batches of 32 sequences with 480 all-reduces each, and these bytes per rank."""
     sent = [Collective(collective="all_reduce", calls=960, payload_bytes=size, wire_bytes=size) for size in ranks]
     traffic = Traffic(ranks=[[one] for one in sent], wire_bytes_per_sequence=sum(ranks) / 64)
     profile = make_profile(devices)
@@ -230,15 +231,15 @@ def _sending(ranks: Sequence[int], devices: int = 4, **fields: Any) -> CaseResul
         ([256_000_000], ["1.00"]),
     ],
 )
-def test_what_is_sent_is_a_devices_part(ranks: list[int], cell: list[str]) -> None:
-    """As the title says: of each rank, not of all; where one process has all devices, its sum is shared out."""
+def test_sent_bytes_are_per_device(ranks: list[int], cell: list[str]) -> None:
+    """The bytes of a process with several devices are split over the devices."""
     lines = device_tables([_sending(ranks)], _ENVIRONMENT).splitlines()
     assert lines[4].split()[-len(cell) :] == cell
     assert lines[4].split()[-len(cell) - 1].startswith("(")
 
 
-def test_each_strategys_collectives_are_told_per_batch_and_sequence() -> None:
-    """Of a rank: calls of a batch, wire bytes of a sequence, over the batch sizes."""
+def test_collectives_are_counted_per_batch_and_sequence() -> None:
+    """Each strategy has a line: calls per batch and wire bytes per sequence, as a range over the batch sizes."""
     several = [_sending([size] * 4, strategy="tp", batch_size=32) for size in (64_000_000, 128_000_000)]
     gathered = Collective(collective="all_gather", calls=2, payload_bytes=1, wire_bytes=16_000_000)
     for result in several:
@@ -246,18 +247,18 @@ def test_each_strategys_collectives_are_told_per_batch_and_sequence() -> None:
         for rank in result.traffic.ranks:
             rank.append(gathered)
     uneven = _sending([64_000_000, 192_000_000], strategy="iok")
-    lines = device_tables([_sending([256_000_000]), *several, uneven], _ENVIRONMENT).splitlines()
-    assert lines[lines.index("") - 3 : lines.index("")] == [
-        "mp, its one process: 480 all_reduce a batch (4 MB/sequence)",
-        "tp, each rank: 480 all_reduce a batch (1 to 2 MB/sequence), 1 all_gather a batch (0.250 MB/sequence)",
-        "iok, a rank on average: 480 all_reduce a batch (2 MB/sequence)",
+    first, _ = device_tables([_sending([256_000_000]), *several, uneven], _ENVIRONMENT).split("\n\n", 1)
+    assert first.replace("\n  ", " ").splitlines()[-3:] == [
+        "mp, one process: 480 all_reduce per batch (4 MB/sequence)",
+        "tp, each rank: 480 all_reduce per batch (1 to 2 MB/sequence), 1 all_gather per batch (0.250 MB/sequence)",
+        "iok, mean over the ranks: 480 all_reduce per batch (2 MB/sequence)",
     ]
     on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
-    assert on_cpu[1:] == ["mp, its one process: 480 all_reduce a batch (1 MB/sequence)"]
+    assert on_cpu[1:] == ["mp, one process: 480 all_reduce per batch (1 MB/sequence)"]
 
 
 def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
-    """Return a case whose links show so much of what it sent."""
+    """Return a case whose links counted this multiple of the sent bytes."""
     result = _sending([64_000_000] * 4, strategy="tp", **fields)
     assert result.traffic is not None
     path = ResultPath(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
@@ -265,8 +266,8 @@ def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseR
     return result
 
 
-def test_the_path_of_each_strategy_is_told_once_a_link() -> None:
-    """By the case that is farthest from its account; what a finding says is not said again."""
+def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
+    """The line is about the case with the largest error; a text that is also a finding is left out."""
     results = [
         _going("nvlink", 1.001, "Over NVLink: near.", batch_size=1),
         _going("nvlink", 0.9, "Over NVLink: far.", batch_size=2),
@@ -277,14 +278,14 @@ def test_the_path_of_each_strategy_is_told_once_a_link() -> None:
     results[2].findings = [Finding(code="x", severity="info", text="Over NVLink: twice.", next_step="y")]
     lines = device_tables(results, _ENVIRONMENT).splitlines()
     assert lines[lines.index("") - 3 : lines.index("")] == [
-        "tp (farthest off at batch size 2): Over NVLink: far.",
+        "tp (largest error at batch size 2): Over NVLink: far.",
         "tp at batch size 8: Over PCIe.",
         "tp at batch size 16: Not known.",
     ]
 
 
-def test_a_reading_of_another_time_is_no_figure_of_the_case() -> None:
-    """The nearest reading is left out, and why there is none is said."""
+def test_a_reading_outside_of_the_window_is_not_used() -> None:
+    """The column is left out, and the last line has the reason."""
     profile = make_profile(1, samples=0, why={"samples": "no reading fell inside the window"})
     text = device_tables([make_result(1.0, None, profile, make_memory(1), devices=1)], _ENVIRONMENT)
     assert text.splitlines()[0] == "Memory per GPU"
@@ -292,7 +293,7 @@ def test_a_reading_of_another_time_is_no_figure_of_the_case() -> None:
 
 
 def memory_lines(devices: int, **fields: int) -> list[str]:
-    """Return the memory table of a case: 15 GiB of weights, 16 GiB of live tensors, 17 of torch's, 19 in use."""
+    """Return the memory table of a case: weights 15 GiB, live tensors 16 GiB, reserved 17 GiB, in use 19 GiB."""
     defaults: dict[str, Any] = {
         "weights_bytes": 15 * GIB,
         "peak_allocated_bytes": 16 * GIB,
@@ -306,7 +307,7 @@ def memory_lines(devices: int, **fields: int) -> list[str]:
 
 @pytest.mark.parametrize(("workspace", "parts"), [(None, 15 + 1 + 1 + 2), (GIB // 2, 15 + 1 + 0.5 + 1.5)])
 def test_memory_is_split_into_its_parts(workspace: int | None, parts: float) -> None:
-    """Weights, activations, workspace, what the allocator keeps where there is room for it, and the rest."""
+    """The parts add up to the memory in use; the column `cached` is dropped if the table is too wide."""
     lines = memory_lines(1, **({} if workspace is None else {"workspace_bytes": workspace}))
     names = re.split(" {2,}", lines[1])[2:]
     shown = dict(zip(names, map(float, lines[4].split()[2:]), strict=True))
@@ -317,22 +318,22 @@ def test_memory_is_split_into_its_parts(workspace: int | None, parts: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("workspace", "left_out"), [(GIB // 2, "cached, torch peak"), (None, "cached"), (120 * GIB, "cached")]
+    ("workspace", "dropped"), [(GIB // 2, "cached, torch peak"), (None, "cached"), (120 * GIB, "cached")]
 )
-def test_columns_that_do_not_fit_are_named(workspace: int | None, left_out: str) -> None:
-    """What others add up to goes first; weights, activations, workspace and NVML's peak stay."""
+def test_dropped_columns_are_named(workspace: int | None, dropped: str) -> None:
+    """Weights, activations, workspace and the peak of NVML are never dropped."""
     fields = {} if workspace is None else {"workspace_bytes": workspace, "nvml_used_max_bytes": 17 * GIB + workspace}
     lines = memory_lines(
         4, peak_allocated_bytes=15 * GIB + GIB // 16, peak_reserved_bytes=15 * GIB + GIB // 8, **fields
     )
-    assert lines[-1] == f"Left out for want of width (the report has them): {left_out}."
+    assert lines[-1].endswith(f": {dropped}.")
     assert max(map(len, lines)) <= WIDTH
     for name in ("weights", "activations", "NVML peak", *(["workspace"] if workspace else [])):
         assert name in lines[1]
 
 
-def test_a_part_of_memory_that_is_not_known_is_told_with_its_reason() -> None:
-    """Figures of different moments leave their part out, and the others are shown."""
+def test_an_unknown_part_of_memory_has_its_reason() -> None:
+    """The other parts are shown."""
     result = make_result(1.0, None, make_profile(1), make_memory(1, peak=16 * GIB, used=10 * GIB), devices=1)
     text = device_tables([result], _ENVIRONMENT)
     assert "No rest: nvml_used_max_bytes is 6,442,450,944 bytes less than peak_reserved_bytes" in text
@@ -340,30 +341,28 @@ def test_a_part_of_memory_that_is_not_known_is_told_with_its_reason() -> None:
 
 
 def test_one_gpu_has_no_largest() -> None:
-    """Brackets that repeat the mean are left out."""
+    """A largest value in brackets would repeat the mean."""
     text = device_tables([make_result(1.0, None, make_profile(1), make_memory(1), devices=1)], _ENVIRONMENT)
     assert text.splitlines()[0] == "Communication per GPU"
     assert "(" not in text
 
 
 def test_three_strategies_fit_the_width() -> None:
-    """Nothing wraps in a terminal of 100 columns."""
+    """No line is longer than 100 columns."""
     results = _checked(paper_results())
     lines = [*time_table(results, _PLAIN).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) == 11 + 2 * (4 + 20) + 3 + 1
 
 
-def test_a_cpu_has_a_line_and_no_table_of_blanks() -> None:
-    """It says why there is nothing."""
-    text = device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT)
-    assert text.startswith("No communication or memory table: this ran on a CPU")
-    assert "\n" not in text
+def test_a_run_on_a_cpu_has_no_device_tables(prose: Prose) -> None:
+    """One line has the reason."""
+    assert prose == device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT)
 
 
 @pytest.mark.parametrize("place", ["profile", "launch", "environment"])
-def test_missing_nvml_is_told_with_its_reason(place: str) -> None:
-    """From wherever the reason stands; torch's own memory is still shown."""
+def test_missing_nvml_has_its_reason(place: str) -> None:
+    """The reason may be in the profile, the launch or the environment; the memory counted by torch is shown."""
     result = make_result(1.0, None, None, make_memory(1), devices=1)
     environment = Environment(python="3", platform="Linux")
     if place == "profile":
@@ -378,8 +377,8 @@ def test_missing_nvml_is_told_with_its_reason(place: str) -> None:
     assert "16.0" in lines[4]
 
 
-def test_a_metric_that_the_gpu_lacks_is_told_with_its_reason() -> None:
-    """A virtual GPU has no PCIe figures: the others are shown, and no column of blanks."""
+def test_a_metric_that_the_gpu_lacks_has_its_reason() -> None:
+    """The table has no empty column, and the last line has the reason."""
     profile = make_profile(1)
     device = profile.devices[0]
     metrics = {name: metric for name, metric in device.metrics.items() if not name.startswith("pcie")}
@@ -392,7 +391,7 @@ def test_a_metric_that_the_gpu_lacks_is_told_with_its_reason() -> None:
 
 
 def test_cases_that_did_not_complete_are_left_out() -> None:
-    """Half a case's traffic compares with nothing."""
+    """The traffic of an incomplete case does not compare with that of a complete one."""
     assert device_tables([make_failed("oom")], _ENVIRONMENT) == ""
     text = device_tables([make_result(1.0, None, make_profile()), make_failed("oom", batch_size=2)], _ENVIRONMENT)
     assert len(text.split("\n\n")[0].splitlines()) == 5

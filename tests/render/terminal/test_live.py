@@ -24,8 +24,8 @@ def _uncaptured() -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def test_the_line_is_drawn_over_itself_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each drawing starts where the first one started, and nothing is left at the end."""
+def test_the_line_is_redrawn_in_place_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text starts at the saved position, and the last call leaves nothing on the screen."""
     screen = _Terminal(is_terminal=True)
     monkeypatch.setattr(sys, "stdout", screen)
     line = LiveLine(_uncaptured, lambda: 40)
@@ -36,15 +36,15 @@ def test_the_line_is_drawn_over_itself_and_taken_away(monkeypatch: pytest.Monkey
 
 
 def test_the_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text is cut to the room there is: a wrapped line could not be drawn over."""
+    """Text is cut to the free width, because a wrapped line cannot be redrawn in place."""
     screen = _Terminal(is_terminal=True)
     monkeypatch.setattr(sys, "stdout", screen)
     LiveLine(_uncaptured, lambda: 21).show("x" * 100)
     assert screen.getvalue().count("x") == 20
 
 
-def test_without_room_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few columns would say nothing."""
+def test_a_few_free_columns_are_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text in less than 12 columns cannot be read."""
     screen = _Terminal(is_terminal=True)
     monkeypatch.setattr(sys, "stdout", screen)
     line = LiveLine(_uncaptured, lambda: 5)
@@ -53,8 +53,8 @@ def test_without_room_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not screen.getvalue()
 
 
-def test_the_room_is_asked_of_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under pytest's capture standard output has no width."""
+def test_the_width_is_read_from_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured standard output has no width."""
     screen = _Terminal(is_terminal=True)
     monkeypatch.setattr(sys, "stdout", _Terminal(is_terminal=False))
 
@@ -68,7 +68,7 @@ def test_the_room_is_asked_of_the_real_terminal(monkeypatch: pytest.MonkeyPatch)
     assert screen.getvalue().count("x") == 30
 
 
-def test_a_pipe_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_on_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log file gets no control sequences."""
     pipe = _Terminal(is_terminal=False)
     monkeypatch.setattr(sys, "stdout", pipe)

@@ -1,0 +1,52 @@
+"""Reports and verdicts for the tests of the page."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.result import Series
+from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
+from support.report_factory import make_profile, make_report, paper_results
+
+EVIL = "<script>window.evil = 1</script><!-- &amp; "
+"""A text that must never become markup."""
+
+_LINKS = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("tx", "rx")]
+_COLUMNS = ("utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *_LINKS)
+
+
+def distinct_series(points: int, devices: int = 4) -> Series:
+    """Return a series without equal numbers: the largest that a series of this length can be on the page."""
+    columns = [
+        {name: [1e9 / (1 + i + 7 * place + 31 * d) for i in range(points)] for place, name in enumerate(_COLUMNS)}
+        for d in range(devices)
+    ]
+    return Series(t_s=[i / 6 for i in range(points)], devices=columns)  # type: ignore[arg-type]
+
+
+def paper_report(points: int = 30) -> Report:
+    """Return Table 2 of Shin et al. 2024 as a complete report: every case has timelines, and one is out of memory."""
+    report = make_report(paper_results())
+    report.session = Session(complete=True, exit_status=0, collected=len(report.cases))
+    report.commit = Commit(sha="3b1f09ac" * 5, branch="main", dirty=False)
+    report.argv = ["benchmarks", "--strategy=mp,tp,iok", "-k", "a b"]
+    report.environment.versions = {"torch": "2.11.0", "absent": None}
+    for result in report.cases:
+        for launch in result.launches:
+            launch.profile = make_profile(series=distinct_series(points))
+    return report
+
+
+def make_verdicts(*rows: Row, policy: str = "") -> Verdicts:
+    """Return these rows as the verdicts of a comparison with `base.json`."""
+    armed = Armed(compared=len(rows), gated=len(rows))
+    return Verdicts(baseline=Baseline(name="base.json"), policy=policy, policy_sha256="0", armed=armed, rows=list(rows))
+
+
+def time_row(report: Report, number: int = 0, verdict: str = "REGRESSED", **fields: object) -> Row:
+    """Return a verdict on the time of a case of the report."""
+    result = report.cases[number]
+    plain = {"metric": "time", "verdict": verdict, "reason": "time changed by +9.0 %.\nAlso changed: the driver."}
+    return msgspec.convert({"key": result.key, "id": result.id, **plain, **fields}, Row)
