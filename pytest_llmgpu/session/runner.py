@@ -1,7 +1,7 @@
-"""Run one case: processes, profile window, outcome.
+"""Run one case: its processes, its profile window, its outcome.
 
-Processes are started once per model and strategy and kept from case to case; after anything but a completed case they
-are ended, so that the next one finds clean devices.
+The processes are started once per model and strategy and kept for the cases that follow. If a case does not complete,
+they are ended, and the next case starts on clean devices.
 """
 
 from __future__ import annotations
@@ -26,67 +26,77 @@ from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances, profile_figures
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
+from pytest_llmgpu.report.text import percent
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 
 __all__ = ["Progress", "Request", "Runner"]
 
 Progress = Callable[[Case, int, int, float], None]
-"""Called while a case runs: the case, finished batches, planned batches, seconds since it was asked for."""
+"""Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
 
-_NO_TRAFFIC = "traffic is counted of completed cases only"
+_NO_TRAFFIC = "traffic is counted for completed cases only"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A case with all that is needed to measure it."""
+    """A case with everything that its measurement needs."""
 
     case: Case
     machine: Machine
+    """The devices to run on."""
     source: ModelSource
+    """The model and its tokenizer."""
     strategy: str
-    """Where the case's strategy is: `module:attribute`."""
+    """The place of the case's strategy: `module:attribute`."""
     items: Sequence[Item]
+    """The items to score."""
     timeout_s: float
-    """Seconds without a finished batch."""
+    """The case times out after this many seconds without a finished batch."""
     load_timeout_s: float
+    """The case times out after this many seconds without a loaded model."""
 
 
 class Runner:
-    """Runs cases one after another; one loaded model at a time."""
+    """Runs cases one after another, with one loaded model at a time."""
 
     def __init__(
         self,
         launcher: Launcher,
         profiler_of: Callable[[Machine], Profiler],
         progress: Progress,
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
     ) -> None:
-        """Prepare to run.
+        """Prepare to run; no process is started.
 
         Args:
-            launcher: Starts processes.
-            profiler_of: Returns the profiler of a choice of devices.
+            launcher: Starts the processes.
+            profiler_of: Returns the profiler of the devices of a machine.
             progress: Called while a case runs.
-            say: Shows a line while something is built.
+            show_line: Shows a line to the user while a strategy compiles something.
         """
         self._launcher = launcher
         self._profiler_of = profiler_of
         self._progress = progress
-        self._say = say
+        self._show_line = show_line
         self._group: RankGroup | None = None
         self._loading: str | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
         self._began_s = 0.0
         self._used_before: Mapping[str, int] = {}
-        """UUID to the bytes in use before the ranks were started."""
+        """Maps the UUID of a device to the bytes in use there before the ranks were started."""
         self._profiles: list[Profile] = []
-        """Of the cases that completed: the first of the same devices is a yardstick for their clocks."""
+        """Profiles of completed cases; the first one of the same devices is the reference for their clocks."""
         self._out_of_memory: dict[str, int] = {}
-        self._built: dict[str, str | None] = {}
-        """Place of each strategy that was built to the reason why it could not be, None where it could."""
+        """Maps a series to the batch size that ran out of memory last."""
+        self._build_errors: dict[str, str | None] = {}
+        """Maps the place of each strategy whose build was tried to the error; None if the build succeeded."""
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
-        """Measure a case and hand the result to `record`, whatever happens, an interrupt included."""
+        """Measure a case and pass the result to `record`, also if the case fails or the user interrupts it.
+
+        Returns:
+            The result that `record` got. Other exceptions than a failed rank are raised after it was recorded.
+        """
         case = request.case
         result = CaseResult(id=case.id, key=case.key, case=case, outcome="completed", why={"traffic": _NO_TRAFFIC})
         if self._out_of_memory.get(case.series, case.batch_size + 1) <= case.batch_size:
@@ -99,28 +109,28 @@ class Runner:
         try:
             execution = self._measure(request, launch)
             result.case = msgspec.structs.replace(case, execution=execution)
-            self._account(request, result)
+            self._run_further_passes(request, result)
         except RankFailedError as error:
             result.outcome, result.failure = error.outcome, error.failure
             if error.outcome == "oom":
                 self._out_of_memory[case.series] = case.batch_size
-            self._keep_what_finished(request, launch, error.use)
+            self._keep_finished_part(request, launch, error.use)
         except BaseException as error:
             bug = isinstance(error, Exception)
             result.outcome = "error" if bug else "interrupted"
-            said = f"{type(error).__name__}: {error}" if bug else f"interrupted by {type(error).__name__}"
-            result.failure = Failure(phase=self._phase, message=said)
-            self._keep_what_finished(request, launch, ())
+            message = f"{type(error).__name__}: {error}" if bug else f"interrupted by {type(error).__name__}"
+            result.failure = Failure(phase=self._phase, message=message)
+            self._keep_finished_part(request, launch, ())
             raise
         finally:
             record(result)
         return result
 
     def ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Load the model of a case, if it is not, and run `fn(state, *args)` on every rank of it."""
+        """Load the model of a case if it is not loaded, and run `fn(state, *args)` on every rank."""
         try:
             group = self._load(request)
-            self._give(group, request)
+            self._send_items(group, request)
             return group.ask(fn, *args, phase="forward", timeout_s=request.timeout_s)
         except BaseException:
             self._abandon()
@@ -133,20 +143,24 @@ class Runner:
         self._group = self._loading = None
 
     def _measure(self, request: Request, launch: Launch) -> str:
-        """Fill a launch, and return how its forwards were run."""
+        """Measure a case and fill its launch.
+
+        Returns:
+            How the forwards ran: `eager` or `cuda_graphs`.
+        """
         case = request.case
         profiler = self._profiler_of(request.machine)
         profiler.start()
         self._begin("load", profiler)
         group = self._load(request)
         launch.load_s = self._load_s
-        self._give(group, request)
-        # Before the window begins: what the case before left in caches is not this one's.
+        self._send_items(group, request)
+        # Before the window begins: caches that the previous case left are not part of this case.
         group.ask(worker.reset, phase="load", timeout_s=request.load_timeout_s)
         self._begin("forward", profiler)
         began = self._began_s
         group.ask(worker.warm_up, case.dataset_sha256, case.batch_size, phase="forward", timeout_s=request.timeout_s)
-        # Now and after the last batch the devices are idle: counters that are read then say what the batches sent.
+        # The devices are idle here and after the last batch: the difference of the counters is what the batches sent.
         profiler.mark(wait=True)
         replies: list[worker.ScoreReply] = group.ask(
             worker.measure,
@@ -154,21 +168,14 @@ class Runner:
             timeout_s=request.timeout_s,
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
-        # Before answers are compared, which takes longer than a mark may wait: the devices are idle now.
+        # The devices are idle now; the comparison of the answers below takes longer than a mark may wait.
         profiler.mark()
         launch.wall_s = time.monotonic() - began
         assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
-        _compare_ranks(replies, case)
-        launch.warmup_s = max(reply.warmup_s for reply in replies)
-        launch.plan_sha256 = replies[0].plan_sha256
-        launch.batches = slowest([reply.batches for reply in replies])
-        launch.accuracy = replies[0].accuracy
-        launch.execution_choice = replies[0].execution_choice
-        if (workspace := replies[0].workspace) is not None:
-            launch.tokens_requested = workspace.tokens_requested
-            launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
+        _check_ranks_agree(replies, case)
+        _fill(launch, replies)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
-        launch.profile = self._judged(profiler.slice(started, ended), request)
+        launch.profile = self._with_disturbances(profiler.slice(started, ended), request)
         self._profiles.append(launch.profile)
         launch.memory = [
             _device_memory(use, request.machine, launch.profile, reply.workspace)
@@ -178,12 +185,19 @@ class Runner:
         return replies[0].execution
 
     def _begin(self, phase: Phase, profiler: Profiler) -> None:
-        """Begin a part of a case: where it fails, its profile begins here, and so does what the devices counted."""
+        """Begin a phase of a case: if it fails, its profile and its counters start here."""
         profiler.mark()
         self._phase, self._began_s = phase, time.monotonic()
 
-    def _account(self, request: Request, result: CaseResult) -> None:
-        """Add what the program itself sent; what was measured stays, whatever comes of this."""
+    def _run_further_passes(self, request: Request, result: CaseResult) -> None:
+        """Run each pass that follows the measured forwards and has forwards of its own.
+
+        A pass adds to the result. If a pass fails, the measured figures stay.
+        """
+        self._count_traffic(request, result)
+
+    def _count_traffic(self, request: Request, result: CaseResult) -> None:
+        """Add the bytes that the program itself sent, or the reason why they are unknown."""
         assert self._group is not None
         try:
             replies: list[worker.TrafficReply] = self._group.ask(
@@ -191,11 +205,11 @@ class Runner:
             )
         except RankFailedError as error:
             self._abandon()
-            result.why["traffic"] = f"the forwards in which it is counted failed: {error}"
+            result.why["traffic"] = f"the forwards in which traffic is counted failed: {error}"
             return
         ranks = [reply.collectives for reply in replies if reply.collectives is not None]
         if len(ranks) < len(replies):
-            result.why["traffic"] = next(reply.why for reply in replies if reply.why) or "it could not be counted"
+            result.why["traffic"] = next(reply.why for reply in replies if reply.why) or "no reason was recorded"
             return
         try:
             traffic.check(ranks)
@@ -207,6 +221,7 @@ class Runner:
         del result.why["traffic"]
 
     def _load(self, request: Request) -> RankGroup:
+        """Return the ranks with the model of a case loaded; start them if others, or none, are running."""
         case = request.case
         if self._group is not None and self._loading == case.loading and self._group.alive:
             return self._group
@@ -225,41 +240,43 @@ class Runner:
         return self._group
 
     def _build(self, strategy: Strategy, request: Request) -> None:
-        if request.strategy not in self._built:
+        if request.strategy not in self._build_errors:
             try:
-                strategy.build(request.case, self._say)
-                self._built[request.strategy] = None
+                strategy.build(request.case, self._show_line)
+                self._build_errors[request.strategy] = None
             except RuntimeError as error:
-                self._built[request.strategy] = str(error)
-        # What could not be compiled for one case is not tried again for the next, which takes as long.
-        if message := self._built[request.strategy]:
+                self._build_errors[request.strategy] = str(error)
+        # A build that failed is not tried again for the next case: it would take as long and fail again.
+        if message := self._build_errors[request.strategy]:
             raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
-    def _give(self, group: RankGroup, request: Request) -> None:
+    def _send_items(self, group: RankGroup, request: Request) -> None:
+        """Send the items of a case to the ranks, unless they have them."""
         sha256 = request.case.dataset_sha256
         if sha256 not in group.given:
             group.ask(worker.give, sha256, request.items, phase="load", timeout_s=request.load_timeout_s)
             group.given.add(sha256)
 
-    def _keep_what_finished(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:
+    def _keep_finished_part(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:
+        """Fill the launch of a case that failed with its finished batches, its profile and its memory."""
         profiler = self._profiler_of(request.machine)
         ended_s = time.monotonic()
         profiler.mark()  # before the ranks are ended, which takes longer than a mark may wait
         group = self._group
         self._abandon()
         if group is not None and self._phase == "forward":
-            # While it loads, a group may hold the batches of the case before.
-            # Only of ranks that are ended is it known that all they streamed has been heard.
+            # Not while loading: a group may then still hold the batches of the previous case.
+            # Not before the ranks are ended: only then have all batches that they streamed arrived.
             launch.batches = group.batches()
         held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
-        # A rank that did not load has told what it holds with its failure; one that is gone told it when it loaded.
-        launch.profile = self._judged(profiler.slice(self._began_s, ended_s, held or None), request)
+        # A rank that failed to load reports its held bytes with the failure; one that died reported them after loading.
+        launch.profile = self._with_disturbances(profiler.slice(self._began_s, ended_s, held or None), request)
         launch.memory = [_device_memory(device, request.machine, launch.profile) for device in use]
         profiler.held_bytes = {}
 
-    def _judged(self, profile: Profile, request: Request) -> Profile:
-        """Return a profile with what speaks against it."""
-        ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # a process a GPU, or one for all of them
+    def _with_disturbances(self, profile: Profile, request: Request) -> Profile:
+        """Return a profile with the disturbances of its window."""
+        ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all GPUs
         first = disturbances.first_alike(self._profiles, profile)
         return msgspec.structs.replace(profile, invalid=disturbances.invalid(profile, first, ours, self._used_before))
 
@@ -270,6 +287,7 @@ class Runner:
 
 
 def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
+    """Return the variables of each rank: its devices and, for several ranks, those that torchrun would set."""
     case = request.case
     visible = ",".join(gpu.uuid for gpu in request.machine.gpus) if case.device == "cuda" else ""
     if world_size == 1:
@@ -281,34 +299,48 @@ def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _share(world_size),
+            # The cores of this process, split between the ranks.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+            or str(max(1, len(os.sched_getaffinity(0)) // world_size)),
         }
         for number in range(world_size)
     ]
 
 
-def _compare_ranks(replies: Sequence[worker.ScoreReply], case: Case) -> None:
-    """Refuse answers that depend on whom one asks: every rank computes all of them.
+def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None:
+    """Compare the log-likelihoods of each rank with those of rank 0: every rank computes all of them.
 
     Raises:
-        RankFailedError: A rank's log-likelihoods are not the first one's, rounding aside.
+        RankFailedError: They differ by more than rounding.
     """
     first = derived.decode(replies[0].accuracy.loglikelihoods)
+    allowed = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype]
     for number, reply in enumerate(replies[1:], start=1):
-        differ = derived.typical_difference(derived.decode(reply.accuracy.loglikelihoods), first)
-        if differ > derived.LOGLIKELIHOOD_TOLERANCES[case.dtype]:
-            message = f"rank {number} answers otherwise than rank 0: log-likelihoods typically differ by {differ:.1%}"
+        difference = derived.typical_difference(derived.decode(reply.accuracy.loglikelihoods), first)
+        if difference > allowed:
+            message = (
+                f"the log-likelihoods of rank {number} typically differ by {percent(difference)} from those of rank 0; "
+                f"{case.dtype} allows {100 * allowed:g} %"
+            )
             raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
 
 
-def _share(world_size: int) -> str:
-    """Return how many of this process's cores each rank gets."""
-    return str(max(1, len(os.sched_getaffinity(0)) // world_size))
+def _fill(launch: Launch, replies: Sequence[worker.ScoreReply]) -> None:
+    """Fill a launch with what its ranks measured: the slowest rank counts, and the smallest workspace."""
+    launch.warmup_s = max(reply.warmup_s for reply in replies)
+    launch.plan_sha256 = replies[0].plan_sha256
+    launch.batches = slowest([reply.batches for reply in replies])
+    launch.accuracy = replies[0].accuracy
+    launch.execution_choice = replies[0].execution_choice
+    if (workspace := replies[0].workspace) is not None:
+        launch.tokens_requested = workspace.tokens_requested
+        launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
 
 
 def _device_memory(
     use: DeviceUse, machine: Machine, profile: Profile, workspace: Workspace | None = None
 ) -> DeviceMemory:
+    """Join what a rank, its workspace and NVML report about the memory of one device; devices are joined by UUID."""
     index = next((gpu.index for gpu in machine.gpus if gpu.uuid == use.uuid), 0)
     seen = next((device for device in profile.devices if device.uuid == use.uuid), None)
     used = (
@@ -318,7 +350,7 @@ def _device_memory(
     )
     why = dict(use.why)
     if workspace is None:
-        why["workspace_bytes"] = "no workspace outside torch's allocator was told of"
+        why["workspace_bytes"] = "the strategy reported no workspace outside torch's allocator"
     if isinstance(used, str):
         why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)
     return DeviceMemory(

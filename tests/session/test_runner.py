@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 from support import report_factory
+from support.prose import Prose
 
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -38,7 +39,7 @@ _MACHINE = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(versio
 
 @dataclasses.dataclass
 class _FakeRank:
-    """Answers at once, in this process."""
+    """A rank that answers at once, in this process."""
 
     rank: int
     answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
@@ -157,7 +158,7 @@ def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | Traff
 
 @pytest.fixture
 def recorded() -> list[CaseResult]:
-    """Results that were handed over for keeping."""
+    """The results that were passed to `record`."""
     return []
 
 
@@ -167,7 +168,7 @@ def _runner(launcher: _FakeLauncher) -> tuple[Runner, _FakeProfiler]:
 
 
 def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResult]) -> None:
-    """Batches and accuracy come from the ranks, the profile from the time the first batch began to the last's end."""
+    """Batches and accuracy come from the ranks; the profile begins with the first batch and ends with the last."""
     runner, profiler = _runner(_FakeLauncher(_reply))
     result = runner.run(_request(_case(4)), recorded.append)
     assert recorded == [result]
@@ -178,7 +179,7 @@ def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResul
 
 
 def test_counters_are_read_between_warm_up_and_measurement(recorded: list[CaseResult]) -> None:
-    """What the warm-up sends is not the case's, and the devices are idle while counters are read."""
+    """Bytes of the warm-up do not count, and the devices are idle while counters are read."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         profiler.did.append(fn.__name__)
@@ -186,12 +187,12 @@ def test_counters_are_read_between_warm_up_and_measurement(recorded: list[CaseRe
 
     runner, profiler = _runner(_FakeLauncher(answer))
     runner.run(_request(_case(4)), recorded.append)
-    # The second at once: what is done with the answers takes longer than a mark may wait.
+    # The second mark comes at once: the answers are compared later, which takes longer than a mark may wait.
     assert profiler.did[-5:] == ["warm_up", "mark, wait=True", "measure", "mark, wait=False", "account"]
 
 
-def test_counters_are_read_where_a_part_of_a_case_begins_and_where_it_fails(recorded: list[CaseResult]) -> None:
-    """The window of a case that fails begins with loading or warm-up and ends before its ranks do."""
+def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails(recorded: list[CaseResult]) -> None:
+    """The window of a failed case begins with loading or warm-up and ends before its ranks end."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         profiler.did.append(fn.__name__)
@@ -211,10 +212,10 @@ def test_counters_are_read_where_a_part_of_a_case_begins_and_where_it_fails(reco
 
 
 @pytest.mark.parametrize("failing", [worker.load, worker.measure])
-def test_a_case_that_fails_has_the_evidence_of_it(
+def test_a_failed_case_has_the_disturbances_of_its_window(
     nvml_stub: Callable[..., dict[str, str]], recorded: list[CaseResult], failing: Callable[..., Any]
 ) -> None:
-    """A crash by an Xid or a memory error is where people look for them."""
+    """An Xid or a memory error that may have caused a crash is in the profile of the crashed case."""
     profiler = Profiler(0.025, environment=nvml_stub(xid="0:1", ecc="0:1", processes="2"))
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -237,8 +238,10 @@ def test_a_case_that_fails_has_the_evidence_of_it(
     ]
 
 
-def test_memory_of_another_time_is_not_the_cases(recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window without a reading has the nearest one, which is no figure of the case."""
+def test_memory_is_unknown_without_a_reading_inside_the_window(
+    recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest reading is of another moment and does not count."""
     runner, profiler = _runner(_FakeLauncher(_reply))
     slice_ = profiler.slice
     monkeypatch.setattr(
@@ -254,8 +257,8 @@ def test_memory_of_another_time_is_not_the_cases(recorded: list[CaseResult], mon
 _SENT = Collective(collective="all_reduce", calls=3, payload_bytes=80, wire_bytes=120)
 
 
-def test_traffic_is_every_rank_s_own(recorded: list[CaseResult]) -> None:
-    """What is sent per sequence is of all ranks together."""
+def test_traffic_is_recorded_per_rank(recorded: list[CaseResult]) -> None:
+    """The bytes per sequence are the sum over all ranks."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return TrafficReply(collectives=[_SENT]) if fn is worker.account else _reply(fn, args)
@@ -266,8 +269,8 @@ def test_traffic_is_every_rank_s_own(recorded: list[CaseResult]) -> None:
     assert "traffic" not in result.why
 
 
-def test_ranks_that_send_nothing_fail_with_all_that_was_measured(recorded: list[CaseResult]) -> None:
-    """A tensor parallel model without a collective is measured wrongly, and what shows it stays."""
+def test_ranks_that_send_nothing_are_an_error_that_keeps_the_measurement(recorded: list[CaseResult]) -> None:
+    """A tensor parallel model without a collective is an error; its batches stay in the result."""
     launcher = _FakeLauncher(_reply)
     runner, _ = _runner(launcher)
     result = runner.run(_request(_case(4), _TP), recorded.append)
@@ -279,7 +282,7 @@ def test_ranks_that_send_nothing_fail_with_all_that_was_measured(recorded: list[
 
 @pytest.mark.parametrize("raised", [True, False])
 def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseResult], raised: bool) -> None:
-    """An op that is not known, or a forward that fails, costs the account alone, and says so."""
+    """An unknown op, or a failed forward, costs the traffic alone, and `why` has the reason."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if fn is not worker.account:
@@ -297,8 +300,8 @@ def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseR
     assert runner.run(_request(_case(8), _TP), recorded.append).outcome == "completed"
 
 
-def test_memory_is_told_per_device_by_its_nvml_index(recorded: list[CaseResult]) -> None:
-    """CUDA's order need not be NVML's: devices are joined by UUID, and a missing reading says why."""
+def test_memory_is_recorded_by_nvml_index(recorded: list[CaseResult]) -> None:
+    """Devices are joined by UUID, since CUDA may order them differently; `why` has the reason of a missing reading."""
     runner, _ = _runner(_FakeLauncher(_reply))
     first, second = runner.run(_request(_case(4)), recorded.append).launches[0].memory
     assert (first.index, first.weights_bytes, first.held_bytes, first.nvml_used_max_bytes) == (3, 4, 2, 7)
@@ -307,7 +310,7 @@ def test_memory_is_told_per_device_by_its_nvml_index(recorded: list[CaseResult])
 
 
 def test_ranks_see_the_chosen_devices_in_order(recorded: list[CaseResult]) -> None:
-    """Devices are handed over by UUID, whatever CUDA_VISIBLE_DEVICES of the caller counts."""
+    """Devices are passed by UUID, independent of the caller's CUDA_VISIBLE_DEVICES."""
     launcher = _FakeLauncher(_reply)
     _runner(launcher)[0].run(_request(_case(4)), recorded.append)
     assert launcher.environments == [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]]
@@ -342,8 +345,8 @@ def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[Case
     assert launcher.ended == ["killed", "closed", "killed"], "the next case finds clean devices"
 
 
-def test_a_failure_keeps_the_batches_that_were_heard(recorded: list[CaseResult]) -> None:
-    """What was measured before the end is in the result, with memory and profile."""
+def test_a_failure_keeps_the_finished_batches(recorded: list[CaseResult]) -> None:
+    """The result has the batches that finished before the failure, with memory and profile."""
 
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
         if fn is worker.measure:
@@ -363,8 +366,8 @@ def test_a_failure_keeps_the_batches_that_were_heard(recorded: list[CaseResult])
     assert launch.profile is not None
 
 
-def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> None:
-    """Ctrl-C in the middle of a case leaves a row that says so."""
+def test_an_interrupt_is_recorded_and_raised(recorded: list[CaseResult]) -> None:
+    """Ctrl-C in the middle of a case leaves a result with the outcome `interrupted`."""
 
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
         if fn is worker.measure:
@@ -383,10 +386,10 @@ def test_an_interrupt_is_recorded_and_goes_on(recorded: list[CaseResult]) -> Non
 
 
 @pytest.mark.parametrize("while_doing", [worker.load, worker.give])
-def test_an_interrupt_before_the_first_batch_was_while_loading(
+def test_an_interrupt_before_the_first_batch_is_in_the_phase_load(
     recorded: list[CaseResult], while_doing: Callable[..., Any]
 ) -> None:
-    """Nobody looks for a hanging forward that had not begun, also where a case before had finished batches."""
+    """This holds although an earlier case had finished batches."""
     launcher = _FakeLauncher(_reply)
     runner, _ = _runner(launcher)
     runner.run(_request(_case(4)), recorded.append)
@@ -406,7 +409,7 @@ def test_an_interrupt_before_the_first_batch_was_while_loading(
 
 
 def test_a_rank_that_died_while_idle_costs_no_case(recorded: list[CaseResult]) -> None:
-    """Processes that are gone are started anew; the next case is not charged with their end."""
+    """Dead processes are started again, and the next case completes."""
     launcher = _FakeLauncher(_reply)
     runner, _ = _runner(launcher)
     assert runner.run(_request(_case(1)), recorded.append).outcome == "completed"
@@ -415,8 +418,8 @@ def test_a_rank_that_died_while_idle_costs_no_case(recorded: list[CaseResult]) -
     assert len(launcher.environments) == 2
 
 
-def test_held_bytes_are_known_as_soon_as_a_model_is_loaded(recorded: list[CaseResult]) -> None:
-    """A rank that crashes cannot say what it held, and the profile of its case still leaves that out."""
+def test_held_bytes_are_known_once_a_model_is_loaded(recorded: list[CaseResult]) -> None:
+    """A crashed rank cannot report its held bytes; its profile subtracts them all the same."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if fn is worker.load:
@@ -431,8 +434,8 @@ def test_held_bytes_are_known_as_soon_as_a_model_is_loaded(recorded: list[CaseRe
     assert profiler.windows[-1][2] == {"GPU-c": 3}
 
 
-def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
-    """A bug or a full disk is an error that is recorded and goes on, not something a person stopped."""
+def test_an_exception_in_this_process_is_an_error(recorded: list[CaseResult]) -> None:
+    """A bug or a full disk is recorded as `error`, not as `interrupted`, and the exception is raised."""
 
     def answer(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
         if fn is worker.measure:
@@ -446,19 +449,19 @@ def test_a_failure_of_ours_is_no_interrupt(recorded: list[CaseResult]) -> None:
 
 
 class _Building:
-    """A strategy that counts its builds; its place is `Building`."""
+    """The builds of the strategy `Building`."""
 
     builds: ClassVar[list[str]] = []
     broken = False
 
 
 class Building(LayerParallel):
-    """Compiles something first."""
+    """A strategy that compiles something before its ranks start."""
 
     name = "building"
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Say and count, or fail."""
+        """Count the build, or fail."""
         say("compiling ...")
         _Building.builds.append(case.id)
         if _Building.broken:
@@ -479,7 +482,7 @@ def _built(case: Case) -> Request:
 def test_a_strategy_is_built_once_before_its_ranks_start(
     recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling is no part of what a model takes to load, and another model of the same strategy does not repeat it."""
+    """The load time excludes the build, and another model of the same strategy does not repeat it."""
     launcher, said = _FakeLauncher(_reply), list[str]()
     runner = _builder(launcher, said, monkeypatch, broken=False)
     runner.run(_built(_case(1)), recorded.append)
@@ -492,7 +495,7 @@ def test_a_strategy_is_built_once_before_its_ranks_start(
 def test_what_does_not_compile_is_an_error_and_is_not_tried_again(
     recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a minute each time; no process is started for it."""
+    """The second case fails at once, without a process."""
     launcher = _FakeLauncher(_reply)
     runner = _builder(launcher, [], monkeypatch, broken=True)
     for batch_size in (1, 2):
@@ -504,8 +507,8 @@ def test_what_does_not_compile_is_an_error_and_is_not_tried_again(
     assert launcher.environments == []
 
 
-def test_the_rank_with_the_least_room_decides_what_was_granted(recorded: list[CaseResult]) -> None:
-    """Its garbage is summed into the numbers of all of them."""
+def test_the_smallest_workspace_of_all_ranks_counts(recorded: list[CaseResult]) -> None:
+    """Wrong numbers of one rank are summed into the numbers of all ranks."""
     granted = iter((64, 23))
 
     def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -521,8 +524,8 @@ def test_the_rank_with_the_least_room_decides_what_was_granted(recorded: list[Ca
     assert {memory.workspace_bytes for memory in launch.memory} == {5}
 
 
-def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult]) -> None:
-    """Each of them computes every number: a broken device or a wrong part of a layer must not hide behind rank 0."""
+def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult], prose: Prose) -> None:
+    """Each rank computes all log-likelihoods, so that a broken device is seen although rank 0 is right."""
     numbers = iter(([-1.0] * 4, [-1.1] * 4))
 
     def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -535,4 +538,5 @@ def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult]) 
     result = _runner(_FakeLauncher(reply))[0].run(request, recorded.append)
     assert result.outcome == "error"
     assert result.failure is not None
-    assert result.failure.message == "rank 1 answers otherwise than rank 0: log-likelihoods typically differ by 10.0%"
+    assert result.failure.rank == 1
+    assert prose == result.failure.message
