@@ -47,6 +47,9 @@ class Loaded:
     recordable: bool = True
     """Whether the decoder's forwards may be replayed as CUDA graphs. A replay runs kernels only: say False where hooks
     or code of one's own inside the decoder have to run at every forward."""
+    dispatched: bool = True
+    """Whether the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
+    and FLOPs cannot be counted."""
 
 
 class Strategy(Protocol):

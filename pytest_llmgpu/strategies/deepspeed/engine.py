@@ -72,4 +72,5 @@ def inject(
         devices=(device,),
         rank=rank,
         world_size=world_size,
+        dispatched=not settings.get("replace_with_kernel_inject"),
     )

@@ -1,0 +1,105 @@
+"""The shortest time in which a machine could run a case: by the model's formula and the ceilings of the session.
+
+FLOPs that were counted play no part: a program that computes too much would raise its own bound.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
+
+__all__ = ["bound", "forward_flops"]
+
+_NO_PEER_CEILING = ("peer_copy", "send", "recv")
+"""Traffic that is no collective over all ranks: nothing measured bounds its time, so it counts as 0."""
+
+
+def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> Bound | str:
+    """Return the shortest time of all batches of a completed case, or the reason why it cannot be computed.
+
+    The devices of one rank run one after the other (a forward passes through their layers in turn), ranks run at the
+    same time and have equal parts of the model. The slowest GPU counts.
+
+    Args:
+        result: The case; its last launch has the batches.
+        work: What the ranks of that launch computed.
+        ceilings: What the GPUs reach.
+    """
+    if work is None or work.model is None:
+        missing = "there were no work passes" if work is None else work.why.get("model", "it was not recorded")
+        return f"the size of the model is not known: {missing}"
+    if not result.launches or not result.inference_s:
+        return "the case has no finished batches"
+    rates = _rates(result.case.dtype, work, ceilings)
+    if isinstance(rates, str):
+        return rates
+    wire_s = _wire_s(result, ceilings)
+    if isinstance(wire_s, str):
+        return wire_s
+    flops_per_s, bytes_per_s = rates
+    model, batches = work.model, result.launches[-1].batches
+    memory_s = model.weights_bytes / bytes_per_s
+    compute_s = [
+        forward_flops(model, tokens, sequences) / flops_per_s
+        for tokens, sequences in zip(batches.tokens, batches.sequences, strict=True)
+    ]
+    bound_s = sum(max(one, memory_s) for one in compute_s) + wire_s
+    times: dict[Literal["compute", "memory", "wire"], float] = {
+        "compute": sum(compute_s),
+        "memory": memory_s * len(compute_s),
+        "wire": wire_s,
+    }
+    return Bound(
+        compute_s=times["compute"],
+        memory_s=times["memory"],
+        wire_s=wire_s,
+        bound_s=bound_s,
+        limited_by=max(times, key=lambda name: times[name]),
+        share=bound_s / result.inference_s,
+    )
+
+
+def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:
+    """Return the least floating-point operations of a causal forward: 2 x parameters x tokens, plus attention.
+
+    Attention is two products of queries with the keys and values before them, 2 x layers x width x length² for a
+    sequence. The square of the mean length is no more than the mean of the squares, so the lengths themselves are not
+    needed.
+
+    Args:
+        model: The size of the model.
+        tokens: Tokens of all sequences, without padding.
+        sequences: Sequences of the forward.
+    """
+    attention = 2 * model.layers * model.attention_width * tokens**2 / sequences if sequences else 0.0
+    return 2 * model.parameters * tokens + attention
+
+
+def _rates(dtype: str, work: Work, ceilings: Ceilings | None) -> tuple[float, float] | str:
+    """Return FLOPs and bytes per second of all ranks together, or the reason why they are not known."""
+    uuids = {uuid for rank in work.ranks for uuid in rank.uuids}
+    if not uuids:
+        return "the case ran on a CPU"
+    devices = [] if ceilings is None else [device for device in ceilings.devices if device.uuid in uuids]
+    flops = [rate for device in devices if (rate := device.gemm_flops_per_s.get(dtype))]
+    copies = [rate for device in devices if (rate := device.copy_bytes_per_s)]
+    if min(len(flops), len(copies)) < len(uuids):
+        return f"the ceilings for {dtype} were not measured on every GPU of the case"
+    return len(work.ranks) * min(flops), len(work.ranks) * min(copies)
+
+
+def _wire_s(result: CaseResult, ceilings: Ceilings | None) -> float | str:
+    """Return the time of the collectives of the rank that sends most, or the reason why it cannot be computed."""
+    if result.traffic is None:
+        return f"traffic is not known: {result.why.get('traffic', 'it was not counted')}"
+    sent = [
+        sum(one.sent_bytes for one in rank if one.collective not in _NO_PEER_CEILING) for rank in result.traffic.ranks
+    ]
+    largest = max(sent, default=0)
+    if not largest:
+        return 0.0
+    if ceilings is None or not ceilings.all_reduce_bytes_per_s:
+        return "no all-reduce was measured"
+    return largest / ceilings.all_reduce_bytes_per_s

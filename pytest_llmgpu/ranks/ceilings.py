@@ -1,0 +1,191 @@
+"""The rates that the GPUs of a rank reach: a matrix product, a copy, an all-reduce (torch, in a rank).
+
+What a case could reach at best on this machine and today is computed from them. They take at most 3 s: half a second of
+warming for the clocks, then the median of 20 of each.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["measure", "merged"]
+
+_SIZE = 8192
+_REPEATS = 20
+_WARMING_S = 0.5
+_COPY_BYTES = 256 << 20
+_LARGE_BYTES, _SMALL_BYTES = 64 << 20, 16
+_WARM_REDUCTIONS = 5
+
+_ALONE = "the strategy has one rank, and nothing to reduce"
+_ON_CPU = "ceilings are measured on CUDA devices only"
+_NO_MEMORY = "{} bytes were not free on the GPU"
+
+
+def measure(devices: Sequence[torch.device], dtype: str, world_size: int) -> Ceilings:
+    """Measure the GPUs of this rank; every rank must do so at the same time, as in a case.
+
+    Args:
+        devices: The GPUs. All of them compute at the same time.
+        dtype: Of the matrices: `float16`.
+        world_size: Ranks that the all-reduce is over.
+    """
+    import torch
+
+    if devices[0].type != "cuda":
+        return Ceilings(why=dict.fromkeys(("devices", "all_reduce_bytes_per_s", "all_reduce_latency_s"), _ON_CPU))
+    with torch.inference_mode():
+        gemm_s = _gemm_s(devices, getattr(torch, dtype))
+        copy_s = _copy_s(devices)
+        large_s, small_s = _all_reduce_s(devices[0], world_size) if world_size > 1 else (_ALONE, _ALONE)
+    torch.cuda.empty_cache()
+    found = []
+    for number, device in enumerate(devices):
+        why = {}
+        if isinstance(gemm_s, str):
+            why["gemm_flops_per_s"] = gemm_s
+        if isinstance(copy_s, str):
+            why["copy_bytes_per_s"] = copy_s
+        found.append(
+            DeviceCeilings(
+                uuid=f"GPU-{torch.cuda.get_device_properties(device).uuid}",
+                gemm_flops_per_s={} if isinstance(gemm_s, str) else {dtype: 2 * _SIZE**3 / gemm_s[number]},
+                copy_bytes_per_s=None if isinstance(copy_s, str) else 2 * _COPY_BYTES / copy_s[number],
+                why=why,
+            )
+        )
+    why = {}
+    if isinstance(large_s, str):
+        why["all_reduce_bytes_per_s"] = large_s
+    if isinstance(small_s, str):
+        why["all_reduce_latency_s"] = small_s
+    sent_bytes = 2 * (world_size - 1) / world_size * _LARGE_BYTES
+    return Ceilings(
+        devices=found,
+        all_reduce_bytes_per_s=None if isinstance(large_s, str) else sent_bytes / large_s,
+        all_reduce_latency_s=None if isinstance(small_s, str) else small_s,
+        why=why,
+    )
+
+
+def merged(several: Sequence[Ceilings]) -> Ceilings:
+    """Return the ceilings of several ranks, or of several cases of one session, as one record.
+
+    A GPU keeps its first rate of each dtype. The slowest all-reduce counts.
+    """
+    devices: dict[str, DeviceCeilings] = {}
+    for device in (device for one in several for device in one.devices):
+        known = devices.get(device.uuid, device)
+        rates = device.gemm_flops_per_s | known.gemm_flops_per_s
+        copied = known.copy_bytes_per_s or device.copy_bytes_per_s
+        had = {"gemm_flops_per_s": rates, "copy_bytes_per_s": copied}
+        devices[device.uuid] = DeviceCeilings(
+            uuid=device.uuid,
+            gemm_flops_per_s=rates,
+            copy_bytes_per_s=copied,
+            why={name: reason for name, reason in (known.why | device.why).items() if not had[name]},
+        )
+    all_reduce = {
+        "all_reduce_bytes_per_s": min(filter(None, (one.all_reduce_bytes_per_s for one in several)), default=None),
+        "all_reduce_latency_s": max(filter(None, (one.all_reduce_latency_s for one in several)), default=None),
+    }
+    why = {name: reason for one in several for name, reason in one.why.items()}
+    had_any = {"devices": devices, **all_reduce}
+    return Ceilings(
+        devices=list(devices.values()),
+        **all_reduce,
+        why={name: reason for name, reason in why.items() if not had_any[name]},
+    )
+
+
+def _gemm_s(devices: Sequence[torch.device], dtype: torch.dtype) -> list[float] | str:
+    """Return the median duration of a product per device, or the reason why there is none."""
+    import torch
+
+    try:
+        # Random numbers, as weights are: products of zeros draw less power, and run faster.
+        operands = [[torch.randn(_SIZE, _SIZE, dtype=dtype, device=device) for _ in range(2)] for device in devices]
+        products = [torch.empty(_SIZE, _SIZE, dtype=dtype, device=device) for device in devices]
+    except torch.OutOfMemoryError:
+        return _NO_MEMORY.format(3 * _SIZE**2 * dtype.itemsize)
+
+    def multiply(number: int) -> None:
+        torch.mm(*operands[number], out=products[number])
+
+    until_s = time.perf_counter() + _WARMING_S
+    while time.perf_counter() < until_s:
+        for number, device in enumerate(devices):
+            with torch.cuda.device(device):
+                multiply(number)
+        _synchronize(devices)
+    return _medians_s(devices, multiply)
+
+
+def _copy_s(devices: Sequence[torch.device]) -> list[float] | str:
+    """Return the median duration of a copy per device, or the reason why there is none."""
+    import torch
+
+    try:
+        pairs = [[torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)] for device in devices]
+    except torch.OutOfMemoryError:
+        return _NO_MEMORY.format(2 * _COPY_BYTES)
+
+    def copy(number: int) -> None:
+        target, source = pairs[number]
+        target.copy_(source)
+
+    return _medians_s(devices, copy)
+
+
+def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] | tuple[str, str]:
+    """Return the median durations of a large and of a small all-reduce, or the reason why there is none."""
+    import torch
+    from torch import distributed
+
+    try:
+        large = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        large = torch.zeros(0, dtype=torch.uint8, device=device)
+    small = torch.full((_SMALL_BYTES,), int(large.numel() > 0), dtype=torch.uint8, device=device)
+    # A rank that has no room must not leave the others waiting.
+    distributed.all_reduce(small)
+    if int(small[0]) < world_size:
+        return _NO_MEMORY.format(_LARGE_BYTES), _NO_MEMORY.format(_LARGE_BYTES)
+    times_s = []
+    for tensor in (large, small):
+        for _ in range(_WARM_REDUCTIONS):
+            distributed.all_reduce(tensor)
+        times_s.append(_medians_s([device], lambda _, reduced=tensor: distributed.all_reduce(reduced))[0])  # type: ignore[misc]
+    return times_s[0], times_s[1]
+
+
+def _medians_s(devices: Sequence[torch.device], run: Callable[[int], object]) -> list[float]:
+    """Return the median duration per device of `run(number of the device)`, on all devices at the same time."""
+    import torch
+
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in devices]
+    for _ in range(_REPEATS):
+        for number, device in enumerate(devices):
+            with torch.cuda.device(device):
+                began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                began.record()
+                run(number)
+                ended.record()
+                events[number].append((began, ended))
+    _synchronize(devices)
+    return [statistics.median(began.elapsed_time(ended) for began, ended in pairs) / 1e3 for pairs in events]
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    import torch
+
+    for device in devices:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,347 @@
+"""Work passes: what the program of a case computes, in forwards of their own (torch, in a rank).
+
+An eager pass counts ops and FLOPs, an eager pass attributes kernels to modules, and `PASSES` passes in the execution of
+the case give the time of the kernels. On a CPU, and where CUPTI cannot be used, ops and FLOPs alone are counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pytest_llmgpu.inference import cuda_graphs, logits
+from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.ranks import kernel_records, ops
+from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, NamedRow, PassKernels, Record
+from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, Work, WorkRow
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from pytest_llmgpu.strategies.protocol import Loaded
+
+__all__ = ["PASSES", "WorkReply", "batches_used", "join", "measure", "model_size"]
+
+PASSES = 3
+"""Profiled passes in the execution of the case."""
+
+_MOST_PADDED_TOKENS = 8192
+_MOST_BATCHES = 16
+_SCORING = "(scoring)"
+"""Module of what runs before and after the model: the copy of the batch, log-softmax, and the choice of the targets."""
+
+_ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
+_NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
+_BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
+_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows")
+_HOST_FIGURES = ("runtime_calls", "host_syncs")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank recorded in its work passes."""
+
+    batches: list[int]
+    """The numbers of the batches that were used."""
+    work: RankWork
+    """The figures of the rank, without its rows."""
+    rows: list[NamedRow] | None = None
+    """The rows with names of kernels; None where no kernel was recorded."""
+    collective_s: list[dict[str, list[float]]] = []
+    """[passes] Kind of a collective to the durations of its calls in their order."""
+
+
+class _Recording:
+    """What torch.profiler recorded while `_recorded` was entered."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.why: str | None = None
+        """The reason why there is no record."""
+
+
+def batches_used(padded_tokens: Sequence[int]) -> list[int]:
+    """Return the numbers of the batches that work passes run: spread evenly over the plan, the same in every launch.
+
+    As many as have 8,192 padded tokens together, at least 1 and at most 16.
+
+    Args:
+        padded_tokens: Padded tokens of each batch of the plan.
+    """
+    planned = len(padded_tokens)
+    for count in range(min(_MOST_BATCHES, planned), 1, -1):
+        numbers = [(2 * place + 1) * planned // (2 * count) for place in range(count)]
+        if sum(padded_tokens[number] for number in numbers) <= _MOST_PADDED_TOKENS:
+            return numbers
+    return [planned // 2]
+
+
+def measure(
+    loaded: Loaded, plan: Plan, *, workload: str, execution: str, on_batch: Callable[[Batch, float], None]
+) -> WorkReply:
+    """Run the work passes of a case; every rank must do so at the same time.
+
+    Args:
+        loaded: The model, whose forwards run eagerly now.
+        plan: The plan that the case has run.
+        workload: One of `logits.WORKLOADS`.
+        execution: `eager` or `cuda_graphs`, as the case ran.
+        on_batch: Called after each batch with its latency in seconds, as a sign of life.
+    """
+    numbers = batches_used([batch.padded_tokens for batch in plan.batches])
+
+    def run() -> float:
+        return _run(loaded, [plan.batches[number] for number in numbers], workload, on_batch)
+
+    # The first profile of a process initialises CUPTI, and its records are left out.
+    with _recorded(loaded.devices):
+        counted = ops.count(run)
+    with _recorded(loaded.devices, ranges=True) as attribution, _module_ranges(loaded.model):
+        run()
+    modules = kernel_records.modules(attribution.records) if attribution.why is None else None
+    passes, seconds, device_why = _passes(loaded, execution, run)
+    why = {} if attribution.why is None else dict.fromkeys(_HOST_FIGURES, attribution.why)
+    if device_why is not None:
+        why |= dict.fromkeys(_DEVICE_FIGURES, device_why)
+    if not loaded.dispatched:
+        why["flops"] = _BYPASSED
+    figures = RankWork(
+        uuids=_uuids(loaded.devices),
+        ops=counted.ops,
+        flops=counted.flops if loaded.dispatched else None,
+        runtime_calls=None if modules is None else modules.runtime_calls,
+        host_syncs=None if modules is None else modules.host_syncs,
+        why=why,
+    )
+    if device_why is not None:
+        return WorkReply(batches=numbers, work=figures)
+    return WorkReply(
+        batches=numbers,
+        work=_with_passes(figures, passes, seconds),
+        rows=kernel_records.rows(passes, modules),
+        collective_s=[one.collective_s for one in passes],
+    )
+
+
+def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: ModelSize | str) -> Work:
+    """Return the record of one launch from what its ranks answered.
+
+    Args:
+        replies: One for each rank.
+        kernel_names: Name of a kernel to its number in the report; names that are new are added.
+        model: The size of the model, or the reason why it is not known.
+    """
+    collectives = _collectives([reply.collective_s for reply in replies])
+    reasons = [reply.work.why["device_time_s"] for reply in replies if reply.rows is None]
+    if reasons:
+        collectives = reasons[0]
+    why = {"collectives": collectives} if isinstance(collectives, str) else {}
+    if isinstance(model, str):
+        why["model"] = model
+    return Work(
+        batches=replies[0].batches,
+        passes=0 if reasons else PASSES,
+        collectives=None if isinstance(collectives, str) else collectives,
+        ranks=[msgspec.structs.replace(reply.work, rows=_numbered(reply.rows, kernel_names)) for reply in replies],
+        model=None if isinstance(model, str) else model,
+        why=why,
+    )
+
+
+def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
+    """Return what a model computes at least, or the reason why the formula does not hold for it.
+
+    Args:
+        model: The whole model; its weights may be on the meta device.
+        dtype_bytes: Size of one weight.
+    """
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        return "a token passes through some of the model's experts only"
+    apart = [model.get_input_embeddings(), model.get_output_embeddings()]
+    left_out = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
+    parameters = sum(part.numel() for part in model.parameters() if id(part) not in left_out)
+    heads = config.num_attention_heads
+    return ModelSize(
+        parameters=parameters,
+        weights_bytes=parameters * dtype_bytes,
+        layers=config.num_hidden_layers,
+        attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+    )
+
+
+def _passes(
+    loaded: Loaded, execution: str, run: Callable[[], float]
+) -> tuple[list[PassKernels], list[float], str | None]:
+    """Return kernels and seconds of the passes in the execution of the case, or the reason why there are none."""
+    if loaded.devices[0].type != "cuda":
+        return [], [], _ON_CPU
+    passes, seconds = [], []
+    graphs = execution == "cuda_graphs"
+    with cuda_graphs.GraphedDecoder(loaded.model, loaded.devices[0]) if graphs else nullcontext():
+        run()  # records the graphs; eagerly, a pass without hooks
+        for _ in range(PASSES):
+            with _recorded(loaded.devices) as recording:
+                pass_s = run()
+            if recording.why is None:
+                passes.append(kernel_records.of_pass(recording.records))
+                seconds.append(pass_s)
+    # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
+    return passes, seconds, None if len(passes) == PASSES else recording.why or _NO_RECORDS
+
+
+def _with_passes(figures: RankWork, passes: Sequence[PassKernels], seconds: Sequence[float]) -> RankWork:
+    last = passes[-1]
+    return msgspec.structs.replace(
+        figures,
+        device_time_s=[one.device_time_s for one in passes],
+        copy_s=[one.copy_s for one in passes],
+        idle_s=[max(0.0, pass_s - one.covered_s) for one, pass_s in zip(passes, seconds, strict=True)],
+        busy=statistics.median(min(1.0, one.covered_s / pass_s) for one, pass_s in zip(passes, seconds, strict=True)),
+        kernels=sum(calls.calls for calls in last.kernels.values()),
+        kernels_sha256=kernel_records.kernels_sha256(last.kernels),
+    )
+
+
+def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[CollectiveWork] | str:
+    """Split the time of each kind of collective into transfer and waiting.
+
+    Args:
+        ranks: [ranks][passes] kind to the durations of its calls.
+
+    Returns:
+        One record a kind, or the reason why calls cannot be joined.
+    """
+    counts = {tuple(sorted((kind, len(calls)) for kind, calls in one.items())) for passes in ranks for one in passes}
+    if len(counts) > 1:
+        return "the ranks do not run the same number of collectives in every pass"
+    found = []
+    for kind, number in next(iter(counts), ()):
+        transfer_s, wait_s = [], []
+        for of_ranks in zip(*ranks, strict=True):
+            durations = [one[kind] for one in of_ranks]
+            transfer_s.append(sum(map(min, zip(*durations, strict=True))))
+            wait_s.append(sum(map(sum, durations)) / len(durations) - transfer_s[-1])
+        found.append(CollectiveWork(collective=kind, calls=number, transfer_s=transfer_s, wait_s=wait_s))
+    return found
+
+
+def _numbered(rows: Sequence[NamedRow] | None, kernel_names: dict[str, int]) -> list[WorkRow] | None:
+    if rows is None:
+        return None
+    return [
+        WorkRow(
+            module=row.module,
+            kernel=None if row.kernel is None else kernel_names.setdefault(row.kernel, len(kernel_names)),
+            family=row.family,
+            calls=row.calls,
+            time_s=row.time_s,
+        )
+        for row in rows
+    ]
+
+
+def _run(loaded: Loaded, batches: Sequence[Batch], workload: str, on_batch: Callable[[Batch, float], None]) -> float:
+    """Score batches once and return the seconds of all of them, the devices idle at both ends of each."""
+    import torch
+
+    total_s = 0.0
+    with logits.way(loaded.model, workload) as chosen, torch.inference_mode():
+        for batch in batches:
+            _synchronize(loaded.devices)
+            began_s = time.perf_counter()
+            with torch.profiler.record_function(RANGE_PREFIX + _SCORING):
+                packed = batch.packed.to(loaded.input_device, non_blocking=True)
+                ids, rows_N, targets_N, _ = packed.split(batch.sizes)
+                chosen.log_probabilities(ids.view(batch.rows, batch.width), rows_N, targets_N)
+            _synchronize(loaded.devices)
+            latency_s = time.perf_counter() - began_s
+            on_batch(batch, latency_s)
+            total_s += latency_s
+    return total_s
+
+
+@contextmanager
+def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Iterator[_Recording]:
+    """While entered, torch.profiler records the kernels of this process, and with `ranges` those of modules."""
+    from torch.profiler import ProfilerActivity, profile
+
+    recording = _Recording()
+    if devices[0].type != "cuda":
+        recording.why = _ON_CPU
+        yield recording
+        return
+    profiler = profile(activities=[ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if ranges else [])])
+    try:
+        profiler.start()
+    except RuntimeError as error:
+        recording.why = f"torch.profiler did not start: {_first_line(error)}"
+        yield recording
+        return
+    try:
+        yield recording
+    finally:
+        try:
+            profiler.stop()
+            # The raw records: to build torch's events and averages takes ten times as long.
+            results: Any = profiler.profiler
+            recording.records = kernel_records.read(results.kineto_results.events())
+        except RuntimeError as error:
+            recording.why = f"torch.profiler did not stop: {_first_line(error)}"
+    if recording.why is None and not any(record.device is not None for record in recording.records):
+        recording.why = _NO_RECORDS
+
+
+@contextmanager
+def _module_ranges(model: torch.nn.Module) -> Iterator[None]:
+    """While entered, each forward of a module of the model is a range of torch.profiler with the module's name."""
+    import torch
+
+    opened: list[torch.profiler.record_function] = []
+
+    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(*_: object) -> None:
+            opened.append(torch.profiler.record_function(name))
+            opened[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            opened.pop().__exit__(None, None, None)
+
+        return enter, leave
+
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    handles = []
+    for name, module in model.named_modules():
+        enter, leave = hooks(RANGE_PREFIX + kernel_records.folded(name, prefix))
+        # Outside of all other hooks: those of a strategy launch kernels, too.
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _uuids(devices: Sequence[torch.device]) -> list[str]:
+    import torch
+
+    return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    import torch
+
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

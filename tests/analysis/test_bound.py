@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_result
+
+from pytest_llmgpu.analysis.bound import bound, forward_flops
+from pytest_llmgpu.report.derived import derive
+from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Traffic
+from pytest_llmgpu.report.work import Bound, Ceilings, DeviceCeilings, ModelSize, RankWork, Work
+
+_MODEL = ModelSize(parameters=1000, weights_bytes=2000, layers=2, attention_width=10)
+_CEILINGS = Ceilings(
+    devices=[
+        DeviceCeilings(uuid="a", gemm_flops_per_s={"float16": 1e6}, copy_bytes_per_s=1e5),
+        DeviceCeilings(uuid="b", gemm_flops_per_s={"float16": 2e6}, copy_bytes_per_s=1e5),
+        DeviceCeilings(uuid="slow", gemm_flops_per_s={"float16": 1.0}, copy_bytes_per_s=1.0),
+    ],
+    all_reduce_bytes_per_s=1e4,
+)
+
+
+def _work(*uuids: list[str], **fields: Any) -> Work:
+    return Work(
+        **{"batches": [0], "passes": 3, "ranks": [RankWork(uuids=one) for one in uuids], "model": _MODEL, **fields}
+    )
+
+
+def _result(
+    tokens: list[int], sequences: list[int], sent: tuple[int, ...] = (), kind: str = "all_reduce"
+) -> CaseResult:
+    result = make_result()
+    result.launches[-1].batches = Batches(
+        latency_s=[1.0] * len(tokens), sequences=sequences, tokens=tokens, padded_tokens=tokens
+    )
+    ranks = [[Collective(collective=kind, calls=1, payload_bytes=size, wire_bytes=size)] for size in sent]  # type: ignore[arg-type]
+    result.traffic = Traffic(ranks=ranks, wire_bytes_per_sequence=0.0)
+    derive(result)
+    return result
+
+
+def test_a_forward_has_two_flops_per_parameter_and_token_plus_attention() -> None:
+    """Causal attention: two products of a query with half of the keys and values, for every layer."""
+    assert forward_flops(_MODEL, 10, 1) == 2 * 1000 * 10 + 2 * 2 * 10 * 100
+    assert forward_flops(_MODEL, 10, 2) == 2 * 1000 * 10 + 2 * (2 * 2 * 10 * 25)
+    assert forward_flops(_MODEL, 0, 0) == 0
+
+
+def test_the_slower_of_compute_and_memory_bounds_each_batch() -> None:
+    """The first batch is limited by its FLOPs, the second by the weights that it reads."""
+    found = bound(_result([100, 1], [10, 1]), _work(["a"]), _CEILINGS)
+    large, small = (forward_flops(_MODEL, *shape) / 1e6 for shape in ((100, 10), (1, 1)))
+    assert isinstance(found, Bound)
+    assert found.compute_s == pytest.approx(large + small)
+    assert found.memory_s == pytest.approx(2 * 0.02)
+    assert found.bound_s == pytest.approx(large + 0.02)
+    assert found.limited_by == "compute"
+    assert found.share == pytest.approx(found.bound_s / 2)
+    assert found.wire_s == 0
+
+
+def test_ranks_compute_at_the_same_time_and_devices_of_a_rank_in_turn() -> None:
+    """The slowest GPU of the case counts, and none of another case."""
+    result = _result([1], [1])
+    one = bound(result, _work(["a", "b"]), _CEILINGS)
+    two = bound(result, _work(["a"], ["b"]), _CEILINGS)
+    assert isinstance(one, Bound)
+    assert isinstance(two, Bound)
+    assert one.limited_by == "memory"
+    assert two.compute_s == pytest.approx(one.compute_s / 2)
+    assert two.memory_s == pytest.approx(one.memory_s / 2)
+
+
+def test_the_wire_is_added_for_the_rank_that_sends_most() -> None:
+    """Collectives overlap with nothing; what is received was sent by another rank."""
+    found = bound(_result([1], [1], sent=(5000, 20_000)), _work(["a"], ["b"]), _CEILINGS)
+    assert isinstance(found, Bound)
+    assert found.wire_s == pytest.approx(2.0)
+    assert found.limited_by == "wire"
+    assert found.bound_s == pytest.approx(found.memory_s + 2.0)
+    copied = bound(_result([1], [1], sent=(5000,), kind="peer_copy"), _work(["a", "b"]), _CEILINGS)
+    assert isinstance(copied, Bound)
+    assert copied.wire_s == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "ceilings", "reason"),
+    [
+        (None, _CEILINGS, "work passes"),
+        (_work(["a"], model=None, why={"model": "it has experts"}), _CEILINGS, "it has experts"),
+        (_work([]), _CEILINGS, "CPU"),
+        (_work(["a"]), None, "float16"),
+        (_work(["a"], ["c"]), _CEILINGS, "float16"),
+        (_work(["a"]), Ceilings(devices=[DeviceCeilings(uuid="a", gemm_flops_per_s={"float16": 1.0})]), "float16"),
+    ],
+)
+def test_a_bound_that_cannot_be_computed_has_a_reason(
+    work: Work | None, ceilings: Ceilings | None, reason: str
+) -> None:
+    """It is never 0."""
+    assert reason in str(bound(_result([1], [1]), work, ceilings))
+
+
+def test_a_bound_needs_batches_and_traffic() -> None:
+    """Without the bytes of the collectives the time on the wire is not known."""
+    result = _result([1], [1], sent=(5000,))
+    assert "all-reduce" in str(
+        bound(result, _work(["a"]), msgspec.structs.replace(_CEILINGS, all_reduce_bytes_per_s=None))
+    )
+    result.traffic = None
+    result.why["traffic"] = "an op is not known"
+    assert "an op is not known" in str(bound(result, _work(["a"]), _CEILINGS))
+    result.launches.clear()
+    assert "no finished batches" in str(bound(result, _work(["a"]), _CEILINGS))

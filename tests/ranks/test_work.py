@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import tiny_model, traffic_functions, work_functions
+from support.report_factory import make_case
+
+from pytest_llmgpu.inference import logits, models
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks import kernel_records, work, worker
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.ranks.kernel_records import NamedRow, Record
+from pytest_llmgpu.ranks.work import WorkReply
+from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, WorkRow
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Loaded
+
+_TP = "support.rank_functions:UncompiledTensorParallel"
+_CASE = make_case(strategy="tp", backend="transformers", model="bundled", dtype="float32", device="cpu", devices=2)
+_DEVICE_FIGURES = {"device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows"}
+_HOST_FIGURES = {"runtime_calls", "host_syncs"}
+_SIZE = ModelSize(parameters=10, weights_bytes=20, layers=2, attention_width=8)
+
+
+@pytest.mark.parametrize(
+    ("padded_tokens", "numbers"),
+    [
+        ([100] * 5, [0, 1, 2, 3, 4]),
+        ([100] * 32, list(range(1, 32, 2))),
+        ([512] * 64, list(range(2, 64, 4))),
+        ([4096] * 10, [2, 7]),
+        ([4097] * 10, [5]),
+        ([9000] * 3, [1]),
+        ([9000], [0]),
+        ([8000, 1000, 100], [0, 2]),
+    ],
+)
+def test_batches_are_spread_over_the_plan(padded_tokens: list[int], numbers: list[int]) -> None:
+    """As many as fit 8,192 padded tokens, at least 1 and at most 16."""
+    assert work.batches_used(padded_tokens) == numbers
+
+
+@pytest.mark.parametrize("planned", range(1, 70))
+def test_no_batch_is_used_twice(planned: int) -> None:
+    """Whatever the plan is."""
+    numbers = work.batches_used([10] * planned)
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == min(16, planned)
+    assert numbers[-1] < planned
+
+
+def _loaded(**fields: Any) -> Loaded:
+    model = tiny_model.random_model()
+    cpu = torch.device("cpu")
+    return Loaded(**{"model": model, "config": model.config, "input_device": cpu, "devices": (cpu,), **fields})
+
+
+def test_a_cpu_counts_ops_and_flops() -> None:
+    """Everything else is null with the reason; every batch that is finished is a sign of life."""
+    finished: list[float] = []
+    plan = traffic_functions.make_plan()
+    reply = work.measure(
+        _loaded(),
+        plan,
+        workload=logits.LEAN,
+        execution="eager",
+        on_batch=lambda _, latency_s: finished.append(latency_s),
+    )
+    assert reply.batches == list(range(len(plan.batches)))
+    assert len(finished) == 2 * len(plan.batches)
+    assert (reply.work.flops or 0) > 0
+    assert (reply.work.ops or {})["aten::mm"] == 8 * len(plan.batches)
+    assert set(reply.work.why) == _DEVICE_FIGURES | _HOST_FIGURES
+    assert len({*reply.work.why.values()}) == 1
+    for name in reply.work.why:
+        assert getattr(reply.work, name) is None, name
+    found = work.join([reply], {}, _SIZE)
+    assert (found.passes, found.collectives) == (0, None)
+    assert found.why == {"collectives": reply.work.why["device_time_s"]}
+
+
+def test_a_model_runs_as_before_after_the_work_passes() -> None:
+    """No hook stays behind."""
+    loaded = _loaded()
+    before = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in loaded.model.modules()]
+    work_functions.measure(loaded)
+    after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in loaded.model.modules()]
+    assert before == after == [0] * len(before)
+
+
+def test_kernels_past_the_dispatcher_have_no_flops() -> None:
+    """A count of a part of the FLOPs would be taken for all of them."""
+    reply = work_functions.measure(_loaded(dispatched=False))
+    assert reply.work.flops is None
+    assert "dispatcher" in reply.work.why["flops"]
+    assert reply.work.ops
+
+
+@pytest.mark.slow
+def test_ranks_of_tp_count_the_same(gloo_pair: RankGroup, bundled: ModelSource) -> None:
+    """Both ranks run the same ops with their own half of the model; less than the whole, more than half of it."""
+    gloo_pair.ask(worker.load, _CASE, bundled, _TP, phase="load", timeout_s=300)
+    first, second = gloo_pair.ask(worker.call, work_functions.measure, (), phase="forward", timeout_s=300)
+    whole = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
+    alone = work_functions.measure(whole).work.flops
+    assert first.work.ops == second.work.ops
+    assert first.work.flops == second.work.flops
+    assert alone is not None
+    assert alone / 2 <= first.work.flops < 0.6 * alone
+
+
+class _Event:
+    """A kineto record, as torch.profiler has it on a machine with a GPU."""
+
+    def __init__(self, record: Record) -> None:
+        kind: Any = torch.autograd.DeviceType  # type: ignore[attr-defined]
+        self.name = lambda: record.name
+        self.device_type = lambda: kind.CPU if record.device is None else kind.CUDA
+        self.is_user_annotation = lambda: False
+        self.device_index = lambda: record.device
+        self.start_ns = lambda: record.start_ns
+        self.duration_ns = lambda: record.duration_ns
+        self.correlation_id = lambda: record.correlation
+
+
+class _Profiler:
+    """Stands for `torch.profiler.profile`: each gives the next of a list of recordings."""
+
+    def __init__(self, recordings: Iterator[list[Record]]) -> None:
+        self._recordings = recordings
+
+    def __call__(self, **_: Any) -> _Profiler:
+        return self
+
+    def start(self) -> None:
+        """Begin to record."""
+
+    def stop(self) -> None:
+        """End the recording."""
+        events = [_Event(record) for record in next(self._recordings)]
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+
+class _Refusing(_Profiler):
+    def start(self) -> None:
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nat CuptiActivityApi.cpp")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """A model that is said to be on a GPU, and computes on the CPU."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+    return _loaded(devices=(torch.device("cuda", 0),))
+
+
+def _recordings() -> Iterator[list[Record]]:
+    """Give the warm-up, the eager pass with its ranges, and three passes."""
+    yield [Record("cold", 0, 0, 99, 1)]
+    yield [
+        Record("llmgpu:lm_head", None, 0, 10, 0),
+        Record("cudaLaunchKernel", None, 5, 1, 8),
+        Record("gemm", 0, 20, 30, 8),
+    ]
+    for number in range(3):
+        yield [
+            Record("gemm", 0, 0, 10 + number, 1),
+            Record("ncclDevKernel_AllReduce_Sum_f16", 0, 100, 5, 2),
+            Record("Memcpy HtoD", 0, 200, 3, 3),
+        ]
+
+
+def test_passes_are_recorded_on_a_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first recording is a warm-up, the second gives modules and calls of the host, three give the time."""
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
+    reply = work_functions.measure(gpu)
+    found = reply.work
+    assert found.why == {}
+    assert found.uuids == ["GPU-1234"]
+    assert found.device_time_s == pytest.approx([10e-9, 11e-9, 12e-9])
+    assert found.copy_s == pytest.approx([3e-9] * 3)
+    assert found.kernels == 2
+    assert found.runtime_calls == {"cudaLaunchKernel": 1}
+    assert found.host_syncs == 0
+    assert found.idle_s is not None
+    assert found.busy is not None
+    assert all(idle_s > 0 for idle_s in found.idle_s)
+    assert 0 < found.busy < 1
+    assert reply.collective_s == [{"all_reduce": pytest.approx([5e-9])}] * 3
+    assert reply.rows is not None
+    assert {(row.module, row.kernel, row.family, row.calls) for row in reply.rows} == {
+        (None, "gemm", "GEMM", 1),
+        (None, "ncclDevKernel_AllReduce_Sum_f16", "collective", 1),
+        ("lm_head", "gemm", "GEMM", 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("profiler", "reason"),
+    [
+        (_Refusing(iter(())), "torch.profiler did not start: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"),
+        (_Profiler(itertools.repeat([Record("cudaLaunchKernel", None, 0, 1, 1)])), "CUPTI"),
+    ],
+)
+def test_without_cupti_ops_and_flops_stay(
+    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, profiler: _Profiler, reason: str
+) -> None:
+    """Whether the profiler does not start or records no kernel, every pass is run, since other ranks may wait in it."""
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    runs: list[float] = []
+    plan = traffic_functions.make_plan()
+    reply = work.measure(
+        gpu, plan, workload=logits.LEAN, execution="eager", on_batch=lambda _, latency_s: runs.append(latency_s)
+    )
+    assert len(runs) == (2 + 1 + work.PASSES) * len(plan.batches)
+    assert reply.work.ops
+    assert reply.work.flops
+    assert set(reply.work.why) == _DEVICE_FIGURES | _HOST_FIGURES
+    assert all(reason in why for why in reply.work.why.values())
+    found = work.join([reply], {}, "it is not known")
+    assert found.ranks[0].rows is None
+    assert set(found.why) == {"collectives", "model"}
+
+
+def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one could not start."""
+    stopped: list[bool] = []
+
+    class Profiler(_Profiler):
+        def stop(self) -> None:
+            stopped.append(True)
+            super().stop()
+
+    def fail(*_: object) -> None:
+        raise ValueError("the layer is broken")
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler(_recordings()))
+    gpu.model.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="the layer is broken"):
+        work_functions.measure(gpu)
+    assert stopped == [True]
+
+
+def _reply(*passes: dict[str, list[float]], rows: tuple[NamedRow, ...] = ()) -> WorkReply:
+    return WorkReply(batches=[0], work=RankWork(uuids=[]), rows=list(rows), collective_s=list(passes))
+
+
+def test_the_shortest_duration_of_a_call_is_its_transfer() -> None:
+    """A kernel of NCCL spins while it waits for the other ranks: all but the shortest duration is waiting."""
+    first = _reply({"all_reduce": [1.0, 5.0]}, {"all_reduce": [1.0, 1.0]})
+    second = _reply({"all_reduce": [4.0, 2.0]}, {"all_reduce": [1.0, 3.0]})
+    found = work.join([first, second], {}, _SIZE)
+    assert found.collectives == [
+        CollectiveWork(collective="all_reduce", calls=2, transfer_s=[3.0, 2.0], wait_s=[3.0, 1.0])
+    ]
+    assert found.why == {}
+
+
+def test_a_single_rank_waits_for_nobody() -> None:
+    """Without a collective there is none; all of the time of its own is transfer."""
+    assert work.join([_reply({}, {})], {}, _SIZE).collectives == []
+    (found,) = work.join([_reply({"broadcast": [2.0]})], {}, _SIZE).collectives or []
+    assert (found.transfer_s, found.wait_s) == ([2.0], [0.0])
+
+
+def test_calls_that_do_not_correspond_are_not_joined() -> None:
+    """To pair the n-th call of one rank with another call of the other would be wrong."""
+    found = work.join([_reply({"all_reduce": [1.0]}), _reply({"all_reduce": [1.0, 2.0]})], {}, _SIZE)
+    assert found.collectives is None
+    assert "number of collectives" in found.why["collectives"]
+
+
+def test_names_of_kernels_stand_once_in_a_report() -> None:
+    """Ranks and cases share their numbers; a row that sums several kernels has none."""
+    names = {"add": 0}
+    rows = NamedRow(None, "gemm", "GEMM", 2, 1.0), NamedRow(None, "add", "other", 1, 0.5)
+    rest = NamedRow("other", None, "other", 7, 0.1)
+    found = work.join([_reply({}, rows=(*rows, rest)), _reply({}, rows=rows[:1])], names, _SIZE)
+    assert names == {"add": 0, "gemm": 1}
+    assert found.ranks[0].rows == [
+        WorkRow(module=None, kernel=1, family="GEMM", calls=2, time_s=1.0),
+        WorkRow(module=None, kernel=0, family="other", calls=1, time_s=0.5),
+        WorkRow(module="other", kernel=None, family="other", calls=7, time_s=0.1),
+    ]
+    assert [row.kernel for row in found.ranks[1].rows or []] == [1]
+
+
+def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
+    """They are looked up, and computed for the predicted tokens only."""
+    model = tiny_model.random_model()
+    found = work.model_size(model, 2)
+    layer = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
+    assert found == ModelSize(parameters=layer + 32, weights_bytes=2 * (layer + 32), layers=1, attention_width=32)
+
+
+def test_the_size_of_a_preset_needs_no_weights(tmp_path: Any) -> None:
+    """A model on the meta device has the same size as a loaded one."""
+    source = models.resolve("llama-7b", load_format="dummy", texts=["a text"], rootdir=tmp_path)
+    found = work.model_size(models.skeleton(source, torch.float16), 2)
+    assert isinstance(found, ModelSize)
+    assert found.parameters == pytest.approx(6.476e9, rel=0.001)
+    assert (found.layers, found.attention_width) == (32, 4096)
+
+
+def test_a_mixture_of_experts_has_no_size() -> None:
+    """A token does not meet all of its parameters."""
+    model = tiny_model.random_model()
+    model.config.num_local_experts = 8
+    assert "experts" in str(work.model_size(model, 2))
+
+
+def test_every_module_has_a_range(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges are nested as the modules are, and each forward closes its own."""
+    entered: list[str] = []
+    original = torch.profiler.record_function
+
+    def spy(name: str) -> Any:
+        entered.append(name.removeprefix(kernel_records.RANGE_PREFIX))
+        return original(name)
+
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
+    monkeypatch.setattr(torch.profiler, "record_function", spy)
+    work_functions.measure(gpu)
+    assert {"(scoring)", "model", "layers.*", "layers.*.mlp.down_proj", "layers.*.self_attn", "lm_head"} <= set(entered)
