@@ -1,49 +1,53 @@
-"""The largest batch size that fits: the records."""
+"""The records of the largest batch size that fits."""
 
 from __future__ import annotations
 
 import msgspec
 
+from pytest_llmgpu.report.bounds import Count, Positive
+
 __all__ = ["Capacity", "Prediction"]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch size that should fit, by a line through the peaks of smaller ones."""
+    """The largest batch size that should fit, by a line through the memory peaks of smaller batch sizes."""
 
-    max_batch_size: int
-    """It fits every device; 0 where not even one sequence does."""
-    device_index: int
+    max_batch_size: Count
+    """Largest batch size that is predicted to fit every device; 0 if not even one sequence fits."""
+    device_index: Count
     """NVML index of the device that is full first."""
     limit_bytes: int
-    """What a case may use of that device: its cap, else all of its memory but the driver's own share."""
+    """Memory of that device that a case may use: the cap, or all memory without the share of the driver."""
     fixed_bytes: int
-    """What the device holds without a sequence: weights, CUDA context, buffers of NCCL."""
+    """Memory that the device uses without any sequence: weights, CUDA context and NCCL buffers."""
     bytes_per_sequence: int
-    """What each sequence adds, padded to the longest, gaps included."""
-    batch_sizes: list[int]
-    """Those that the line goes through."""
-    residual_bytes: int
+    """Memory that each sequence adds when it is padded to the longest one, allocator overhead included."""
+    batch_sizes: list[Positive]
+    """Batch sizes through which the line was fitted."""
+    residual_bytes: Count
     """Largest distance of a measured peak from the line."""
     gaps: float = 0.0
-    """What torch's allocator takes beyond live tensors for each byte that sequences add, from the smallest batch size
-    to the largest; 0 where that is not known, or does not grow with the batch."""
+    """Bytes that torch's allocator reserves beyond live tensors for each byte that sequences add, between the smallest
+    and the largest batch size. It is 0 if this is unknown or does not grow with the batch size."""
     why: dict[str, str] = {}
-    """`rest_bytes` to the reason why what is outside torch's allocator counts as nothing."""
+    """Reason why memory outside torch's allocator is not included, under the key `rest_bytes`."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The largest batch size of one series, as measured and as predicted."""
 
     series: str
-    """`Case.series`: all that decides a measurement but its batch size."""
+    """Series of the cases: a hash over every property of a case except its batch size."""
     strategy: str
-    largest_fit: int | None
-    """Largest batch size that completed."""
-    smallest_oom: int | None
-    """Smallest that was out of memory; None where none was: larger ones than `largest_fit` may fit."""
+    """Strategy of the series."""
+    largest_fit: Positive | None
+    """Largest batch size that completed; null if none did."""
+    smallest_oom: Positive | None
+    """Smallest batch size that ran out of memory. Null means that none did, so that sizes above `largest_fit` may
+    fit."""
     prediction: Prediction | None
-    """Made of the cases that ran before the first that was out of memory: what came later is the truth."""
+    """Prediction from the cases that ran before the first one that ran out of memory."""
     text: str
-    """Both in a sentence."""
+    """Measured and predicted size in one sentence."""
     why: dict[str, str] = {}
-    """`prediction` to the reason why there is none."""
+    """Reason why there is no prediction, under the key `prediction`."""

@@ -1,7 +1,7 @@
-"""What is measured: the identity of one measurement.
+"""The identity of one measurement.
 
-A case is everything that decides a number: two cases with equal keys are the same measurement, whatever the
-machine or the day. It holds nothing of what happened (see `result`).
+A case holds every setting that influences the figures. Two cases with equal keys are the same measurement on every
+machine and day. The figures themselves are in `result`.
 """
 
 from __future__ import annotations
@@ -12,78 +12,81 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.report.bounds import Count, Positive
+
 __all__ = ["REFERENCE_STRATEGY", "Case"]
 
 REFERENCE_STRATEGY = "mp"
-"""Strategy that the others are compared with."""
+"""Strategy that other strategies are compared with."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement: a model under a strategy, scoring a dataset at one batch size."""
+    """One measurement: a model under a strategy, which scores a dataset at one batch size."""
 
     strategy: str
-    """Name of the strategy: `mp`, `tp`, `iok`, or another's own."""
+    """Name of the strategy: `mp`, `tp`, `iok`, or a registered one."""
     backend: str | None = None
-    """Library that carries the strategy out: `accelerate` for mp."""
+    """Library that implements the strategy, such as `accelerate` for mp."""
     strategy_options: dict[str, str | int | float | bool | None] = {}
-    """Options only this strategy knows, as they were in force."""
-    batch_size: int
-    """Sequences per forward. A HellaSwag item is 4 sequences."""
+    """Values of the options that only this strategy has."""
+    batch_size: Positive
+    """Sequences per forward. A HellaSwag item has 4 sequences."""
     workload: str = "loglikelihood"
-    """What a forward is for: log-likelihoods of endings given their contexts.
-
-    `loglikelihood_full_logits`: the same with the logits of every position and a KV cache, as
-    lm-evaluation-harness computes them."""
+    """Computation of a forward. `loglikelihood` computes log-likelihoods of endings given their contexts.
+    `loglikelihood_full_logits` does the same with the logits of every position and a KV cache, as
+    lm-evaluation-harness does."""
     model: str
-    """`bundled`, a preset's name, a hub id, or a directory (relative to the rootdir, else its basename)."""
+    """Model: `bundled`, a preset, a hub id, or a directory relative to the rootdir. Of a directory outside the rootdir
+    only the base name is kept."""
     revision: str | None = None
-    """Commit of a hub model, fingerprint of a directory's files, None for a preset."""
+    """Commit of a hub model, or fingerprint of the files of a directory; null for a preset."""
     load_format: str = "auto"
-    """`auto`: safetensors. `dummy`: seeded random weights made on the device."""
+    """Source of the weights: `auto` reads safetensors, `dummy` makes seeded random weights on the device."""
     seed: int = 0
-    """Seed of dummy weights."""
+    """Random seed of dummy weights."""
     dtype: str
-    """`float32`, `float16` or `bfloat16`."""
+    """Data type of weights and activations: `float32`, `float16` or `bfloat16`."""
     device: str
-    """`cuda` or `cpu`."""
-    devices: int
-    """How many devices the strategy spreads the model over."""
+    """Kind of device: `cuda` or `cpu`."""
+    devices: Positive
+    """Number of devices that the model is spread over."""
     launcher: str = "local"
-    """How the ranks were started."""
+    """Launcher that started the ranks."""
     cuda_graphs: str = "auto"
-    """Whether CUDA graphs were asked for: `auto`, `on` or `off`."""
+    """Requested use of CUDA graphs: `auto`, `on` or `off`."""
     execution: str = "eager"
-    """How the forwards ran: `eager`, `cuda_graphs` or `compile`. Where `cuda_graphs` is `auto` this is an answer, known
-    once the case has warmed up, and therefore no part of the keys: another choice is still the same measurement."""
-    gpu_memory_bytes: int | None = None
-    """Cap per device, None for the whole device."""
+    """Execution of the forwards: `eager`, `cuda_graphs` or `compile`. If `cuda_graphs` is `auto`, this is decided after
+    the warm-up. It is therefore not part of the keys: a case with another execution is the same measurement."""
+    gpu_memory_bytes: Count | None = None
+    """Memory cap per device; null for the whole device."""
     dataset: str
-    """`bundled`, `hellaswag` or a file (relative to the rootdir, else its basename)."""
+    """Dataset: `bundled`, `hellaswag`, or a file relative to the rootdir. Of a file outside the rootdir only the base
+    name is kept."""
     dataset_sha256: str
-    """Hash of the items that are scored."""
+    """SHA-256 of the items that are scored."""
     tokenizer_sha256: str
-    """Hash of the tokenizer's files."""
-    limit: int | None = None
-    """First items of the dataset that are scored, None for all."""
+    """SHA-256 of the files of the tokenizer."""
+    limit: Count | None = None
+    """Number of items scored, from the start of the dataset; null for all items."""
 
     @property
     def id(self) -> str:
-        """Short name for people and for pytest's ids: `mp-bs8`."""
+        """Short name, also used in the ids of tests: `mp-bs8`."""
         return f"{self.strategy}-bs{self.batch_size}"
 
     @property
     def key(self) -> str:
-        """Sha256 over every field but `execution`: equal keys are the same measurement."""
+        """SHA-256 over every field except `execution`: equal keys are the same measurement."""
         return _digest(self._without())
 
     @property
     def series(self) -> str:
-        """Sha256 over the key's fields but the batch size: the cases of one series form one curve over batch sizes."""
+        """SHA-256 over the fields of the key except the batch size: a series is one curve over batch sizes."""
         return _digest(self._without("batch_size"))
 
     @property
     def loading(self) -> str:
-        """Sha256 over what a rank is told as it loads: cases with the same one share their processes."""
+        """SHA-256 over the fields that loading a model depends on: cases with an equal value share their processes."""
         return _digest(self._without("batch_size", "dataset", "dataset_sha256", "limit"))
 
     def _without(self, *names: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The report: one JSON object per session, written whole or not at all, and read back with errors that name the place.
+"""Reading and writing of a report: one JSON object per session.
 
-It needs neither torch nor pytest, so that a report can be judged on a laptop.
+A report is written completely or not at all. Errors in a report name the file and the place in it. Neither torch nor
+pytest is needed, so that a report can be judged on any machine.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ import msgspec
 from pytest_llmgpu.report import decompression, validation
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 
-__all__ = ["check_writable", "dump", "encode", "load", "parse", "paused"]
-
+__all__ = ["check_writable", "dump", "encode", "load", "one_line", "parse", "paused", "readable_version"]
 
 _SUFFIXES = (".json", ".json.gz")
 
 
 class _Head(msgspec.Struct):
-    """The fields that tell a report from another tool's JSON."""
+    """The fields that distinguish a report from the JSON of another tool."""
 
     schema_version: int
     cases: msgspec.Raw
 
 
 def check_writable(path: Path) -> None:
-    """Raise ValueError unless a report can be written to `path`. Nothing is left behind, no folder either.
+    """Check that a report can be written to `path`, without creating a file or a folder.
 
-    Called before the run, which may take hours that a failing write at its end would lose.
+    It is called before the run, so that hours of measuring are not lost at the end.
+
+    Raises:
+        ValueError: the report cannot be written. The message names the path and the reason.
     """
     if not path.name.endswith(_SUFFIXES):
         raise ValueError(f"report {path}: the name must end in {' or '.join(_SUFFIXES)}")
@@ -45,28 +48,28 @@ def check_writable(path: Path) -> None:
         target = path.resolve()
         if (mode := _mode(target)) is not None:
             if not stat.S_ISREG(mode):
-                raise ValueError(f"report {path}: is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}")
+                raise ValueError(f"report {path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
             if not os.access(target, os.W_OK):
-                raise ValueError(f"report {path}: is there already and is read-only")
+                raise ValueError(f"report {path}: exists and is read-only")
         folder = next(parent for parent in target.parents if parent.exists())
-        # A file without a name: only creating one shows quotas, read-only mounts and what root may do.
+        # Only creating a file shows quotas, read-only mounts and the rights of root. This one has no name.
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links before Python 3.13
-        raise ValueError(f"report {path}: cannot be written: {_reason(error)}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links, before Python 3.13
+        raise ValueError(f"report {path}: cannot be written: {one_line(error)}") from None
 
 
 def dump(report: Report, path: Path) -> None:
-    """Write the report to `path`, `.json` or `.json.gz`: a reader finds the old report or the new one, never a part.
+    """Write a report to `path`, `.json` or `.json.gz`. A reader finds the old file or the new one, never a part of it.
 
     Raises:
-        ValueError: a figure is NaN or infinite, which JSON cannot hold. The message names the field.
-        OSError: the file cannot be written; what was there before is still there.
+        ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
+        OSError: the file cannot be written. The old file is unchanged.
     """
     data = encode(report, compressed=path.name.endswith(".gz"))
-    target = path.resolve()  # a symbolic link stays one
+    target = path.resolve()  # a symbolic link is followed, not replaced
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile's: its mode 0600 would stay on the report and shut other users out.
+    # No file of tempfile: its mode 0600 would stay on the report, and other users could not read it.
     temporary = target.parent / f".llmgpu-{os.getpid()}.tmp"
     try:
         with temporary.open("wb") as file:
@@ -79,25 +82,25 @@ def dump(report: Report, path: Path) -> None:
 
 
 def encode(report: Report, *, compressed: bool) -> bytes:
-    """Return the bytes of a report's file: equal reports are equal bytes.
+    """Return the bytes of a report's file. Equal reports give equal bytes.
 
     Raises:
-        ValueError: a figure is NaN or infinite, which JSON cannot hold. The message names the field.
+        ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
     """
     data = (_text(msgspec.to_builtins(report), "$", "") + "\n").encode()
-    return gzip.compress(data, mtime=0) if compressed else data  # no time stamp
+    return gzip.compress(data, mtime=0) if compressed else data
 
 
 def load(path: Path) -> Report:
-    """Read a report, compressed or not, whatever its name ends in.
+    """Read a report. Its content decides if it is decompressed, not its name.
 
     Raises:
-        ValueError: one line that names the file, what is wrong with it and where.
+        ValueError: one line with the file, the error and its place.
     """
     try:
         data = decompression.read(path)
     except OSError as error:
-        raise ValueError(f"report {path}: cannot be read: {_reason(error)}") from None
+        raise ValueError(f"report {path}: cannot be read: {one_line(error)}") from None
     except ValueError as error:
         raise ValueError(f"report {path}: {error}") from None
     return parse(data, str(path))
@@ -107,56 +110,55 @@ def parse(data: bytes, name: str) -> Report:
     """Return the report in the bytes of a file, compressed or not.
 
     Args:
-        data: what the file holds.
-        name: what people call it, for messages.
+        data: content of the file.
+        name: name of the report in messages.
 
     Raises:
-        ValueError: one line that names the report, what is wrong with it and where.
+        ValueError: one line with the name, the error and its place.
     """
     try:
-        data = decompression.unpack(data)
-    except ValueError as error:
-        raise ValueError(f"report {name}: {error}") from None
-    with paused():
-        return _decode(data, name)
+        return _decode(decompression.unpack(data))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"report {name}: {one_line(error)}") from None
 
 
-def _decode(data: bytes, name: str) -> Report:
+def _decode(data: bytes) -> Report:
     try:
         report = msgspec.json.decode(data, type=Report)
-    except (ValueError, RecursionError) as error:
-        version = _version(data, name)  # what it is comes before what is wrong with it
-        _check_version(version, name)
-        raise ValueError(f"report {name}: breaks schema_version {version}: {_reason(error)}") from None
-    _check_version(report.schema_version, name)
-    try:
         validation.check(report.cases)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"report {name}: breaks schema_version {report.schema_version}: {_reason(error)}") from None
+        version = readable_version(data)
+        reason = validation.explain(data, error) if isinstance(error, msgspec.ValidationError) else one_line(error)
+        raise ValueError(f"breaks schema_version {version}: {reason}") from None
+    _check_version(report.schema_version)
     return report
 
 
-def _version(data: bytes, name: str) -> int:
+def readable_version(data: bytes) -> int:
+    """Return the schema version of a report's text.
+
+    Raises:
+        ValueError: the text is not JSON, it is not a report, or this pytest-llmgpu does not read its version.
+    """
     try:
-        return msgspec.json.decode(data, type=_Head).schema_version
+        version = msgspec.json.decode(data, type=_Head).schema_version
     except msgspec.ValidationError as error:
-        raise ValueError(f"report {name}: is no report of pytest-llmgpu: {_reason(error)}") from None
+        raise ValueError(f"is not a report of pytest-llmgpu: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"report {name}: is no JSON: {_reason(error)}") from None
+        raise ValueError(f"is not valid JSON: {one_line(error)}") from None
+    _check_version(version)
+    return version
 
 
-def _check_version(version: int, name: str) -> None:
+def _check_version(version: int) -> None:
     if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"report {name}: schema_version {version} is newer than {SCHEMA_VERSION}, "
-            "the newest this version reads; upgrade pytest-llmgpu"
-        )
+        raise ValueError(f"schema_version {version} is newer than {SCHEMA_VERSION}; upgrade pytest-llmgpu")
     if version < 1:
-        raise ValueError(f"report {name}: schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
+        raise ValueError(f"schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
 
 
 def _text(value: Any, place: str, indent: str) -> str:
-    """Return indented JSON in which a list of scalars stays on one line; `place` names the value in errors."""
+    """Return indented JSON with each list of scalars on one line; `place` is the place of the value for errors."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
         lines = (
@@ -170,27 +172,27 @@ def _text(value: Any, place: str, indent: str) -> str:
     for number, item in enumerate(value if isinstance(value, list) else [value]):
         if isinstance(item, float) and not math.isfinite(item):
             where = f"{place}[{number}]" if isinstance(value, list) else place
-            raise ValueError(f"{where} is {item}, which a report cannot hold: this is a bug of pytest-llmgpu")
+            raise ValueError(f"{where} is {item}, which JSON does not allow; this is a bug in pytest-llmgpu")
     return msgspec.json.encode(value).decode()
 
 
 def _mode(path: Path) -> int | None:
-    """Return the mode of what is at `path`, None for nothing. `Path.exists` hides other errors from Python 3.14 on."""
+    """Return the mode of a path, None if it does not exist. `Path.exists` hides other errors since Python 3.14."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _reason(error: Exception) -> str:
-    """Return an exception's text as one line; an OSError's without the path, which the caller names."""
+def one_line(error: Exception) -> str:
+    """Return the text of an exception in one line; without the path of an OSError, which the caller names."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no cycles in this block; afterwards as before."""
+    """Switch off the collection of reference cycles in this block; it makes reading large reports faster."""
     enabled = gc.isenabled()
     gc.disable()
     try:

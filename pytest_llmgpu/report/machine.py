@@ -4,64 +4,75 @@ from __future__ import annotations
 
 import msgspec
 
+from pytest_llmgpu.report.bounds import Amount, Count
+
 __all__ = ["Commit", "Environment", "Gpu"]
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as NVML describes it, whatever CUDA_VISIBLE_DEVICES says."""
+    """One GPU as NVML describes it, independent of CUDA_VISIBLE_DEVICES."""
 
-    index: int
-    """NVML's index: by PCI bus. CUDA's may differ."""
+    index: Count
+    """NVML index, in the order of the PCI bus. The index in CUDA may differ."""
     uuid: str
+    """NVML's unique identifier of the GPU."""
     name: str
-    memory_bytes: int | None = None
-    """All memory of the board, the driver's own share included."""
-    reserved_bytes: int | None = None
-    """The driver's own share, which no program can have; None where the driver does not tell it."""
-    pcie_gen: int | None = None
-    """Largest generation that GPU and slot agree on: the current one falls when the GPU idles."""
-    pcie_width: int | None = None
-    """Lanes in use now: a badly seated board shows here."""
-    power_limit_w: float | None = None
-    """What the board may draw, of all limits that were set: less slows it down."""
-    nvlinks: int | None = None
-    """Active NVLinks; None where the GPU has none to ask about."""
+    """Product name of the GPU."""
+    memory_bytes: Count | None = None
+    """Total memory of the board, including the share of the driver."""
+    reserved_bytes: Count | None = None
+    """Memory that the driver reserves for itself; null if the driver does not report it."""
+    pcie_gen: Count | None = None
+    """Highest PCIe generation that both GPU and slot support. The current generation is lower while the GPU is idle."""
+    pcie_width: Count | None = None
+    """PCIe lanes in use; fewer than the board has can mean a badly seated board."""
+    power_limit_w: Amount | None = None
+    """Lowest power limit in force. A lower limit makes the GPU slower."""
+    nvlinks: Count | None = None
+    """Number of active NVLinks; null if the GPU has none."""
     why: dict[str, str] = {}
-    """Field to the reason it is None."""
+    """Field name mapped to the reason why its value is null."""
 
 
 class Environment(msgspec.Struct, kw_only=True):
     """The machine and its libraries, without names of hosts or users."""
 
     cpu: str | None = None
-    cores: int | None = None
-    """Cores this process may use."""
+    """Model name of the CPU."""
+    cores: Count | None = None
+    """Number of CPU cores that the process may use."""
     python: str
+    """Version of Python."""
     platform: str
-    """Kernel and C library: `Linux-6.1.0-x86_64-with-glibc2.36`."""
+    """Kernel and C library, such as `Linux-6.1.0-x86_64-with-glibc2.36`."""
     gpus: list[Gpu] = []
     """Every GPU of the node, visible to CUDA or not."""
     topology: list[list[str]] | None = None
-    """[gpus][gpus] how each pair is linked, in the words of `nvidia-smi topo -m`."""
+    """Matrix [gpus][gpus] of the links between GPUs, in the terms of `nvidia-smi topo -m`."""
     driver: str | None = None
+    """Version of the NVIDIA driver."""
     cuda: str | None = None
-    """CUDA version torch was built for."""
+    """CUDA version that torch was built for."""
     nccl: str | None = None
+    """Version of NCCL."""
     versions: dict[str, str | None] = {}
-    """Distribution to its version, None where it is not installed."""
+    """Distribution name mapped to its version; null if it is not installed."""
     variables: dict[str, str] = {}
-    """Environment variables that change what is measured."""
+    """Environment variables that influence the measurement."""
     why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """The source that was measured."""
 
     sha: str | None = None
+    """Hash of the commit."""
     branch: str | None = None
-    """None where HEAD is detached and nothing else names the branch."""
+    """Name of the branch; null if HEAD is detached and no variable of a CI system names the branch."""
     dirty: bool | None = None
-    """Whether a tracked file differs from the commit; None where git did not answer."""
+    """True if a tracked file differs from the commit; null if git could not be run."""
     source: str | None = None
-    """`git`, or the environment variable that named the commit."""
+    """Source of the commit: `git`, or the environment variable that named it."""
     why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""

@@ -1,9 +1,10 @@
-"""One session as a record: the whole object of the JSON file."""
+"""The record of one session: the whole object of the JSON file."""
 
 from __future__ import annotations
 
 import msgspec
 
+from pytest_llmgpu.report.bounds import Count
 from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.machine import Commit, Environment
@@ -13,52 +14,56 @@ from pytest_llmgpu.report.verdicts import Verdicts
 __all__ = ["SCHEMA_VERSION", "OptionValue", "Report", "Session", "next_id"]
 
 SCHEMA_VERSION = 1
-"""Version of the report's object. It grows by optional fields; a reader ignores the fields it does not know."""
-
+"""Version of the report's format. It grows by optional fields; a reader ignores fields that it does not know."""
 
 OptionValue = str | int | float | bool | None | list[str | int | float]
-"""What an option can hold in JSON."""
+"""The value of an option in JSON."""
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """What pytest was asked to run and how far it got, so that a missing case differs from a deselected one."""
+    """The tests that pytest selected and how far it got. It distinguishes a missing case from a deselected one."""
 
     complete: bool = False
-    """True once every collected case has its result."""
+    """True if every collected case has a result."""
     interrupted: bool = False
-    """Ended by Ctrl-C, `-x` or a signal."""
+    """True if the session was ended by Ctrl-C, `-x` or a signal."""
     exit_status: int | None = None
-    """Pytest's exit status, None in a report written before the session ended."""
-    collected: int = 0
-    """Tests left after deselection."""
+    """Exit status of pytest; null if the report was written before the session ended."""
+    collected: Count = 0
+    """Number of tests left after deselection."""
     deselected: list[str] = []
-    """Node ids that `-k` or `-m` took out, and what else narrowed the run: `--lf`, tests named on the command line."""
+    """Node ids that `-k` or `-m` deselected, and other selections of this run: `--lf`, or tests named as arguments."""
 
 
 class Report(msgspec.Struct, kw_only=True):
     """One session: the whole object of the JSON file."""
 
     schema_version: int = SCHEMA_VERSION
+    """Version of the report's format."""
     created: str
-    """RFC 3339, UTC."""
+    """Time at which the report was created, in UTC as RFC 3339."""
     plugin_version: str | None
+    """Version of pytest-llmgpu; null if it is not known."""
     argv: list[str] = []
-    """Arguments of pytest, with paths relative to the rootdir, else their basenames."""
+    """Arguments of pytest. Paths are relative to the rootdir; of paths outside it only the base name is kept."""
     options: dict[str, OptionValue] = {}
-    """Flag to the value in force."""
+    """Option flag mapped to its value."""
     session: Session = msgspec.field(default_factory=Session)
+    """The selected tests and how far the session got."""
     environment: Environment
+    """The machine and its libraries."""
     commit: Commit = Commit()
+    """The source that was measured."""
     cases: list[CaseResult] = []
-    """In the order they ran."""
+    """Results of the cases in the order in which they ran."""
     capacity: list[Capacity] = []
-    """The largest batch size of each series of cases, as measured and as predicted."""
+    """Largest batch size of each series of cases, as measured and as predicted."""
     verdicts: Verdicts | None = None
-    """What a gate said; None as long as nothing was compared."""
+    """Verdicts of the gate; null if nothing was compared."""
 
 
 def next_id(report: Report, case: Case) -> str:
-    """Return the id of the report's next result for `case`: `mp-bs8`, then `mp-bs8#2`."""
+    """Return the id for the next result of a case: `mp-bs8`, then `mp-bs8#2`."""
     used = {result.id for result in report.cases}
     name, number = case.id, 1
     while name in used:

@@ -1,7 +1,8 @@
-"""What happened: the records of one measurement, in the names, units and nesting of the JSON report.
+"""The records of one measurement, in the names, units and nesting of the JSON report.
 
-Seconds, bytes and fractions; percent only where NVML gives percent. What could not be had is None, with its reason
-in the `why` map of the same record, never 0 and never absent. Series and per-batch figures are columns.
+Units are seconds, bytes and fractions; percent is used only where NVML reports percent. A value that could not be
+measured is None, and the `why` map of the same record has the reason; it is never 0 and never absent. Time series and
+figures per batch are columns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Moment, Seconds
 from pytest_llmgpu.report.case import Case
 
 __all__ = [
@@ -36,312 +38,352 @@ __all__ = [
 ]
 
 Outcome = Literal["completed", "oom", "skipped_after_oom", "timeout", "crashed", "error", "interrupted"]
-"""How a case ended. An outcome is a measurement, never a vanished row."""
+"""How a case ended. A case that did not complete stays in the report."""
 
 Phase = Literal["load", "forward"]
-"""What a rank was doing when a case ended early."""
+"""The work of a rank at the moment when a case failed."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a case did not complete, with the evidence for it."""
+    """The reason why a case did not complete."""
 
     phase: Phase
-    """`load` before the first batch could start, `forward` from the warm-up on."""
-    rank: int | None = None
-    """Rank that failed first, None where no single rank did (a time limit)."""
+    """Phase of the failure: `load` is before the first batch, `forward` from the warm-up on."""
+    rank: Count | None = None
+    """Rank that failed first; null if no single rank failed, as with a time limit."""
     message: str
-    """One line for people: the exception's text, or what was seen of a rank that died."""
+    """Message of the exception, or a description of how the rank ended, in one line."""
     evidence: str | None = None
-    """What decided the outcome: the rule of `oom`, an exit status, a time limit."""
+    """Fact that decided the outcome: the rule for `oom`, an exit status, or a time limit."""
     log_tail: str | None = None
-    """Last lines the rank wrote, its traceback included."""
+    """Last lines that the rank wrote, including its traceback."""
     exit_code: int | None = None
-    """Exit status of a rank that ended by itself."""
-    signal: int | None = None
-    """Number of the signal that ended a rank."""
-    requested_bytes: int | None = None
-    """Bytes the failed allocation asked for."""
-    free_bytes: int | None = None
-    """Bytes free on that device at that moment."""
-    allocated_bytes: int | None = None
-    """Bytes the rank had allocated there."""
-    tokens_requested: int | None = None
-    """Tokens of the longest sequence, where a workspace is counted in tokens."""
-    tokens_granted: int | None = None
-    """Tokens that workspace could hold."""
+    """Exit status of a rank that exited."""
+    signal: Count | None = None
+    """Number of the signal that killed a rank."""
+    requested_bytes: Count | None = None
+    """Size of the allocation that failed."""
+    free_bytes: Count | None = None
+    """Free memory of the device when the allocation failed."""
+    allocated_bytes: Count | None = None
+    """Memory that the rank had allocated on the device when the allocation failed."""
+    tokens_requested: Count | None = None
+    """Length of the longest sequence in tokens, for a strategy with a workspace that is sized in tokens."""
+    tokens_granted: Count | None = None
+    """Number of tokens that the workspace of the strategy can hold."""
 
 
 class Batches(msgspec.Struct, kw_only=True):
-    """Finished batches in the order they ran, as columns of equal length."""
+    """Finished batches in the order in which they ran, as columns of equal length."""
 
-    latency_s: list[float] = []
-    """Host clock from before a batch leaves the host to after its results are back, devices idle at both ends."""
-    sequences: list[int] = []
-    """Rows of the forward."""
-    tokens: list[int] = []
-    """Input tokens without padding."""
-    padded_tokens: list[int] = []
-    """Rows times the longest row: what the devices computed."""
+    latency_s: list[Seconds] = []
+    """Time of each batch on the host clock, from its transfer to the device to its results on the host. The devices are
+    idle at both ends."""
+    sequences: list[Count] = []
+    """Number of sequences of each batch."""
+    tokens: list[Count] = []
+    """Number of input tokens of each batch, without padding."""
+    padded_tokens: list[Count] = []
+    """Number of input tokens of each batch with padding: sequences times the longest sequence."""
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model chose, item by item, with the numbers it chose by."""
+    """The answers of the model, item by item, with their log-likelihoods."""
 
-    acc: float
+    acc: Fraction
     """Fraction of items whose right ending has the largest log-likelihood."""
-    acc_norm: float
-    """The same with log-likelihoods divided by the ending's length in characters."""
-    items: int
-    predictions: list[int]
-    """[items] index of the ending chosen by log-likelihood."""
-    predictions_norm: list[int]
-    """[items] index of the ending chosen by log-likelihood per character."""
+    acc_norm: Fraction
+    """Fraction of items whose right ending has the largest log-likelihood per character."""
+    items: Count
+    """Number of items."""
+    predictions: list[Count]
+    """Index of the ending with the largest log-likelihood, for each item."""
+    predictions_norm: list[Count]
+    """Index of the ending with the largest log-likelihood per character, for each item."""
     loglikelihoods: str
-    """Base64 of float32 little-endian, items in order, their endings in order."""
+    """Log-likelihoods of all endings of all items in order, as Base64 of little-endian float32."""
     stderr: float | None
-    """Standard error of `acc_norm` over items; None with one item."""
+    """Standard error of `acc_norm` over items; null with one item."""
     labels: list[int] | None = None
-    """[items] index of the right ending; None in reports from before it was kept."""
+    """Index of the right ending, for each item; null in reports of versions that did not record it."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one device in one case. Held bytes are taken out of every other figure."""
+    """Memory of one device in one case. `held_bytes` is subtracted from all other figures."""
 
-    index: int
-    """NVML index of the device; the torch index where NVML is absent; 0 for the CPU."""
-    weights_bytes: int | None = None
-    """Allocated after loading, before the first forward."""
-    loading_peak_bytes: int | None = None
-    """Largest sum of live tensors while the model was loaded: how much more than its weights that took."""
-    peak_allocated_bytes: int | None = None
-    """Largest sum of live tensors during the case, warm-up included."""
-    peak_reserved_bytes: int | None = None
-    """Largest amount the allocator had taken from the device."""
-    workspace_bytes: int | None = None
-    """Workspace a strategy allocated outside torch's allocator."""
-    held_bytes: int = 0
-    """Taken out of use to enforce the cap."""
-    nvml_used_max_bytes: int | None = None
-    """Largest sample of the device's memory in use, by any process."""
-    nvml_used_mean_bytes: int | None = None
-    """Mean of those samples."""
+    index: Count
+    """NVML index of the device, or its torch index if NVML is not available; 0 for the CPU."""
+    weights_bytes: Count | None = None
+    """Memory allocated after the model was loaded and before the first forward."""
+    loading_peak_bytes: Count | None = None
+    """Largest sum of live tensors while the model was loaded."""
+    peak_allocated_bytes: Count | None = None
+    """Largest sum of live tensors during the case, including the warm-up."""
+    peak_reserved_bytes: Count | None = None
+    """Largest amount of device memory that torch's allocator reserved."""
+    workspace_bytes: Count | None = None
+    """Workspace that a strategy allocated outside torch's allocator."""
+    held_bytes: Count = 0
+    """Memory that is blocked to enforce the memory cap."""
+    nvml_used_max_bytes: Count | None = None
+    """Largest NVML sample of memory used by all processes."""
+    nvml_used_mean_bytes: Count | None = None
+    """Mean of the NVML samples of memory used by all processes."""
     why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity of one device over a window."""
+    """One metric of one device over a window of time."""
 
-    mean: float | None
-    max: float | None
+    mean: Amount | None
+    """Mean over the window."""
+    max: Amount | None
+    """Maximum over the window."""
     method: str
-    """The call that gave it: `nvmlDeviceGetUtilizationRates`."""
-    coverage: float | None
-    """Fraction of the window that the readings speak for; None for instants and for unknown periods of the driver."""
+    """NVML call that returned the values, such as `nvmlDeviceGetUtilizationRates`."""
+    coverage: Fraction | None
+    """Fraction of the window that the readings cover; null for instantaneous values and for unknown driver periods."""
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML saw of one device during a window."""
+    """NVML's figures of one device over a window of time."""
 
-    index: int
+    index: Count
+    """NVML index of the device."""
     uuid: str
+    """NVML's unique identifier of the device."""
     metrics: dict[str, Metric] = {}
-    """Keys: utilization_pct, memory_used_bytes, pcie_tx_bytes_per_s, pcie_rx_bytes_per_s, power_w, sm_clock_mhz,
-    nvlink_tx_bytes_per_s, nvlink_rx_bytes_per_s, sm_active_pct, tensor_active_pct, dram_active_pct."""
-    energy_j: float | None = None
-    throttled_s: float | None = None
-    counters: dict[str, float] = {}
-    """What was counted in the window: nvlink_tx_bytes, nvlink_rx_bytes, ecc_uncorrected, xids; and compute_processes,
-    of which it is the most at its ends."""
+    """Metric name mapped to its figures. The names are utilization_pct, memory_used_bytes, pcie_tx_bytes_per_s,
+    pcie_rx_bytes_per_s, power_w, sm_clock_mhz, nvlink_tx_bytes_per_s, nvlink_rx_bytes_per_s, sm_active_pct,
+    tensor_active_pct and dram_active_pct."""
+    energy_j: Amount | None = None
+    """Energy that the device used in the window."""
+    throttled_s: Seconds | None = None
+    """Time throttled by power plus time throttled by heat. Both can overlap, so that the sum can exceed the window."""
+    counters: dict[str, Amount] = {}
+    """Counts over the window: nvlink_tx_bytes, nvlink_rx_bytes, ecc_uncorrected and xids. For compute_processes it is
+    the larger number of the start and the end of the window."""
     why: dict[str, str] = {}
-    """Metric name to the reason it could not be had."""
+    """Metric name mapped to the reason why it could not be measured."""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Samples over time, thinned to at most 2,000 points."""
 
-    t_s: list[float]
-    """Seconds since the window's start."""
+    t_s: list[Moment]
+    """Time of each sample since the start of the window."""
     devices: list[dict[str, list[float | None]]]
-    """Per device in the order of `Profile.devices`: metric name to values, one per `t_s`."""
+    """For each device in the order of `Profile.devices`: metric name mapped to one value per time in `t_s`."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML saw between two CLOCK_MONOTONIC times."""
+    """NVML's figures between two times of CLOCK_MONOTONIC."""
 
-    period_s: float
-    """Sampling period asked for."""
-    duration_s: float
+    period_s: Seconds
+    """Requested sampling period."""
+    duration_s: Seconds
     """Length of the window."""
-    samples: int
-    """Ticks inside the window."""
-    missed: int
-    """Deadlines inside the window for which there is no tick."""
-    lateness_p99_s: float | None
-    """99th percentile of how late the ticks began."""
+    samples: Count
+    """Number of samples in the window."""
+    missed: Count
+    """Number of sampling deadlines in the window that have no sample."""
+    lateness_p99_s: Seconds | None
+    """The 99th percentile of the delay between a sampling deadline and its sample."""
     devices: list[DeviceProfile] = []
-    sampler_cpu_s: float | None = None
-    """CPU seconds that the sampler itself used in the window; None with fewer than two samples."""
+    """Figures of each device."""
+    sampler_cpu_s: Seconds | None = None
+    """CPU time that the sampler used in the window; null with fewer than two samples."""
     series: Series | None = None
+    """Samples over time; null if they were not kept."""
     invalid: list[str] = []
-    """Evidence that the window does not speak for the case alone. Throttling counts above half a percent of the window:
-    many a step from idle to busy begins with milliseconds of power capping; `throttled_s` of the device has them."""
+    """Disturbances: signs that the figures are not those of the case alone. Throttling counts as one if it exceeds
+    0.5 % of the window, because power capping of some milliseconds is normal at the start of work."""
     why: dict[str, str] = {}
-    """`profile` to the reason there is no profile at all (no NVML, no GPU)."""
+    """Reason why there is no profile, under the key `profile`; other keys name what is missing from it."""
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """One launch of the processes and what was measured in it."""
+    """One launch of the processes and its measurements."""
 
-    load_s: float | None = None
-    """From the start of the processes to a model that is ready to score."""
-    warmup_s: float | None = None
-    wall_s: float | None = None
-    """From the request to the answer, warm-up and tokenising included."""
+    load_s: Seconds | None = None
+    """Time from the start of the processes until the model is loaded."""
+    warmup_s: Seconds | None = None
+    """Time of the warm-up."""
+    wall_s: Seconds | None = None
+    """Time from the request to the answer, including warm-up and tokenization."""
     plan_sha256: str | None = None
-    """Item ids, order and shapes of the batches: batches pair only where this is equal."""
+    """SHA-256 over item ids, order and shapes of the batches. Batches are compared in pairs only if it is equal."""
     batches: Batches = msgspec.field(default_factory=Batches)
+    """Finished batches with their times."""
     accuracy: Accuracy | None = None
+    """Answers of the model; null if the launch did not complete."""
     memory: list[DeviceMemory] = []
+    """Memory of each device."""
     profile: Profile | None = None
-    tokens_requested: int | None = None
-    """Tokens of the longest sequence, where the strategy keeps a workspace that is counted in tokens."""
-    tokens_granted: int | None = None
-    """Tokens that workspace holds. Fewer than requested means that rows of it overlap: the answers are garbage."""
+    """NVML's figures while the case ran; null if there was no profiler."""
+    tokens_requested: Count | None = None
+    """Length of the longest sequence in tokens, for a strategy with a workspace that is sized in tokens."""
+    tokens_granted: Count | None = None
+    """Number of tokens that the workspace holds. With fewer than requested its rows overlap and answers are wrong."""
     execution_choice: str | None = None
-    """Why the forwards ran as `case.execution` says, in a sentence with its figures."""
+    """Reason for the value of `case.execution`, in one sentence with its figures."""
     why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
 
 
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "peer_copy", "all_to_all"
 ]
-"""A peer copy is one from a CUDA device to another by the same process."""
+"""The kind of a communication. A `peer_copy` copies from one CUDA device to another within a process."""
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank did by one kind of communication, once through the case's batches."""
+    """Communication of one kind by one rank, for one pass over the batches of the case."""
 
     collective: CollectiveKind
-    calls: int
-    """Ops, one for several tensors that are sent together."""
-    payload_bytes: int
-    """Of the tensors that the ops were given (for recv: of those that were filled), each once."""
-    wire_bytes: int
-    """What this rank sends by the ring algorithms; for recv what it receives."""
+    """Kind of the communication."""
+    calls: Count
+    """Number of operations; several tensors that are sent together are one operation."""
+    payload_bytes: Count
+    """Size of the tensors given to the operations, each counted once; for `recv` the size of the tensors received."""
+    wire_bytes: Count
+    """Bytes that this rank sends with ring algorithms; for `recv` the bytes that it receives."""
 
     @property
     def sent_bytes(self) -> int:
-        """Wire bytes that this rank sends: what it receives was sent by another of them."""
+        """Bytes that this rank sends. It is 0 for `recv`, which the sending rank counts."""
         return 0 if self.collective == "recv" else self.wire_bytes
 
 
 Link = Literal["nvlink", "mixed", "pcie", "host"]
-"""What traffic goes over; `mixed` is partly NVLink and partly PCIe, `host` PCIe by way of the host's memory."""
+"""The link that carries traffic: `mixed` is NVLink and PCIe, `host` is PCIe through host memory."""
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """Which links carried a case's traffic, by the devices' counters."""
+    """The links that carried the traffic of a case, according to the counters of the devices."""
 
     link: Link | None
-    """What carried it; None where counters cannot tell, or nothing was sent."""
-    nvlink_bytes: float | None = None
-    """Sent over NVLink by all devices together; None where it was not counted."""
-    pcie_bytes: float | None = None
-    """Sent over PCIe by all devices together, to the host as well as to each other."""
-    expected_bytes: int
-    """What all ranks together put on the wire, by the program's own account."""
-    nvlink_shares: list[float] = []
-    """What each rank's device sent over NVLink as a fraction of what the rank put on the wire, ranks that send nothing
-    left out; one fraction of all devices where a process has several. Empty where it was not counted."""
+    """Link that carried the traffic; null if the counters do not show it, or if nothing was sent."""
+    nvlink_bytes: Amount | None = None
+    """Bytes that all devices together sent over NVLink; null if they were not counted."""
+    pcie_bytes: Amount | None = None
+    """Bytes that all devices together sent over PCIe, to the host and to each other; null if they were not counted."""
+    expected_bytes: Count
+    """Bytes that all ranks together sent, computed from the operations of the program."""
+    nvlink_shares: list[Amount] = []
+    """Bytes over NVLink divided by the bytes expected, for the device of each rank that sends. It is one value for all
+    devices if a process has several, and empty if NVLink was not counted."""
     text: str
-    """The path in one sentence; where the counters differ from the account, by how much and why."""
+    """Path in one sentence, with the size of and the reason for a difference to `expected_bytes`."""
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What the program itself sent, exactly: an equal program on an equal plan sends equal bytes."""
+    """The exact bytes that the program sent: an equal program with equal batches sends equal bytes."""
 
     ranks: list[list[Collective]]
-    """[ranks] by kind; an empty list where a rank sends nothing."""
-    wire_bytes_per_sequence: float
-    """Of all ranks together."""
+    """Communication of each rank by kind; the list of a rank that sends nothing is empty."""
+    wire_bytes_per_sequence: Amount
+    """Bytes that all ranks together send for each sequence."""
     path: Path | None = None
+    """Links that carried the traffic; null if it was not measured."""
 
     @property
     def sent_bytes(self) -> int:
-        """Wire bytes that all ranks together send in all batches."""
+        """Bytes that all ranks together send in all batches."""
         return sum(one.sent_bytes for rank in self.ranks for one in rank)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The same items under another strategy, which computes the same numbers in another order."""
+    """The answers of this case compared with those of a reference case with another strategy."""
 
     reference: str
-    """Id of the case compared with: `mp-bs8`."""
-    items: int
-    flipped: list[int]
-    """Numbers of the items whose prediction (by the checked metric) differs."""
-    lost: int | None
-    """Items that are right there and wrong here; None where a side has no labels."""
-    won: int | None
-    """Items that are wrong there and right here."""
-    mcnemar_p: float | None
-    """Two-sided exact probability of such a difference between `lost` and `won` by chance; None without labels."""
+    """Id of the reference case, such as `mp-bs8`."""
+    items: Count
+    """Number of items compared."""
+    flipped: list[Count]
+    """Numbers of the items whose prediction differs, by the metric of `accuracy_check`."""
+    lost: Count | None
+    """Number of items that are right in the reference and wrong in this case; null without labels in both cases."""
+    won: Count | None
+    """Number of items that are wrong in the reference and right in this case; null without labels in both cases."""
+    mcnemar_p: Fraction | None
+    """Two-sided p-value of the exact McNemar test on `lost` and `won`; null without labels."""
     largest_difference: float | None
-    """Largest difference of a log-likelihood, as a fraction of the reference's; None where one is not finite."""
+    """Largest relative difference of a log-likelihood to that of the reference; null if one is not finite."""
     typical_difference: float | None
-    """Sum of all differences as a fraction of the sum of the reference's: one near 0 does not make it large."""
+    """Sum of all differences divided by the sum of the log-likelihoods of the reference, as absolute values. A single
+    log-likelihood near 0 does not make it large."""
 
 
 class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a case's answers are still right, and by which yardstick."""
+    """The check of the answers of a case against a known accuracy."""
 
     metric: str
-    """`acc`, `acc_norm`, or `loglikelihood_relative_difference` for dummy weights."""
+    """Metric of the check: `acc`, `acc_norm`, or `loglikelihood_relative_difference` for dummy weights."""
     value: float | None
+    """Value of the metric in this case."""
     baseline: float | None
+    """Value that the metric is compared with; null if there is none."""
     source: str | None
-    """Where the baseline comes from; None where there is none."""
+    """Source of the baseline; null if there is none."""
     tolerance: float
+    """Largest allowed difference to the baseline."""
     ok: bool | None
-    """None: there was nothing to compare with."""
+    """True if the check passed; null if there was nothing to compare with."""
     text: str
-    """The comparison in one sentence."""
+    """Result of the check in one sentence."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What the terminal and the page say of a case."""
+    """One observation about a case, which the terminal and the HTML page show."""
 
     code: str
-    """Stable name for scripts: `accuracy-collapsed`."""
+    """Stable name for scripts, such as `accuracy-collapsed`."""
     severity: Literal["info", "warning", "failure"]
+    """Severity of the observation."""
     text: str
+    """Observation in one sentence."""
     next_step: str
+    """Advice on what to do next."""
 
 
 class CaseResult(msgspec.Struct, kw_only=True):
-    """One row of the report."""
+    """The result of one case."""
 
     id: str
-    """`mp-bs8`; `mp-bs8#2` for a second measurement."""
+    """Id that is unique in the report: `mp-bs8`, or `mp-bs8#2` for a second measurement of the case."""
     nodeid: str | None = None
+    """Node id of the test that measured the case; null if no test did."""
     markers: list[str] = []
-    """Names of the test's markers, by which a policy may have other margins for it; none where nobody recorded them."""
+    """Names of the markers of the test. A policy can have other thresholds for a marker."""
     key: str
+    """SHA-256 of the case: results with an equal key are measurements of the same case."""
     case: Case
+    """Settings of the measurement."""
     outcome: Outcome
+    """How the case ended."""
     failure: Failure | None = None
+    """Reason why the case did not complete; null if it completed."""
     launches: list[Launch] = []
-    inference_s: float | None = None
-    """Sum of the batch latencies, median over launches."""
-    sequences_per_s: float | None = None
-    tokens_per_s: float | None = None
-    """Input tokens without padding."""
-    acc: float | None = None
-    acc_norm: float | None = None
+    """Measurements of each launch."""
+    inference_s: Seconds | None = None
+    """Sum of the batch latencies; the median over launches."""
+    sequences_per_s: Amount | None = None
+    """Sequences per second; the median over launches."""
+    tokens_per_s: Amount | None = None
+    """Input tokens per second without padding; the median over launches."""
+    acc: Fraction | None = None
+    """Fraction of items answered right by log-likelihood; the median over launches."""
+    acc_norm: Fraction | None = None
+    """Fraction of items answered right by log-likelihood per character; the median over launches."""
     accuracy_check: AccuracyCheck | None = None
+    """Check of the accuracy; null if there was none."""
     comparison: Comparison | None = None
-    """Against mp in the same session; None for mp itself and where mp was not measured, with the reason in `why`."""
+    """Comparison with mp in the same session; null for mp itself and if mp was not measured. The reason is in `why`."""
     traffic: Traffic | None = None
-    """Exact bytes by collective, counted in forwards of their own; None with its reason in `why`."""
+    """Exact bytes sent, counted in separate forwards; null with the reason in `why`."""
     findings: list[Finding] = []
+    """Observations about the case."""
     why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""

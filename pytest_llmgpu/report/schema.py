@@ -1,4 +1,4 @@
-"""The JSON Schema of a report, for other people's tools: every field with what its docstring says of it."""
+"""The JSON Schema of a report, for other tools. The docstrings of the records are its descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["schema"]
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report as this version writes it: every field is there. `load` takes older ones."""
+    """Return the JSON Schema of a report as this version writes it. `load` reads older reports too."""
     described = msgspec.json.schema(Report)
     documented = {record.__name__: _docstrings(record) for record in _records(msgspec.inspect.type_info(Report))}
     for name, record in described["$defs"].items():
@@ -34,7 +34,7 @@ def schema() -> dict[str, Any]:
 
 
 def _records(part: object) -> Iterator[type]:
-    """Yield the records that a type is made of, itself included, from msgspec's description of it."""
+    """Yield the records in a type, including itself, from msgspec's description of the type."""
     if isinstance(part, msgspec.inspect.StructType):
         yield part.cls
         for field in part.fields:
@@ -49,7 +49,7 @@ def _records(part: object) -> Iterator[type]:
 
 
 def _docstrings(record: type) -> dict[str, str]:
-    """Return the text under each field of a record that has one. Python keeps them in the source only."""
+    """Return field name to docstring. Python keeps the docstrings of fields in the source only."""
     module = sys.modules[record.__module__]
     classes = [node for node in _tree(module).body if isinstance(node, ast.ClassDef) and node.name == record.__name__]
     found = {}
@@ -69,5 +69,5 @@ def _docstrings(record: type) -> dict[str, str]:
 def _tree(module: ModuleType) -> ast.Module:
     try:
         return ast.parse(inspect.getsource(module))
-    except OSError:  # installed without sources: the schema is whole, only without these texts
+    except OSError:  # installed without sources: the schema lacks the descriptions of fields only
         return ast.Module(body=[], type_ignores=[])

@@ -149,7 +149,7 @@ def test_list_names_what_cannot_be_read_and_shows_the_rest(tmp_path: Path, capsy
     assert main(["list", "--storage", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 3
-    assert printed.err == f"llmgpu: report {broken}: cannot be listed: Input data was truncated\n"
+    assert printed.err == f"llmgpu: report {broken}: is not valid JSON: Input data was truncated\n"
 
 
 def test_list_looks_into_the_default_store(

@@ -229,7 +229,7 @@ def _broken() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said", "prepare"),
     [
-        (["--to", str(TARGET)], f"report {TARGET}: is no JSON", _broken),
+        (["--to", str(TARGET)], f"report {TARGET}: is not valid JSON", _broken),
         (["--to", "baseline.txt"], "the name must end in .json", None),
         (["--policy", "none.toml"], "policy none.toml: cannot be read", None),
         ([], "name 'baseline': is a file or folder here", lambda: Path(NAME).mkdir()),

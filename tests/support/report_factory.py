@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ import msgspec
 
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import derive, encode, proportion_stderr
-from pytest_llmgpu.report.machine import Environment, Gpu
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.file import encode as encode_report
+from pytest_llmgpu.report.machine import Commit, Environment, Gpu
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import (
     Accuracy,
     Batches,
     CaseResult,
     Collective,
+    Comparison,
     DeviceMemory,
     DeviceProfile,
     Failure,
@@ -23,6 +26,7 @@ from pytest_llmgpu.report.result import (
     Metric,
     Outcome,
     Profile,
+    Series,
     Traffic,
 )
 
@@ -182,6 +186,39 @@ def make_report(cases: Sequence[CaseResult] = (), gpus: int = 4) -> Report:
         ),
         cases=list(cases),
     )
+
+
+def make_full_report() -> Report:
+    """Return a report in which every part of the JSON object occurs, except verdicts and capacity."""
+    series = Series(t_s=[0.0, 0.5, 1.0], devices=[{"power_w": [300.0, None, 310.5]}] * 2)
+    report = make_report(
+        [
+            make_result(3.0, make_accuracy(items=5), make_profile(2, series=series), make_memory(2), sequences=4),
+            make_failed("oom", Failure(phase="load", message="too large"), batch_size=2),
+            make_failed("skipped_after_oom", batch_size=4),
+        ]
+    )
+    sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8)
+    report.cases[0].traffic = Traffic(ranks=[[], [sent]], wire_bytes_per_sequence=8.0)
+    report.cases[0].comparison = Comparison(
+        reference="mp-bs1#2",
+        items=5,
+        flipped=[1, 3],
+        lost=2,
+        won=0,
+        mcnemar_p=0.5,
+        largest_difference=1e-3,
+        typical_difference=1e-4,
+    )
+    report.options = {"--llmgpu-batch-sizes": [1, 2, 4], "--llmgpu-limit": None, "--llmgpu-timeout": 600.0}
+    report.session = Session(complete=True, exit_status=0, collected=3, deselected=["a.py::test[mp-bs8]"])
+    report.commit = Commit(sha="a" * 40, branch="main", dirty=False, source="git")
+    return report
+
+
+def make_document(report: Report) -> Any:
+    """Return a report as the JSON object of its file."""
+    return json.loads(encode_report(report, compressed=False))
 
 
 def paper_results() -> list[CaseResult]:

@@ -160,7 +160,7 @@ def test_bad_input_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.json").write_text("{")
     Path("broken.toml").write_text("colour = 1")
     for arguments, named in (
-        (["broken.json"], "report broken.json: is no JSON"),
+        (["broken.json"], "report broken.json: is not valid JSON"),
         (["nowhere.json"], "report nowhere.json: cannot be read"),
         (["report.json", "--policy", "broken.toml"], "colour is no key"),
     ):

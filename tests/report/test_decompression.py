@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import gzip
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+
+from pytest_llmgpu.report import decompression
+
+_DATA = b"0123456789" * 1000
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", _DATA])
+def test_data_that_is_not_gzip_is_unchanged(data: bytes) -> None:
+    """The content decides if data is decompressed."""
+    assert decompression.unpack(data) == data
+
+
+def test_several_gzip_streams_are_one_file() -> None:
+    """`cat a.gz b.gz` makes a valid gzip file, also when it is padded with zeros."""
+    parts = gzip.compress(_DATA[:1000]) + gzip.compress(_DATA[1000:]) + bytes(512)
+    assert decompression.unpack(parts) == _DATA
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        gzip.compress(b"{}", mtime=0)[:-4],
+        gzip.compress(_DATA, mtime=0)[:15],
+        gzip.compress(b"{}", mtime=0) + b"more",
+        gzip.compress(_DATA, mtime=0)[:-8] + bytes(8),
+        b"\x1f\x8bgarbage",
+        b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20,
+    ],
+)
+def test_broken_gzip_data_is_refused(data: bytes) -> None:
+    """Truncated, extended and damaged streams are errors in one line."""
+    with pytest.raises(ValueError, match=r"^cannot be decompressed: [^\n]+$"):
+        decompression.unpack(data)
+
+
+def test_a_file_up_to_the_limit_is_read(tmp_path: Path) -> None:
+    """The limit itself is allowed, one byte more is not."""
+    path = tmp_path / "report.json"
+    path.write_bytes(_DATA)
+    assert decompression.read(path, limit_bytes=len(_DATA)) == _DATA
+    with pytest.raises(ValueError, match=r"^is larger than 9,999 bytes"):
+        decompression.read(path, limit_bytes=len(_DATA) - 1)
+
+
+def test_decompressed_data_up_to_the_limit_is_returned() -> None:
+    """The limit itself is allowed, one byte more is not."""
+    data = gzip.compress(_DATA)
+    assert decompression.unpack(data, limit_bytes=len(_DATA)) == _DATA
+    with pytest.raises(ValueError, match=r"^decompresses to more than 9,999 bytes"):
+        decompression.unpack(data, limit_bytes=len(_DATA) - 1)
+
+
+def test_a_decompression_bomb_does_not_fill_the_memory() -> None:
+    """A small file that decompresses to much more than the limit never takes more memory than the limit allows."""
+    zeros = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(zeros.compress(bytes(2**20)) for _ in range(64)) + zeros.flush()
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than 1,000,000 bytes"):
+        decompression.unpack(bomb, limit_bytes=1_000_000)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4_000_000

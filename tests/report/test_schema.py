@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from support.report_factory import make_document, make_full_report, make_report
+
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.schema import schema
+
+_AVOIDED = re.compile(r"\b(told|anew|reckon\w*|for want of|held against|yardsticks?|surer)\b", re.IGNORECASE)
+"""Words that the documentation of this project does not use."""
+
+
+def _descriptions() -> Iterator[tuple[str, str]]:
+    """Yield each place of the schema with its description; an empty one where it has none."""
+    for name, record in schema()["$defs"].items():
+        yield name, record.get("description", "")
+        for field, properties in record.get("properties", {}).items():
+            yield f"{name}.{field}", properties.get("description", "")
+
+
+@pytest.mark.parametrize("make", [make_full_report, make_report])
+def test_a_report_fits_its_schema(make: Callable[[], Report]) -> None:
+    """Other tools can rely on `llmgpu schema`."""
+    validator = jsonschema.Draft202012Validator(schema())
+    validator.check_schema(schema())
+    validator.validate(make_document(make()))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("schema_version",), "1"),
+        (("schema_version",), 2),
+        (("cases", 0, "outcome"), "fine"),
+        (("cases", 0, "launches", 0, "batches"), []),
+        (("cases", 0, "launches", 0, "batches", "latency_s", 0), -0.5),
+        (("cases", 0, "launches", 0, "accuracy", "acc"), 82.8),
+        (("cases", 0, "case", "batch_size"), 0),
+    ],
+)
+def test_the_schema_refuses_wrong_values(place: tuple[Any, ...], value: object) -> None:
+    """A wrong type, an unknown word or a figure out of bounds does not fit the schema."""
+    document = make_document(make_full_report())
+    part = document
+    for step in place[:-1]:
+        part = part[step]
+    part[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("cases",), ("verdicts",), ("cases", 0, "failure"), ("cases", 0, "case", "limit"), ("environment", "why")],
+)
+def test_the_schema_requires_every_field(place: tuple[Any, ...]) -> None:
+    """A missing value is null, never absent, so that other tools need not check if a field exists."""
+    document = make_document(make_full_report())
+    part = document
+    for step in place[:-1]:
+        part = part[step]
+    del part[place[-1]]
+    with pytest.raises(jsonschema.ValidationError, match=f"'{place[-1]}' is a required property"):
+        jsonschema.validate(document, schema())
+
+
+def test_every_record_and_field_is_described_in_full_sentences() -> None:
+    """A reader of `llmgpu schema` finds the unit and the meaning of every figure in plain English."""
+    described = dict(_descriptions())
+    assert len(described) > 200
+    assert [place for place, text in described.items() if not re.fullmatch(r"[A-Z].*\.", text)] == []
+    assert [place for place, text in described.items() if _AVOIDED.search(text)] == []
+
+
+def test_without_sources_the_schema_lacks_only_descriptions_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The docstrings under fields are in the source only, which an installation of bytecode does not have."""
+
+    def missing(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("inspect.getsource", missing)
+    jsonschema.validate(make_document(make_full_report()), schema())
