@@ -1,6 +1,6 @@
 """The old name of `python -m pytest_llmgpu.ranks`."""
 
-from pytest_llmgpu.ranks.worker import main
+from pytest_llmgpu.ranks.rerun import main
 
 if __name__ == "__main__":
     main()

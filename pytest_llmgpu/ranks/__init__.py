@@ -1,1 +1,5 @@
-"""How the ranks of a strategy are started; see `protocol`."""
+"""The processes of a strategy: how they start, and the work of one of them.
+
+A rank runs the commands of `worker`, which it reads from a pipe (`serving`). `group` sends a command to all ranks of a
+strategy, through ranks that a launcher starts (`protocol`; `local` is the one launcher).
+"""

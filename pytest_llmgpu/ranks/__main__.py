@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pytest_llmgpu.ranks.worker import main
+import sys
+
+from pytest_llmgpu.ranks import rerun, serving
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [serving.FLAG]:
+        serving.main(sys.argv[2:])
+    else:
+        rerun.main()

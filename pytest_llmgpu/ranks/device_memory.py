@@ -1,4 +1,4 @@
-"""What a rank's devices hold: the cap, the peaks, and a clean start for every case (torch, in a rank)."""
+"""The memory of a rank's devices: the cap, the peaks, and the reset before each case (torch, in a rank)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from pytest_llmgpu.report.text import gib
 
 if TYPE_CHECKING:
     import torch
@@ -20,35 +22,39 @@ _ON_CPU = "torch does not count memory on a CPU"
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one device as torch counts it."""
+    """The memory of one device as torch counts it."""
 
     uuid: str | None
-    """As NVML writes it; None on a CPU."""
+    """The UUID of the device as NVML writes it; None on a CPU."""
     weights_bytes: int | None = None
-    """Allocated after loading."""
+    """The tensors that were alive after loading take this many bytes."""
     loading_peak_bytes: int | None = None
-    """Largest sum of live tensors while the model was loaded."""
+    """The live tensors took at most this many bytes while the model was loaded."""
     peak_allocated_bytes: int | None = None
-    """Since the last `reset`."""
+    """The live tensors took at most this many bytes since the last `reset`."""
     peak_reserved_bytes: int | None = None
-    """Since the last `reset`."""
+    """torch's allocator reserved at most this many bytes since the last `reset`."""
     held_bytes: int = 0
-    """Taken out of use by `hold`."""
+    """`hold` took this many bytes out of use."""
     why: dict[str, str] = {}
-    """Name of a field that is None to the reason."""
+    """Each field that is None has its reason here, by name."""
 
 
 def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
-    """Take all memory of each device but `cap_bytes` out of use, for the life of this process.
+    """Take all memory of each device except `cap_bytes` out of use, until this process ends.
 
-    By cudaMalloc itself and not by torch's allocator, which would count the bytes as its own and could lend them out.
-    Contexts, NCCL buffers and workspaces then have to live inside the cap too.
+    The memory is allocated by cudaMalloc. torch's allocator would count it as its own and could hand it out. The cap
+    includes CUDA contexts, NCCL buffers and workspaces.
+
+    Args:
+        devices: The devices of this rank.
+        cap_bytes: Bytes that stay usable on each device; None for all.
 
     Returns:
-        Bytes held per device; zeros without a cap.
+        Bytes taken out of use per device; 0 without a cap.
 
     Raises:
-        RuntimeError: The device has less than that free.
+        RuntimeError: A device has too little free memory.
     """
     import torch
 
@@ -68,29 +74,30 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
             status = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
         if status != _CUDA_SUCCESS:
             raise RuntimeError(
-                f"{device}: {size} bytes cannot be held to cap it at {cap_bytes}: {free} of {total} are free "
-                f"(cudaMalloc returned {status})"
+                f"{device}: the memory cap of {gib(cap_bytes)} needs {gib(size)} out of use, but {gib(free)} of "
+                f"{gib(total)} are free (cudaMalloc returned {status}): end other programs on this GPU, or raise "
+                "--llmgpu-gpu-memory"
             )
         held.append(size)
     return held
 
 
 def allocated(devices: Sequence[torch.device]) -> list[int | None]:
-    """Return the bytes of live tensors per device; None on a CPU."""
+    """Return the bytes of the live tensors per device; None on a CPU."""
     import torch
 
     return [torch.cuda.memory_allocated(device) if device.type == "cuda" else None for device in devices]
 
 
 def peaks(devices: Sequence[torch.device]) -> list[int | None]:
-    """Return the largest sum of live tensors per device since the last `reset`; None on a CPU."""
+    """Return the largest number of bytes of live tensors per device since the last `reset`; None on a CPU."""
     import torch
 
     return [torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None for device in devices]
 
 
 def spare(devices: Sequence[torch.device]) -> list[int]:
-    """Return the bytes of each CUDA device that live tensors could still take, caches given back."""
+    """Return the bytes of each CUDA device that more tensors could take, with torch's caches emptied."""
     import torch
 
     return [
@@ -100,13 +107,13 @@ def spare(devices: Sequence[torch.device]) -> list[int]:
 
 
 def reset(devices: Sequence[torch.device]) -> None:
-    """Empty caches and forget peaks, so that a case's memory is the same alone and in a sweep."""
+    """Empty caches and reset peaks, so that the memory of a case is the same alone and in a sweep."""
     import torch
 
     gc.collect()
     if devices[0].type != "cuda":
         return
-    # No public call frees cuBLAS workspaces, which an earlier batch size may have left larger than this one needs.
+    # No public call frees the workspaces of cuBLAS. After a larger batch size they are larger than this case needs.
     torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
     torch.cuda.empty_cache()
     for device in devices:
@@ -115,17 +122,17 @@ def reset(devices: Sequence[torch.device]) -> None:
 
 def usage(
     devices: Sequence[torch.device],
+    *,
     weights_bytes: Sequence[int | None],
     loading_peak_bytes: Sequence[int | None],
     held_bytes: Sequence[int],
 ) -> list[DeviceUse]:
-    """Return what each device held since the last `reset`."""
+    """Return the memory use of each device since the last `reset`."""
     import torch
 
     if devices[0].type != "cuda":
         counted = ("weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
-        why = dict.fromkeys(counted, _ON_CPU)
-        return [DeviceUse(uuid=None, why=why)]
+        return [DeviceUse(uuid=None, why=dict.fromkeys(counted, _ON_CPU))]
     return [
         DeviceUse(
             uuid=f"GPU-{torch.cuda.get_device_properties(device).uuid}",

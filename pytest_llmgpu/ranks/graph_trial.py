@@ -54,7 +54,7 @@ def chosen(
     requests: Requests,
     batch_size: int,
     *,
-    asked: str,
+    requested: str,
     dtype: str,
     prepare: Prepare,
     workload: str = logits.LEAN,
@@ -65,7 +65,7 @@ def chosen(
         loaded: The model.
         requests: What will be scored.
         batch_size: Sequences per forward.
-        asked: `auto`, `on` (where they can be recorded) or `off`.
+        requested: `auto`, `on` (where they can be recorded) or `off`.
         dtype: Of the model, which decides how equal answers must be.
         prepare: Called once, before anything runs.
         workload: One of `logits.WORKLOADS`.
@@ -75,7 +75,7 @@ def chosen(
     )
     if workload == logits.FULL_LOGITS:
         against = "--llmgpu-scoring=harness keeps a KV cache, which a recorded forward does not"
-    if asked == "on" and not against:
+    if requested == "on" and not against:
         graphed = plan(requests, batch_size, multiple=cuda_graphs.MULTIPLE)
         workspace = prepare(graphed)
         with cuda_graphs.GraphedDecoder(loaded.model, loaded.devices[0]):
@@ -83,7 +83,7 @@ def chosen(
         return
     eager = plan(requests, batch_size)
     workspace = prepare(eager)
-    if asked == "off" or against:
+    if requested == "off" or against:
         yield Choice("eager", f"no CUDA graphs: {against or 'they were switched off'}", eager, workspace)
         return
     against = _gpu_is_busy(loaded, eager) or _no_room(loaded)

@@ -1,7 +1,6 @@
-"""The processes of one strategy as one thing: ask all of them, and know the worst that happened to any.
+"""All ranks of one strategy: send a command to each of them, and report the most specific cause of a failure.
 
-A rank that failed leaves its siblings waiting in a collective for ever, so nobody is waited for longer than it takes
-to hear the cause.
+A failed rank leaves the others in a collective that never ends. After a first failure they get 2 s to report a cause.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -18,10 +17,10 @@ import msgspec
 from pytest_llmgpu.ranks.protocol import FinishedBatch, Launcher, RankFailedError
 from pytest_llmgpu.report.result import Batches, Failure, Phase
 
-__all__ = ["RankGroup", "slowest"]
+__all__ = ["RankGroup", "most_specific", "slowest"]
 
 _TICK_S = 0.25
-_SIBLINGS_S = 2.0
+_OTHER_RANKS_S = 2.0
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|ncclRemoteError|remote process exited")
 
 
@@ -32,10 +31,10 @@ class RankGroup:
         self._lock = threading.Lock()
         self._columns: list[Batches] = [Batches() for _ in environments]
         self._planned = 0
-        self._moved_s = time.monotonic()
+        self._progress_s = time.monotonic()
         self._ranks = launcher.start(environments, self._on_batch)
         self.given: set[str] = set()
-        """Hashes of the datasets the ranks have."""
+        """SHA-256 of each dataset that the ranks have received."""
 
     def ask(
         self,
@@ -45,54 +44,55 @@ class RankGroup:
         timeout_s: float,
         tick: Callable[[int, int], None] | None = None,
     ) -> list[Any]:
-        """Run `fn(state, *args)` on every rank and return the answers in the order of the ranks.
+        """Run `fn(state, *args)` on every rank and return the results in the order of the ranks.
 
         Args:
             fn: A function that the ranks can import.
             args: Its arguments after the rank's state.
-            phase: What a time limit is reported as.
-            timeout_s: Seconds without an answer or a finished batch.
-            tick: Called about four times a second once a batch is finished, with finished and planned batches.
+            phase: The phase that a failure report names.
+            timeout_s: Seconds without a result or a finished batch.
+            tick: Called about four times a second after the first batch, with finished and planned batches.
 
         Raises:
-            RankFailedError: With the worst cause known after all siblings had 2 s to report.
+            RankFailedError: A rank failed, or the time limit is over. The error has the most specific cause that the
+                ranks reported within 2 s.
         """
         with self._lock:
             self._columns = [Batches() for _ in self._ranks]
             self._planned = 0
-            self._moved_s = time.monotonic()
+            self._progress_s = time.monotonic()
         futures = [rank.submit(fn, *args) for rank in self._ranks]
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=_TICK_S, return_when=FIRST_EXCEPTION)
             if any(future.exception() for future in done):
-                wait(waiting, timeout=_SIBLINGS_S)
-                worst = _worst(futures)
-                # A process that died could not say what it was doing.
-                worst.failure = msgspec.structs.replace(worst.failure, phase=phase)
-                raise worst
+                wait(waiting, timeout=_OTHER_RANKS_S)
+                error = most_specific(future.exception() for future in futures if future.done())
+                # A process that died reported no phase.
+                error.failure = msgspec.structs.replace(error.failure, phase=phase)
+                raise error
             if tick is not None and self._planned:
                 tick(len(self.batches().latency_s), self._planned)
-            if waiting and time.monotonic() - self._moved_s > timeout_s:
+            if waiting and time.monotonic() - self._progress_s > timeout_s:
                 raise self._timeout(phase, timeout_s)
         return [future.result() for future in futures]
 
     def batches(self) -> Batches:
-        """Return the batches that every rank was heard to finish; all of them once the ranks are ended."""
+        """Return the batches that every rank has reported; the list is complete once the ranks have ended."""
         with self._lock:
             return slowest(self._columns)
 
     @property
     def alive(self) -> bool:
-        """Whether every rank is there to be asked."""
+        """Whether every rank runs."""
         return all(rank.alive for rank in self._ranks)
 
     def close(self) -> None:
-        """End every rank, letting each finish by itself; all at once, since they may wait for each other to leave."""
+        """Let every rank end by itself, all at the same time: a rank may wait until the others leave the group."""
         with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
-            leaving = [pool.submit(rank.close) for rank in self._ranks]
+            closing = [pool.submit(rank.close) for rank in self._ranks]
             try:
-                wait(leaving)
+                wait(closing)
             except KeyboardInterrupt:
                 self.kill()
                 raise
@@ -104,9 +104,9 @@ class RankGroup:
 
     def _on_batch(self, rank: int, finished: FinishedBatch) -> None:
         with self._lock:
-            self._moved_s = time.monotonic()
+            self._progress_s = time.monotonic()
             if not finished.planned:
-                return  # of the warm-up: a sign of life, no measurement
+                return  # A batch of the warm-up is progress, but no measurement.
             column = self._columns[rank]
             column.latency_s.append(finished.latency_s)
             column.sequences.append(finished.sequences)
@@ -115,16 +115,18 @@ class RankGroup:
             self._planned = finished.planned
 
     def _timeout(self, phase: Phase, timeout_s: float) -> RankFailedError:
-        what = "no loaded model" if phase == "load" else "no finished batch"
-        log = "\n".join(rank.stacks() for rank in self._ranks)
+        missing = "loaded model" if phase == "load" else "finished batch"
         failure = Failure(
-            phase=phase, message=f"{what} for {timeout_s:g} s", evidence=f"time limit of {timeout_s:g} s", log_tail=log
+            phase=phase,
+            message=f"no {missing} for {timeout_s:g} s",
+            evidence=f"time limit of {timeout_s:g} s",
+            log_tail="\n".join(rank.stacks() for rank in self._ranks),
         )
         return RankFailedError("timeout", failure)
 
 
 def slowest(ranks: Sequence[Batches]) -> Batches:
-    """Return the batches that every rank has finished; a batch lasts as long as on its slowest rank."""
+    """Return the batches that every rank has finished, each with the latency of its slowest rank."""
     finished = min(len(rank.latency_s) for rank in ranks)
     return Batches(
         latency_s=[max(rank.latency_s[batch] for rank in ranks) for batch in range(finished)],
@@ -134,13 +136,12 @@ def slowest(ranks: Sequence[Batches]) -> Batches:
     )
 
 
-def _worst(futures: Sequence[Future[Any]]) -> RankFailedError:
-    errors = [future.exception() for future in futures if future.done()]
-    failed = [error for error in errors if isinstance(error, RankFailedError)]
-    return min(failed, key=_rank_of_cause)
+def most_specific(errors: Iterable[BaseException | None]) -> RankFailedError:
+    """Return the error that explains the others: out of memory, then an error, a crash, a lost connection."""
+    return min((error for error in errors if isinstance(error, RankFailedError)), key=_distance_from_cause)
 
 
-def _rank_of_cause(error: RankFailedError) -> int:
+def _distance_from_cause(error: RankFailedError) -> int:
     if error.outcome == "error" and _LOST_PEER.search(error.failure.message):
         return 3
     return {"oom": 0, "error": 1, "crashed": 2}[error.outcome]

@@ -1,7 +1,7 @@
-"""Ranks as processes of this machine, over pipes.
+"""The launcher of ranks on this machine: one process per rank, with pipes.
 
-Written here because concurrent.futures' ProcessPoolExecutor hides exit codes and signals, breaks on an exception
-that does not unpickle, and leaves workers behind that outlive a killed parent.
+concurrent.futures' ProcessPoolExecutor cannot replace it: it hides exit codes and signals, it breaks on an exception
+that does not unpickle, and its workers outlive a killed parent.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.ranks import oom, serving
+from pytest_llmgpu.ranks.oom import Death
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
 from pytest_llmgpu.report.result import Failure
 
 __all__ = ["LocalLauncher", "LocalRank"]
 
-_SEAT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _LOG_TAIL_LINES = 40
 _CLOSE_S = 10.0
 _STACKS_S = 1.0
 _DRAIN_S = 2.0
-"""How long what is still in a pipe may take to be read."""
+"""Time limit for the data that is still in a pipe when the process has ended."""
 
 
 class LocalLauncher:
-    """Starts ranks with this interpreter and this process's import path."""
+    """Starts ranks with the interpreter and the import path of this process."""
 
     name = "local"
 
@@ -49,42 +50,42 @@ class LocalLauncher:
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[LocalRank]:
         """Start one process per environment."""
         ranks: list[LocalRank] = []
-        # A file is where the ranks find each other: no port that another program may take first.
-        meeting = {"LLMGPU_RENDEZVOUS": str(self._log_directory / f"launch{self._started}-rendezvous")}
+        # The ranks find each other through a file: another program may take a port first.
+        rendezvous = {"LLMGPU_RENDEZVOUS": str(self._log_directory / f"launch{self._started}-rendezvous")}
         for number, environment in enumerate(environments):
             log = self._log_directory / f"launch{self._started}-rank{number}.log"
-            ranks.append(LocalRank(number, {**meeting, **environment}, log, on_batch))
+            ranks.append(LocalRank(number, {**rendezvous, **environment}, log, on_batch))
         self._started += 1
         return ranks
 
 
 class LocalRank:
-    """One process; commands and answers are pickles, finished batches stream over a pipe of their own."""
+    """One process. Commands and answers are pickled; finished batches arrive on a pipe of their own."""
 
     def __init__(self, rank: int, environment: Mapping[str, str], log: Path, on_batch: BatchListener) -> None:
         self.rank = rank
         self._log = log
         self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
-        self._heard = threading.Condition()
-        self._batches_heard = 0
+        self._batch_received = threading.Condition()
+        self._batches_received = 0
         self._ended: RankFailedError | None = None
         self._kills_before = oom.host_kills()
         command_in, command_out = os.pipe()
         answer_in, answer_out = os.pipe()
         batch_in, batch_out = os.pipe()
-        handed_over = (command_in, answer_out, batch_out)
+        inherited = (command_in, answer_out, batch_out)
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                processes.command("pytest_llmgpu.ranks", "--serve", *map(str, (os.getpid(), *handed_over))),
-                env={**_inherited(), **environment, "PYTHONUNBUFFERED": "1"},
+                processes.command("pytest_llmgpu.ranks", serving.FLAG, *map(str, (os.getpid(), *inherited))),
+                env={**_environment(), **environment, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                pass_fds=handed_over,
+                pass_fds=inherited,
                 start_new_session=True,
             )
-        for descriptor in handed_over:
+        for descriptor in inherited:
             os.close(descriptor)
         self._commands = Connection(command_out, readable=False)
         self._threads = [
@@ -99,12 +100,12 @@ class LocalRank:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The process id."""
         return self._process.pid
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
@@ -116,15 +117,15 @@ class LocalRank:
                 future.set_exception(self._ended)
                 return future
             self._pending.append(future)
-            # What the host has killed before is no evidence of what ends this command.
+            # Processes that the host killed earlier do not explain a failure of this command.
             self._kills_before = oom.host_kills()
-        # A rank that died meanwhile is told by the reading thread, which knows its exit status.
+        # If the process has died, `_watch` fails the future with the exit status.
         with contextlib.suppress(BrokenPipeError):
             self._commands.send_bytes(command)
         return future
 
     def close(self) -> None:
-        """Let the process end by itself, then see to it that it has."""
+        """Let the process end by itself; kill it after a time limit."""
         with contextlib.suppress(OSError):
             self._commands.close()
         try:
@@ -142,9 +143,9 @@ class LocalRank:
         self._join()
 
     def stacks(self) -> str:
-        """Have the process write where each of its threads is, and return the end of its log.
+        """Make the process write the stack of each of its threads, and return the end of its log.
 
-        It works while the process is stuck in native code (faulthandler answers SIGUSR1 in the handler itself).
+        This works while the process is in native code: faulthandler writes from the handler of SIGUSR1 itself.
         """
         before = self._log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
@@ -155,7 +156,7 @@ class LocalRank:
         return self.log_tail()
 
     def log_tail(self) -> str:
-        """Return the last lines the process wrote, as it wrote them."""
+        """Return the last lines of the log of the process."""
         try:
             text = self._log.read_text(errors="replace")
         except OSError:
@@ -171,11 +172,11 @@ class LocalRank:
             with self._lock:
                 future = self._pending.popleft()
             try:
-                streamed, done, answer = pickle.loads(payload)  # noqa: S301 - written by our own child
+                sent, done, answer = pickle.loads(payload)  # noqa: S301 - written by our own child
             except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
                 failure = Failure(phase="forward", message=f"the answer does not unpickle: {error}")
-                streamed, done, answer = 0, False, ("error", failure, [])
-            self._hear_out(streamed)
+                sent, done, answer = 0, False, ("error", failure, [])
+            self._wait_for_batches(sent)
             if done:
                 future.set_result(answer)
             else:
@@ -185,7 +186,7 @@ class LocalRank:
         answers.close()
 
     def _watch(self) -> None:
-        """Tell those who wait that the process has ended: its pipes need not, where a child of it holds them open."""
+        """Fail all pending futures when the process ends; its pipes stay open if a child of it holds them."""
         self._process.wait()
         self._end_group()
         for reader in self._threads[:2]:
@@ -193,7 +194,7 @@ class LocalRank:
         self._fail_pending(self._death())
 
     def _end_group(self) -> None:
-        """End the process and the children it has forked: it leads a session, so they are its group."""
+        """End the process and its children; it leads a session, so they are its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -204,30 +205,32 @@ class LocalRank:
             except (EOFError, OSError):
                 break
             on_batch(self.rank, FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
-            with self._heard:
-                self._batches_heard += 1
-                self._heard.notify_all()
+            with self._batch_received:
+                self._batches_received += 1
+                self._batch_received.notify_all()
         batches.close()
 
-    def _hear_out(self, streamed: int) -> None:
-        """Wait until every batch that was streamed before an answer has been heard: two pipes keep no order."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._batches_heard >= streamed, _DRAIN_S)
+    def _wait_for_batches(self, sent: int) -> None:
+        """Wait for the batches that the rank sent before an answer: the two pipes keep no common order."""
+        with self._batch_received:
+            self._batch_received.wait_for(lambda: self._batches_received >= sent, _DRAIN_S)
 
     def _death(self) -> RankFailedError:
-        code = self._process.wait()
-        evidence = oom.evidence_of_death(code, self.log_tail(), self._kills_before, oom.host_kills())
-        ended = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
+        code, log = self._process.wait(), self.log_tail()
+        shortage = oom.decide_out_of_memory(
+            Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=oom.host_kills())
+        )
+        end = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
         failure = Failure(
             phase="forward",
             rank=self.rank,
-            message=f"rank {self.rank} ended with {ended}",
-            evidence=evidence.rule if evidence else ended,
-            log_tail=self.log_tail(),
+            message=f"rank {self.rank} ended with {end}",
+            evidence=shortage.rule if shortage else end,
+            log_tail=log,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
         )
-        return RankFailedError("oom" if evidence else "crashed", failure)
+        return RankFailedError("oom" if shortage else "crashed", failure)
 
     def _fail_pending(self, error: RankFailedError) -> None:
         with self._lock:
@@ -242,13 +245,13 @@ class LocalRank:
                 thread.join(2 * _DRAIN_S)
 
 
-def _inherited() -> dict[str, str]:
-    """Return this process's variables but for its own seat in a job of several: a rank's is its launcher's to give."""
-    return {name: value for name, value in os.environ.items() if name not in _SEAT}
+def _environment() -> dict[str, str]:
+    """Return the variables of this process without its own rank in a job; the launcher numbers the ranks."""
+    return {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
 
 
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal: only the first and the last have names
+    except ValueError:  # Most real-time signals have no name.
         return str(number)

@@ -1,7 +1,7 @@
-"""The only place that decides what is out of memory.
+"""Decide whether a failure means out of memory: `decide_out_of_memory`, and no other function of the package.
 
-Out of memory is an expected outcome, so whatever is called so here turns a test from failed into expected: every rule
-therefore names its evidence, and what no rule knows stays an error.
+Out of memory is an expected outcome: it turns a failed test into an expected result. Every rule therefore has a name
+that the report keeps, and a failure that matches no rule stays an error.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 
 import msgspec
 
+from pytest_llmgpu.report.text import GIB, MIB
 from pytest_llmgpu.strategies.errors import DeviceMapSpillError, WorkspaceError
 
-__all__ = ["Evidence", "evidence_of", "evidence_of_death", "host_kills"]
+__all__ = ["Death", "OutOfMemory", "decide_out_of_memory", "host_kills"]
 
+# Sources: torch's CUDACachingAllocator; the error strings of CUDA, Triton, cuBLAS, cuDNN and NCCL.
 _MESSAGES = {
     "torch's allocator": r"(CUDA|HIP|XPU) out of memory",
     "CUDA": r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
@@ -27,71 +29,53 @@ _MESSAGES = {
     "NCCL": r"Cuda failure[^\n]*out of memory",
     "host allocator": r"DefaultCPUAllocator: can't allocate memory",
 }
+"""Name of a rule to the pattern of the message."""
 
 _LAST_LINES = 3
-_CUBLAS_BYTES = 64 * 2**20
+_CUBLAS_BYTES = 64 * MIB
+"""The handle and the workspace of cuBLAS take tens of MiB."""
 
-_BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "TiB": 2**40}
 _SIZE = r"([\d.]+) (TiB|GiB|MiB|KiB|bytes|B)"
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Why something is called out of memory."""
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a process that sent no answer."""
+
+    return_code: int
+    """The exit status; for a signal its number, negative (as in subprocess)."""
+    log: str
+    """The end of the log of the process."""
+    kills_before: int | None
+    """`host_kills()` at the start of the command."""
+    kills_after: int | None
+    """`host_kills()` after the end of the process."""
+
+
+class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The reason for which a failure is out of memory."""
 
     rule: str
-    """Which rule said so, in words."""
+    """This rule matched."""
     requested_bytes: int | None = None
-    """Bytes the failed allocation asked for, where the message says so."""
+    """The failed allocation requested this many bytes; None if the message has no figure."""
     free_bytes: int | None = None
-    """Bytes free on the device, where the message says so."""
+    """The device had this many free bytes; None if the message has no figure."""
     allocated_bytes: int | None = None
-    """Bytes torch had allocated on it, where the message says so."""
+    """PyTorch had allocated this many bytes of the device; None if the message has no figure."""
     tokens_requested: int | None = None
-    """Tokens of the longest sequence, where a workspace for them was refused."""
+    """The longest sequence has this many tokens; None if no workspace was refused."""
     tokens_granted: int | None = None
-    """Tokens there was memory for."""
+    """The memory suffices for this many tokens; None if no workspace was refused."""
 
 
-def evidence_of(exception: BaseException) -> Evidence | None:
-    """Return why an exception, or one that it came from, means out of memory; None if it does not.
-
-    Source of the message forms: torch's CUDACachingAllocator, cuBLAS and NCCL error strings;
-    accelerate.utils.memory.should_reduce_batch_size is asked last.
-    """
-    for link in _chain(exception):
-        rule = _rule(link)
-        if rule is not None:
-            return Evidence(
-                rule=rule,
-                requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}|you tried to allocate {_SIZE}", str(link)),
-                free_bytes=_amount(rf"of which {_SIZE} is free", str(link)),
-                allocated_bytes=_amount(rf"{_SIZE} is allocated by PyTorch", str(link)),
-                tokens_requested=getattr(link, "tokens_requested", None),
-                tokens_granted=getattr(link, "tokens_granted", None),
-            )
-    return None
-
-
-def evidence_of_death(return_code: int, log: str, kills_before: int | None, kills_after: int | None) -> Evidence | None:
-    """Return why a process that ended by itself ran out of memory; None if nothing says so.
-
-    Of its log only the last lines count: a shortage that was handled earlier did not end it.
+def decide_out_of_memory(failure: BaseException | Death) -> OutOfMemory | None:
+    """Return why a failure means out of memory; None if it does not.
 
     Args:
-        return_code: As subprocess gives it: negative for a signal.
-        log: What the process wrote.
-        kills_before: `host_kills()` at its start.
-        kills_after: `host_kills()` now.
+        failure: An exception, with its causes, or the end of a process.
     """
-    if return_code == -signal.SIGKILL and kills_before is not None and kills_after is not None:
-        if kills_after > kills_before:
-            return Evidence(rule=f"the host's out-of-memory killer (oom_kill {kills_before} -> {kills_after})")
-        return None
-    last = "\n".join([line for line in log.splitlines() if line.strip()][-_LAST_LINES:])
-    for name, pattern in _MESSAGES.items():
-        if re.search(pattern, last):
-            return Evidence(rule=f"{name}, in the log of the process that died")
-    return None
+    return _of_death(failure) if isinstance(failure, Death) else _of_exception(failure)
 
 
 def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
@@ -106,38 +90,69 @@ def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
     return int(match[1]) if match else None
 
 
+def _of_exception(exception: BaseException) -> OutOfMemory | None:
+    for link in _chain(exception):
+        if (rule := _rule(link)) is not None:
+            text = str(link)
+            return OutOfMemory(
+                rule=rule,
+                requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}", text),
+                free_bytes=_amount(rf"of which {_SIZE} is free", text),
+                allocated_bytes=_amount(rf"{_SIZE} is allocated by PyTorch", text),
+                tokens_requested=getattr(link, "tokens_requested", None),
+                tokens_granted=getattr(link, "tokens_granted", None),
+            )
+    return None
+
+
+def _of_death(death: Death) -> OutOfMemory | None:
+    before, after = death.kills_before, death.kills_after
+    if death.return_code == -signal.SIGKILL and before is not None and after is not None:
+        if after > before:
+            return OutOfMemory(rule=f"the host's out-of-memory killer (oom_kill {before} -> {after})")
+        return None
+    # Only the last lines count: a shortage that was handled earlier did not end the process.
+    last = "\n".join([line for line in death.log.splitlines() if line.strip()][-_LAST_LINES:])
+    for name, pattern in _MESSAGES.items():
+        if re.search(pattern, last):
+            return OutOfMemory(rule=f"{name}, in the log of the process that died")
+    return None
+
+
 def _rule(exception: BaseException) -> str | None:
+    if isinstance(exception, DeviceMapSpillError):
+        return "the layers do not fit on the devices"
+    if isinstance(exception, WorkspaceError):
+        return "the workspace does not hold the longest sequence"
     if isinstance(exception, RuntimeError):
-        return _rule_of_text(exception)
+        return _rule_of_runtime_error(exception)
     if isinstance(exception, MemoryError):
         return "Python's allocator on the host"
     if isinstance(exception, OSError) and exception.errno == errno.ENOMEM:
         return "the host's kernel (ENOMEM)"
-    return None  # a text about memory in a ValueError is no shortage of it
+    return None  # Other exceptions may have a text about memory, such as a ValueError on a prompt.
 
 
-def _rule_of_text(exception: RuntimeError) -> str | None:
-    """Return the rule of a RuntimeError, which is what torch raises for everything."""
+def _rule_of_runtime_error(error: RuntimeError) -> str | None:
+    """Return the rule that matches a RuntimeError, the class that torch raises for most failures."""
     from accelerate.utils.memory import should_reduce_batch_size
 
-    text = str(exception)
-    rules = (
-        (isinstance(exception, DeviceMapSpillError), "the layers do not fit on the devices"),
-        (isinstance(exception, WorkspaceError), "the workspace does not hold the longest sequence"),
-        (type(exception).__name__ == "OutOfMemoryError", "torch's allocator"),
-        *((re.search(pattern, text), name) for name, pattern in _MESSAGES.items()),
-        ("CUBLAS_STATUS_NOT_INITIALIZED" in text and _is_full(), "cuBLAS could not start on a full device"),
-        # accelerate looks for its texts in the first argument, which need not be one.
-        (
-            isinstance(exception.args[0] if exception.args else None, str) and should_reduce_batch_size(exception),
-            "accelerate's should_reduce_batch_size",
-        ),
-    )
-    return next((rule for holds, rule in rules if holds), None)
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        return "torch's allocator"
+    for name, pattern in _MESSAGES.items():
+        if re.search(pattern, text):
+            return name
+    # cuBLAS has the same message for a broken driver.
+    if "CUBLAS_STATUS_NOT_INITIALIZED" in text and _is_a_device_full():
+        return "cuBLAS could not start on a full device"
+    # accelerate searches the first argument for its texts, and fails if it is no string.
+    if error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):
+        return "accelerate's should_reduce_batch_size"
+    return None
 
 
-def _is_full() -> bool:
-    """Return whether a device of this process has no room for cuBLAS, whose handle and workspace take tens of MiB."""
+def _is_a_device_full() -> bool:
     import torch
 
     devices = range(torch.cuda.device_count())
@@ -150,14 +165,11 @@ def _chain(exception: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        # What was raised while an out-of-memory was handled is a failure of its own, unless it is of torch's kind.
+        # An error of another class, raised while out of memory was handled, is a failure of its own.
         handled = link.__context__ if isinstance(link, RuntimeError) and not link.__suppress_context__ else None
         link = link.__cause__ or handled
 
 
 def _amount(pattern: str, text: str) -> int | None:
     match = re.search(pattern, text)
-    if match is None:
-        return None
-    number, unit = (group for group in match.groups() if group is not None)
-    return round(float(number) * _BYTES[unit])
+    return round(float(match[1]) * _BYTES[match[2]]) if match else None

@@ -1,4 +1,4 @@
-"""What a launcher gives: ranks, each an executor of one worker."""
+"""The contract of a launcher: it starts ranks, and each of them runs commands in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["BatchListener", "FinishedBatch", "Launcher", "Rank", "RankFailedErro
 
 
 class FinishedBatch(NamedTuple):
-    """What a rank tells of a batch as soon as it is done."""
+    """One batch, sent by a rank as soon as the batch is finished."""
 
     latency_s: float
     sequences: int
     tokens: int
     padded_tokens: int
     planned: int
-    """Batches of the whole case; 0 for one of the warm-up."""
+    """The case has this many batches; 0 marks a batch of the warm-up."""
 
 
 BatchListener = Callable[[int, FinishedBatch], None]
-"""Called with the rank for each finished batch, from any thread."""
+"""Called with the number of the rank and each finished batch, from any thread."""
 
 
 class RankFailedError(Exception):
-    """A rank could not do what was asked of it; it carries plain records, never the rank's own exception."""
+    """A command failed on a rank; the error holds plain records, never the exception of the rank."""
 
     def __init__(self, outcome: Outcome, failure: Failure, use: Sequence[DeviceUse] = ()) -> None:
         super().__init__(failure.message)
@@ -44,34 +44,34 @@ class Rank(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         ...
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run `fn(state, *args)` on the rank, after what was submitted before.
+        """Run `fn(state, *args)` on the rank, after all commands that were submitted before.
 
-        `fn` is imported there by its name; arguments and the answer are pickled. The future raises RankFailedError.
+        The rank imports `fn` by its name; arguments and result are pickled. The future raises RankFailedError.
         """
         ...
 
     def stacks(self) -> str:
-        """Return where the process is stuck, as the end of its log shows it."""
+        """Return the stack of each thread of the process, as the end of its log shows them."""
         ...
 
     def close(self) -> None:
-        """End the process and wait for it; it has let go of its devices when this returns."""
+        """End the process and wait for it; its devices are free when this returns."""
         ...
 
     def kill(self) -> None:
-        """End the process at once, whatever it waits for, and wait for it."""
+        """End the process at once, in whatever state it is, and wait for it."""
         ...
 
 
 class Launcher(Protocol):
-    """A way to start processes."""
+    """One way to start processes."""
 
     name: str
 
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
-        """Start one rank per environment; each holds what is added to or changed in the caller's own."""
+        """Start one rank per environment: the variables of this process, with these added or replaced."""
         ...

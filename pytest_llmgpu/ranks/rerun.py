@@ -1,15 +1,15 @@
-"""Which case of a report is to be run by hand, where its strategy, dataset and model are here, and how it goes.
+"""Run one case of a report again: `python -m pytest_llmgpu.ranks REPORT CASE_ID`.
 
-What cannot be run, or is not what was measured, ends the process with one line.
+A case that cannot be run, or whose files differ from those that were measured, ends the process with one line.
 """
 
 from __future__ import annotations
 
-import gzip
+import argparse
 import math
 import os
 import sys
-import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -20,57 +20,81 @@ from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks import hellaswag
 from pytest_llmgpu.inference.tasks.hellaswag import Dataset
+from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.strategies.protocol import Strategy
 
-__all__ = ["Ordered", "Teller", "find"]
+__all__ = ["BatchPrinter", "Rerun", "find", "main"]
+
+_DESCRIPTION = """\
+Run one case of a report again, for example under a debugger. Batches are printed on stderr, the result as JSON on
+stdout. Start a case of several processes with torchrun --nproc-per-node=N -m pytest_llmgpu.ranks; the first process
+prints. A report keeps the name of your own strategy, and the last component of a dataset or model path outside the
+rootdir: give their places with --strategy, --dataset and --model.
+"""
 
 
-class Ordered(msgspec.Struct, frozen=True, kw_only=True):
-    """A case with all that a rank needs to run it."""
+class Rerun(msgspec.Struct, frozen=True, kw_only=True):
+    """A case of a report with everything that a rank needs to run it."""
 
     case: Case
-    """Run as it was: where `auto` has chosen how, it is asked for."""
+    """The case runs as in the report: where `auto` chose eager or CUDA graphs, the choice is fixed."""
     source: ModelSource
+    """The files of the model."""
     dataset: Dataset
+    """The dataset of the case."""
     strategy: str
-    """Where the case's strategy is: `module:attribute`."""
+    """The place of the strategy as `module:attribute`."""
 
 
-class Teller:
-    """Tells people of each batch as soon as it is done, in a line; the last line is of all of them."""
+class BatchPrinter:
+    """Prints one line per finished batch, and a last line with the total time."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._latencies_s: list[float] = []
 
     def __call__(self, batch: FinishedBatch) -> None:
-        """Write the line of a batch, which may be one of the warm-up."""
-        which = "warm-up"
+        """Print the line of a batch or of a batch of the warm-up."""
+        name = "warm-up"
         if batch.planned:
             self._latencies_s.append(batch.latency_s)
-            which = f"batch {len(self._latencies_s):,} of {batch.planned:,}"
-        padding = f", {batch.padded_tokens - batch.tokens:,} of padding" if batch.padded_tokens > batch.tokens else ""
-        size = f"{_counted(batch.sequences, 'sequence')}, {_counted(batch.tokens, 'token')}{padding}"
-        print(f"{which}: {1000 * batch.latency_s:,.1f} ms, {size}", file=self._stream)
+            name = f"batch {len(self._latencies_s):,} of {batch.planned:,}"
+        padding = batch.padded_tokens - batch.tokens
+        size = f"{plural(batch.sequences, 'sequence')}, {plural(batch.tokens, 'token')}"
+        size += f", {padding:,} of padding" if padding else ""
+        print(f"{name}: {1000 * batch.latency_s:,.1f} ms, {size}", file=self._stream)
         if batch.planned and len(self._latencies_s) == batch.planned:
-            total_s = math.fsum(self._latencies_s)
-            print(f"{_counted(batch.planned, 'batch')} in {total_s:,.3f} s", file=self._stream)
+            print(f"{plural(batch.planned, 'batch')} in {math.fsum(self._latencies_s):,.3f} s", file=self._stream)
 
 
-class _Row(msgspec.Struct):
-    """What of a report's row says what was measured."""
-
-    id: str
-    case: Case
-    outcome: str
-
-
-class _Rows(msgspec.Struct):
-    """What of a report is needed to measure one of its cases again."""
-
-    cases: list[_Row]
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command: this process is one rank of the case."""
+    parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.ranks", description=_DESCRIPTION)
+    parser.add_argument("report", help="the report that has the case")
+    parser.add_argument("case_id", help="the id of the case, such as mp-bs8")
+    parser.add_argument("--strategy", metavar="MODULE:ATTRIBUTE", help="the place of a strategy that is not built in")
+    parser.add_argument("--dataset", metavar="PATH", help="the dataset file (default: the path in the report)")
+    parser.add_argument("--model", metavar="DIR", help="the model directory (default: the path in the report)")
+    arguments = parser.parse_args(argv)
+    rerun = find(
+        arguments.report,
+        arguments.case_id,
+        strategy=arguments.strategy,
+        dataset=arguments.dataset,
+        model=arguments.model,
+    )
+    is_first = os.environ.get("RANK", "0") == "0"
+    state = RankState(on_batch=BatchPrinter(sys.stderr) if is_first else lambda _: None)
+    worker.load(state, rerun.case, rerun.source, rerun.strategy)
+    worker.give(state, rerun.dataset.sha256, rerun.dataset.items)
+    reply = worker.score(state, rerun.dataset.sha256, rerun.case.batch_size)
+    if is_first:
+        print(msgspec.json.encode(reply).decode())
 
 
 def find(
@@ -80,94 +104,93 @@ def find(
     strategy: str | None = None,
     dataset: str | None = None,
     model: str | None = None,
-) -> Ordered:
-    """Return a case of a report with what it needs.
+) -> Rerun:
+    """Return a case of a report with everything that it needs.
 
     Args:
         report_path: The report, compressed or not.
-        case_id: Id of the case in it.
-        strategy: Where the case's strategy is (`module:attribute`), None for a built-in one.
-        dataset: Where the case's dataset is, None for the name the report has, looked for from the working directory.
-        model: The same of the directory of its model.
+        case_id: The id of a case of the report.
+        strategy: The place of the strategy (`module:attribute`); None for a built-in strategy.
+        dataset: The path of the dataset; None for the one in the report, relative to the working directory.
+        model: The directory of the model; None for the one in the report, relative to the working directory.
 
     Raises:
-        SystemExit: There is no such case; its strategy, model or dataset is not to be had, or not the one that was
-            measured; or the processes and GPUs that are here are not those it needs.
+        SystemExit: The report has no such case; the strategy, model or dataset is missing or differs from the measured
+            one; or the case needs another number of processes or more GPUs.
     """
-    case = _case_of(report_path, case_id)
-    here = Path.cwd()
-    place, found = _strategy_of(case, case_id, strategy)
-    _check_ranks(found.ranks(case.devices), report_path, case_id)
+    case = _read_case(report_path, case_id)
+    place, built = _find_strategy(case, case_id, strategy)
+    _check_process_count(built.ranks(case.devices), report_path, case_id)
     try:
-        scored = hellaswag.load(dataset or case.dataset, rootdir=here, limit=case.limit)
+        items = hellaswag.load(dataset or case.dataset, rootdir=Path.cwd(), limit=case.limit)
     except ValueError as error:
-        sys.exit(f"{error} (--dataset PATH says where it is)")
+        sys.exit(f"{error} (--dataset PATH gives its place)")
     name = model or case.model
-    # The revision of a directory is its fingerprint, which is compared below; only the hub can be asked for one.
+    # The revision of a directory is its fingerprint, which is compared below. Only the hub accepts a revision.
     revision = None if model or name == "bundled" or Path(name).is_dir() else case.revision
     try:
         source = models.resolve(
-            name, revision=revision, load_format=case.load_format, texts=scored.texts(), rootdir=here
+            name, revision=revision, load_format=case.load_format, texts=items.texts(), rootdir=Path.cwd()
         )
     except ValueError as error:
-        sys.exit(f"{error} (--model DIR says where it is)")
-    for what, seen, measured in (
-        ("dataset", scored.sha256, case.dataset_sha256),
+        sys.exit(f"{error} (--model DIR gives its place)")
+    for what, found, measured in (
+        ("dataset", items.sha256, case.dataset_sha256),
         ("tokenizer", source.tokenizer_sha256, case.tokenizer_sha256),
         ("model", source.revision, case.revision),
     ):
-        if seen != measured:
-            sys.exit(f"{case_id}: the {what} is not the one of {report_path}: {seen} instead of {measured}")
+        if found != measured:
+            sys.exit(
+                f"{case_id}: the {what} is not the one of {report_path}: {found} instead of {measured}: "
+                "use the files that were measured"
+            )
     try:
-        found.check(case, source)
+        built.check(case, source)
     except ValueError as error:
         sys.exit(f"{case_id}: {error}")
     _check_gpus(case, case_id)
-    return Ordered(case=case, source=source, dataset=scored, strategy=place)
+    return Rerun(case=case, source=source, dataset=items, strategy=place)
 
 
-def _case_of(report_path: str, case_id: str) -> Case:
+def _read_case(report_path: str, case_id: str) -> Case:
     try:
-        data = Path(report_path).read_bytes()
-        if data.startswith(b"\x1f\x8b"):
-            data = gzip.decompress(data)
-        rows = msgspec.json.decode(data, type=_Rows).cases
-    except OSError as error:
-        sys.exit(f"report {report_path} cannot be read: {error.strerror or error}")
-    except (EOFError, zlib.error, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
-        sys.exit(f"report {report_path} is broken: {error}")
-    by_id = {row.id: row for row in rows}
-    if case_id not in by_id:
-        sys.exit(f"{case_id!r} is no case of {report_path}: it has {', '.join(by_id)}")
-    row = by_id[case_id]
-    if row.outcome != "completed" or row.case.cuda_graphs != "auto":
-        return row.case
-    # Another trial could come out otherwise, and its figures would not be this case's.
-    return msgspec.structs.replace(row.case, cuda_graphs="on" if row.case.execution == "cuda_graphs" else "off")
-
-
-def _strategy_of(case: Case, case_id: str, written: str | None) -> tuple[str, Strategy]:
-    """Return the place and the object of a case's strategy: a report has its name alone."""
-    try:
-        place = strategies.find(written or case.strategy)
-        found = strategies.make(place)
+        results = {result.id: result for result in file.load(Path(report_path)).cases}
     except ValueError as error:
-        sys.exit(f"{case_id}: {error} (--strategy MODULE:ATTRIBUTE says where it is)")
-    if found.name != case.strategy:
-        sys.exit(f"{case_id}: --strategy={written} is strategy {found.name!r}, and {case.strategy!r} was measured")
-    return place, found
+        sys.exit(str(error))
+    if case_id not in results:
+        sys.exit(f"{case_id!r} is no case of {report_path}: it has {listed(results)}")
+    result = results[case_id]
+    if result.outcome != "completed" or result.case.cuda_graphs != "auto":
+        return result.case
+    # A second trial could choose the other execution, and its figures would not be those of this case.
+    return msgspec.structs.replace(result.case, cuda_graphs="on" if result.case.execution == "cuda_graphs" else "off")
 
 
-def _check_ranks(needed: int, report_path: str, case_id: str) -> None:
+def _find_strategy(case: Case, case_id: str, requested: str | None) -> tuple[str, Strategy]:
+    """Return the place and the object of a case's strategy; the report has its name only."""
+    try:
+        place = strategies.find(requested or case.strategy)
+        strategy = strategies.make(place)
+    except ValueError as error:
+        sys.exit(f"{case_id}: {error} (--strategy MODULE:ATTRIBUTE gives its place)")
+    if strategy.name != case.strategy:
+        sys.exit(
+            f"{case_id}: --strategy={requested} is strategy {strategy.name!r}, but {case.strategy!r} was measured: "
+            f"give the place of {case.strategy!r}"
+        )
+    return place, strategy
+
+
+def _check_process_count(needed: int, report_path: str, case_id: str) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == needed:
         return
     start = "python" if needed == 1 else f"torchrun --nproc-per-node={needed}"
     message = (
-        f"{case_id} needs {_counted(needed, 'process')}, and {started} {'was' if started == 1 else 'were'} started: "
+        f"{case_id} needs {plural(needed, 'process')}, but {started} {'was' if started == 1 else 'were'} started: run "
         f"{start} -m pytest_llmgpu.ranks {report_path} {case_id}"
     )
-    # All of them see it, and one says so. The others do not fail, or torchrun might end that one before it has.
+    # Every process finds this, and the first one prints it. The others succeed: torchrun ends all after a failure.
     sys.exit(message if os.environ.get("RANK", "0") == "0" else 0)
 
 
@@ -176,10 +199,8 @@ def _check_gpus(case: Case, case_id: str) -> None:
         return
     import torch
 
-    if (there := torch.cuda.device_count()) < case.devices:
-        sys.exit(f"{case_id} needs {_counted(case.devices, 'GPU')}, and torch can use {there} here")
-
-
-def _counted(number: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith(("s", "ch")) else f"{what}s"
-    return f"{number:,} {what if number == 1 else plural}"
+    if (usable := torch.cuda.device_count()) < case.devices:
+        sys.exit(
+            f"{case_id} needs {plural(case.devices, 'GPU')}, but torch can use {usable} here: run it on a machine with "
+            "as many GPUs"
+        )

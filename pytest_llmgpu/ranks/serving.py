@@ -1,72 +1,63 @@
-"""A rank's door: commands come in by one pipe, answers and finished batches go out by two others, as plain records."""
+"""The command loop of a rank: commands arrive on one pipe; answers and finished batches leave on two others."""
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
+import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Protocol
 
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import oom
-from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 
-__all__ = ["State", "failure_of", "serve"]
+__all__ = ["FLAG", "failure_of", "main", "serve"]
+
+FLAG = "--serve"
+"""`python -m pytest_llmgpu.ranks` starts a rank if this is its first argument."""
 
 
-class State(Protocol):
-    """What commands work on."""
-
-    phase: Phase
-
-    def use(self) -> Sequence[DeviceUse]:
-        """Return what the devices held at most."""
-        ...
-
-
-def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
-    """Return an exception as plain records: a pickled exception may not unpickle, and needs its library to."""
-    evidence = oom.evidence_of(error)
-    lines = str(error).strip().splitlines() or [""]
-    failure = Failure(
-        phase=phase,
-        message=f"{type(error).__name__}: {lines[0]}".rstrip(": "),
-        evidence=evidence.rule if evidence else f"{type(error).__name__} was raised",
-        requested_bytes=evidence.requested_bytes if evidence else None,
-        free_bytes=evidence.free_bytes if evidence else None,
-        allocated_bytes=evidence.allocated_bytes if evidence else None,
-        tokens_requested=evidence.tokens_requested if evidence else None,
-        tokens_granted=evidence.tokens_granted if evidence else None,
-    )
-    return ("oom" if evidence else "error"), failure
-
-
-def serve(
-    make: Callable[[Callable[[FinishedBatch], None]], State],
-    commands: Connection,
-    answers: Connection,
-    batches: Connection,
-) -> None:
-    """Answer commands in turn until the parent closes its end.
-
-    An answer says how many batches were streamed before it, so that the parent can hear them out first.
+def main(arguments: Sequence[str]) -> None:
+    """Serve the process that started this one.
 
     Args:
-        make: Returns what commands work on; it is given what streams a finished batch.
-        commands: Pickled functions with their arguments.
-        answers: Pickled answers and failures.
-        batches: Pickled batches.
+        arguments: The parent's process id, then the file descriptors of the pipes for commands, answers and batches.
     """
-    streamed = 0
+    parent, commands, answers, batches = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    serve(
+        Connection(commands, writable=False),
+        Connection(answers, readable=False),
+        Connection(batches, readable=False),
+    )
 
-    def stream(batch: FinishedBatch) -> None:
-        nonlocal streamed
+
+def serve(commands: Connection, answers: Connection, batches: Connection) -> None:
+    """Run commands in turn until the parent closes its end of the pipe.
+
+    An answer holds the number of batches that were sent before it: the two pipes keep no common order, and the parent
+    waits for these batches first.
+
+    Args:
+        commands: Delivers pickled functions with their arguments.
+        answers: Receives pickled results and failures.
+        batches: Receives pickled batches.
+    """
+    sent = 0
+
+    def send_batch(batch: FinishedBatch) -> None:
+        nonlocal sent
         batches.send_bytes(pickle.dumps(tuple(batch)))
-        streamed += 1
+        sent += 1
 
-    state = make(stream)
+    state = RankState(send_batch)
     while True:
         try:
             command = commands.recv_bytes()
@@ -75,11 +66,30 @@ def serve(
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
             answer = fn(state, *args)
-            payload = pickle.dumps((streamed, True, answer))
-        except BaseException as error:  # noqa: BLE001 - the rank's door: everything becomes a plain record
+            payload = pickle.dumps((sent, True, answer))
+        except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
             traceback.print_exc()
-            payload = pickle.dumps((streamed, False, (*failure_of(error, state.phase), state.use())))
+            payload = pickle.dumps((sent, False, (*failure_of(error, state.phase), state.use())))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
             del error
         answers.send_bytes(payload)
+
+
+def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
+    """Return an exception as plain records; a pickled exception needs its library, and some do not unpickle."""
+    shortage = oom.decide_out_of_memory(error)
+    name, first_line = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
+    message = f"{name}: {first_line}".rstrip(": ")
+    if shortage is None:
+        return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
+    return "oom", Failure(
+        phase=phase,
+        message=message,
+        evidence=shortage.rule,
+        requested_bytes=shortage.requested_bytes,
+        free_bytes=shortage.free_bytes,
+        allocated_bytes=shortage.allocated_bytes,
+        tokens_requested=shortage.tokens_requested,
+        tokens_granted=shortage.tokens_granted,
+    )

@@ -1,22 +1,11 @@
-"""What one rank does: load a model through its strategy, then score case after case until it is told to stop.
-
-`python -m pytest_llmgpu.ranks REPORT CASE_ID` runs one case of a report by hand, under a debugger if need be; a
-case of several processes is started with `torchrun --nproc-per-node=N -m pytest_llmgpu.ranks`, and the first of
-them prints. A
-report names a strategy of your own by its name, a dataset or model outside the rootdir by its last component only: say
-where they are with `--strategy`, `--dataset` and `--model`.
-"""
+"""The commands of one rank: load a model through its strategy, then score case after case."""
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
+import contextlib
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,9 +15,9 @@ from pytest_llmgpu.inference import models, scoring
 from pytest_llmgpu.inference.batching import Plan
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.hellaswag import Item
-from pytest_llmgpu.processes import die_with_parent
-from pytest_llmgpu.ranks import device_memory, graph_trial, rerun, serving, traffic
+from pytest_llmgpu.ranks import device_memory, graph_trial, traffic
 from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.graph_trial import Choice
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Phase
@@ -47,7 +36,6 @@ __all__ = [
     "call",
     "give",
     "load",
-    "main",
     "measure",
     "reset",
     "score",
@@ -56,34 +44,49 @@ __all__ = [
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured of one case."""
+    """The measurement of one case by one rank."""
 
     started_s: float
-    """CLOCK_MONOTONIC when the first batch began."""
+    """The first batch began at this time of CLOCK_MONOTONIC."""
     ended_s: float
-    """CLOCK_MONOTONIC when the last batch was done."""
+    """The last batch ended at this time of CLOCK_MONOTONIC."""
     warmup_s: float
+    """The preparation of the case and its warm-up took this many seconds."""
     plan_sha256: str
+    """This hash identifies the batches and their order."""
     execution: str
-    """`eager` or `cuda_graphs`."""
+    """The forwards ran as `eager` or as `cuda_graphs`."""
     execution_choice: str
-    """Why, in a sentence."""
+    """This sentence gives the reason for `execution`."""
     batches: Batches
+    """These are the measured batches."""
     accuracy: Accuracy
+    """These are the answers of the model."""
     memory: list[DeviceUse]
+    """Each device of the rank has one entry."""
     workspace: Workspace | None
+    """The strategy reserved this workspace; None if it needs none."""
 
 
 class TrafficReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sends when a case is scored once."""
+    """The traffic that one rank sends when a case is scored once."""
 
     collectives: list[Collective] | None
-    """None where it could not be counted."""
+    """The list has one entry per kind of communication; None if the traffic could not be counted."""
     why: str | None = None
+    """If the traffic could not be counted, this is the reason."""
+
+
+class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A case between its warm-up and its measurement."""
+
+    choice: Choice
+    items: Sequence[Item]
+    warmup_s: float
 
 
 class RankState:
-    """What a rank keeps between commands."""
+    """The data that a rank keeps between commands."""
 
     def __init__(self, on_batch: Callable[[FinishedBatch], None]) -> None:
         self.on_batch = on_batch
@@ -97,28 +100,47 @@ class RankState:
         self.loading_peak_bytes: Sequence[int | None] = ()
         self.held_bytes: Sequence[int] = ()
         self.items: dict[str, Sequence[Item]] = {}
+        """SHA-256 of a dataset to its items."""
         self.requests: dict[str, scoring.Requests] = {}
-        self.steps: Generator[None, None, ScoreReply] | None = None
-        """The case that is warmed up and not measured yet."""
+        """SHA-256 of a dataset to its tokenised items."""
         self.plan: Plan | None = None
-        """What the latest case scored."""
+        """The batches of the latest case."""
+        self.warmed_up: _WarmedUp | None = None
+        """The case that is warmed up and not measured yet."""
+        self.execution = contextlib.ExitStack()
+        """While a case is warmed up, this holds its CUDA graphs."""
 
     def use(self) -> list[DeviceUse]:
-        """Return what the devices held at most since the case began; nothing before they are known."""
+        """Return the largest memory use of each device since the case began; empty before the devices are known."""
         if not self.devices:
             return []
-        return device_memory.usage(self.devices, self.weights_bytes, self.loading_peak_bytes, self.held_bytes)
+        return device_memory.usage(
+            self.devices,
+            weights_bytes=self.weights_bytes,
+            loading_peak_bytes=self.loading_peak_bytes,
+            held_bytes=self.held_bytes,
+        )
 
 
 def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceUse]:
-    """Enforce the cap, load the model of a case by the strategy at `place`, and return what the devices hold then."""
+    """Apply the memory cap, load the model of a case, and return the memory use of the devices.
+
+    Args:
+        state: The state of the rank.
+        case: The case, which names the model, the device and the memory cap.
+        source: Where the model's files are.
+        place: The strategy as `module:attribute`.
+
+    Raises:
+        ValueError: The strategy loaded for another number of ranks than were started.
+    """
     import torch
 
     state.phase, state.case, state.source = "load", case, source
     state.strategy = strategy = strategies.make(place)
     if case.device == "cuda":
-        here = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
-        devices = [torch.device("cuda", index) for index in here]
+        indices = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
+        devices = [torch.device("cuda", index) for index in indices]
     else:
         devices = [torch.device("cpu")]
     state.held_bytes = device_memory.hold(devices, case.gpu_memory_bytes)
@@ -127,51 +149,106 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.loaded.world_size != started:
         raise ValueError(
-            f"strategy {case.strategy} loaded for {state.loaded.world_size} ranks (Loaded.world_size), {started} run"
+            f"strategy {case.strategy}: Loaded.world_size is {state.loaded.world_size}, but the number of ranks is "
+            f"{started}: return the number of ranks as Loaded.world_size"
         )
     state.weights_bytes, state.loading_peak_bytes = device_memory.allocated(devices), device_memory.peaks(devices)
     return state.use()
 
 
 def reset(state: RankState) -> None:
-    """Empty caches and forget peaks: what is seen of the devices from now on is the next case's."""
+    """Empty caches and reset peaks, so that memory is counted for the next case only."""
     device_memory.reset(state.devices)
 
 
 def give(state: RankState, sha256: str, items: Sequence[Item]) -> None:
-    """Hand over a dataset, once; later cases name it by its hash."""
+    """Keep a dataset; later commands refer to it by its hash."""
     state.items[sha256] = items
 
 
 def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
-    """Score a dataset at one batch size."""
+    """Score a dataset at one batch size: `warm_up`, then `measure`."""
     warm_up(state, sha256, batch_size)
     return measure(state)
 
 
 def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
-    """Get everything ready for `measure`; the devices are idle when this returns, so that counters can be read."""
-    if state.steps is not None:
-        state.steps.close()
-    state.phase = "forward"
-    state.steps = _steps(state, sha256, batch_size)
-    next(state.steps)
+    """Prepare `measure`: choose the execution, reserve the workspace, run a batch of every shape.
+
+    The devices are idle when this returns, so that the launcher can read their counters.
+    """
+    assert state.case is not None
+    assert state.source is not None
+    assert state.strategy is not None
+    assert state.loaded is not None
+    case, strategy, loaded = state.case, state.strategy, state.loaded
+    state.phase, state.warmed_up = "forward", None
+    state.execution.close()  # The case before this one may have been warmed up and never measured.
+    if sha256 not in state.requests:
+        tokenizer, max_length = models.load_tokenizer(state.source), models.max_length(loaded.config)
+        state.requests[sha256] = scoring.encode(state.items[sha256], tokenizer, max_length)
+    reset(state)
+    began_s = time.monotonic()
+    with contextlib.ExitStack() as execution:
+        choice = execution.enter_context(
+            graph_trial.chosen(
+                loaded,
+                state.requests[sha256],
+                batch_size,
+                requested=case.cuda_graphs,
+                dtype=case.dtype,
+                prepare=lambda plan: strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens),
+                workload=case.workload,
+            )
+        )
+        state.plan = choice.plan
+        scoring.warm_up(
+            loaded.model,
+            choice.plan,
+            on_batch=_report_to(state, planned=0),
+            input_device=loaded.input_device,
+            devices=loaded.devices,
+            workload=case.workload,
+        )
+        state.execution = execution.pop_all()
+    warmup_s = time.monotonic() - began_s
+    state.warmed_up = _WarmedUp(choice=choice, items=state.items[sha256], warmup_s=warmup_s)
 
 
 def measure(state: RankState) -> ScoreReply:
-    """Score what was warmed up."""
-    assert state.steps is not None
-    steps, state.steps = state.steps, None
-    try:
-        next(steps)
-    except StopIteration as stop:
-        reply: ScoreReply = stop.value
-        return reply
-    raise AssertionError("a case has one measured step")
+    """Score the case that was warmed up."""
+    assert state.case is not None
+    assert state.loaded is not None
+    assert state.warmed_up is not None
+    loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
+    choice = warmed_up.choice
+    with state.execution:
+        started_s = time.monotonic()
+        scores = scoring.score(
+            loaded.model,
+            choice.plan,
+            on_batch=_report_to(state, planned=len(choice.plan.batches)),
+            input_device=loaded.input_device,
+            devices=loaded.devices,
+            workload=state.case.workload,
+        )
+        ended_s = time.monotonic()
+    return ScoreReply(
+        started_s=started_s,
+        ended_s=ended_s,
+        warmup_s=warmed_up.warmup_s,
+        plan_sha256=choice.plan.sha256,
+        execution=choice.execution,
+        execution_choice=choice.why,
+        batches=scores.batches,
+        accuracy=scoring.accuracy(warmed_up.items, scores.loglikelihoods),
+        memory=state.use(),
+        workspace=choice.workspace,
+    )
 
 
 def account(state: RankState) -> TrafficReply:
-    """Count what the case that was measured last sends, in forwards of their own."""
+    """Count the traffic of the latest case, in forwards that are not measured."""
     assert state.case is not None
     assert state.strategy is not None
     assert state.loaded is not None
@@ -179,9 +256,8 @@ def account(state: RankState) -> TrafficReply:
     loaded, plan = state.loaded, state.plan
     if loaded.world_size == 1 and len(loaded.devices) == 1:
         return TrafficReply(collectives=[])
-    rows = max(batch.rows for batch in plan.batches)
-    if rows < traffic.MOST_ROWS:
-        # The forwards that count have more rows than a workspace for this case has room for.
+    if max(batch.rows for batch in plan.batches) < traffic.MOST_ROWS:
+        # The counted forwards have more rows than the workspace of this case has room for.
         state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
     try:
         return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
@@ -189,111 +265,17 @@ def account(state: RankState) -> TrafficReply:
         return TrafficReply(collectives=None, why=str(error))
 
 
-def _steps(state: RankState, sha256: str, batch_size: int) -> Generator[None, None, ScoreReply]:
-    """Warm up, stop, and score when told to go on."""
-    assert state.case is not None
-    assert state.source is not None
-    assert state.strategy is not None
-    assert state.loaded is not None
-    loaded, items = state.loaded, state.items[sha256]
-    if sha256 not in state.requests:
-        longest = models.max_length(loaded.config)
-        state.requests[sha256] = scoring.encode(items, models.load_tokenizer(state.source), longest)
-    requests, case = state.requests[sha256], state.case
-    strategy = state.strategy
-    reset(state)
-    began = time.monotonic()
-
-    def prepare(plan: Plan) -> Workspace | None:
-        return strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
-
-    def alive(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
-        state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=0))
-
-    def finished(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
-        state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned=len(plan.batches)))
-
-    model, home, devices = loaded.model, loaded.input_device, loaded.devices
-    with graph_trial.chosen(
-        loaded,
-        requests,
-        batch_size,
-        asked=case.cuda_graphs,
-        dtype=case.dtype,
-        prepare=prepare,
-        workload=case.workload,
-    ) as choice:
-        state.plan = plan = choice.plan
-        scoring.warm_up(model, plan, on_batch=alive, input_device=home, devices=devices, workload=case.workload)
-        warmup_s = time.monotonic() - began
-        yield
-        started = time.monotonic()
-        scores = scoring.score(
-            model, plan, on_batch=finished, input_device=home, devices=devices, workload=case.workload
-        )
-        ended = time.monotonic()
-    return ScoreReply(
-        started_s=started,
-        ended_s=ended,
-        warmup_s=warmup_s,
-        plan_sha256=plan.sha256,
-        execution=choice.execution,
-        execution_choice=choice.why,
-        batches=scores.batches,
-        accuracy=scoring.accuracy(items, scores.loglikelihoods),
-        memory=state.use(),
-        workspace=choice.workspace,
-    )
-
-
 def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a user's function on the loaded model: `fn(loaded, *args)`."""
+    """Run a function of the user on the loaded model: `fn(loaded, *args)`."""
     assert state.loaded is not None
     state.phase = "forward"
     return fn(state.loaded, *args)
 
 
-def run_by_hand(ordered: rerun.Ordered) -> ScoreReply:
-    """Measure one case of a report in this process, which is one rank of it."""
-    first = os.environ.get("RANK", "0") == "0"
-    state = RankState(on_batch=rerun.Teller(sys.stderr) if first else lambda _: None)
-    load(state, ordered.case, ordered.source, ordered.strategy)
-    give(state, ordered.dataset.sha256, ordered.dataset.items)
-    return score(state, ordered.dataset.sha256, ordered.case.batch_size)
+def _report_to(state: RankState, *, planned: int) -> Callable[[float, int, int, int], None]:
+    """Return a listener of `scoring` that passes each batch to the launcher; `planned` is 0 in the warm-up."""
 
+    def on_batch(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
+        state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned))
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serve a launcher, or run one case of a report by hand."""
-    parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.ranks", description=__doc__)
-    parser.add_argument("--serve", nargs=4, type=int, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("report", nargs="?", help="report that holds the case")
-    parser.add_argument("case_id", nargs="?", help="id of the case, such as mp-bs8")
-    parser.add_argument("--strategy", metavar="MODULE:ATTRIBUTE", help="where the case's strategy is, if not built in")
-    parser.add_argument("--dataset", metavar="PATH", help="where the case's dataset is, if not where the report says")
-    parser.add_argument("--model", metavar="DIR", help="where the case's model is, if not where the report says")
-    arguments = parser.parse_args(argv)
-    if arguments.serve:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        parent, commands, answers, batches = arguments.serve
-        die_with_parent(parent)
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1)
-        serving.serve(
-            RankState,
-            Connection(commands, writable=False),
-            Connection(answers, readable=False),
-            Connection(batches, readable=False),
-        )
-        return
-    if arguments.case_id is None:
-        parser.error("a report and the id of one of its cases are needed")
-    ordered = rerun.find(
-        arguments.report,
-        arguments.case_id,
-        strategy=arguments.strategy,
-        dataset=arguments.dataset,
-        model=arguments.model,
-    )
-    reply = run_by_hand(ordered)
-    if os.environ.get("RANK", "0") == "0":
-        print(msgspec.json.encode(reply).decode())
+    return on_batch

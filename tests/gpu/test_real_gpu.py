@@ -164,7 +164,8 @@ def test_uuids_join_nvml_and_torch() -> None:
     """The name by which a device's memory and profile are joined is the same on both sides."""
     known = {gpu.uuid for gpu in nvml.inventory().gpus}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    used = device_memory.usage(devices, [0] * len(devices), [0] * len(devices), [0] * len(devices))
+    zeros = [0] * len(devices)
+    used = device_memory.usage(devices, weights_bytes=zeros, loading_peak_bytes=zeros, held_bytes=zeros)
     assert {use.uuid for use in used} <= known
 
 

@@ -25,19 +25,19 @@ _WEIGHTS = 1000
 
 
 def test_a_cpu_has_no_cap_and_no_figures() -> None:
-    """What torch does not count on a CPU is None with its reason, never 0."""
+    """A figure that torch does not count on a CPU is None with a reason, never 0."""
     assert device_memory.hold(_CPU, 2**30) == [0]
     assert device_memory.allocated(_CPU) == [None]
     device_memory.reset(_CPU)
-    (use,) = device_memory.usage(_CPU, [None], [None], [0])
+    (use,) = device_memory.usage(_CPU, weights_bytes=[None], loading_peak_bytes=[None], held_bytes=[0])
     assert (use.uuid, use.peak_allocated_bytes, use.weights_bytes) == (None, None, None)
     assert set(use.why) == {"weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}
 
 
 class _Allocator:
-    """torch's caching allocator as far as a case's memory shows it: what is freed stays reserved, peaks stay peaks.
+    """torch's caching allocator, reduced to the figures of a case: freed memory stays reserved, peaks stay.
 
-    cuBLAS keeps a workspace, as large as the largest batch so far needed, among the live tensors.
+    cuBLAS keeps a workspace among the live tensors, as large as the largest batch needed.
     """
 
     def __init__(self) -> None:
@@ -83,13 +83,15 @@ def _sweep(allocator: _Allocator, batch_sizes: Sequence[int]) -> dict[int, Devic
     for batch_size in batch_sizes:
         device_memory.reset(_GPU)
         allocator.forward(batch_size)
-        (uses[batch_size],) = device_memory.usage(_GPU, [_WEIGHTS], [_WEIGHTS], [0])
+        (uses[batch_size],) = device_memory.usage(
+            _GPU, weights_bytes=[_WEIGHTS], loading_peak_bytes=[_WEIGHTS], held_bytes=[0]
+        )
     return uses
 
 
 @pytest.mark.parametrize("order", [(1, 2, 4, 8), (8, 4, 2, 1), (4, 8, 4)])
 def test_a_case_has_the_same_memory_alone_and_in_a_sweep(allocator: _Allocator, order: tuple[int, ...]) -> None:
-    """Neither peaks, nor cached blocks, nor cuBLAS's workspaces of the cases before it count as its own."""
+    """Peaks, cached blocks and workspaces of cuBLAS from earlier cases do not count."""
     for batch_size, use in _sweep(allocator, order).items():
         (alone,) = _sweep(_fresh(allocator), (batch_size,)).values()
         assert use == alone
@@ -98,13 +100,15 @@ def test_a_case_has_the_same_memory_alone_and_in_a_sweep(allocator: _Allocator, 
 
 
 def _fresh(allocator: _Allocator) -> _Allocator:
-    """Put the emulated GPU in the state of a new process."""
+    """Put the emulated GPU into the state of a new process."""
     vars(allocator).update(vars(_Allocator()))
     return allocator
 
 
-def test_garbage_of_the_case_before_is_collected(allocator: _Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors in reference cycles are freed before the caches are emptied, not in the middle of the next case."""
+def test_garbage_is_collected_before_the_caches_are_emptied(
+    allocator: _Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors in reference cycles are freed before a case, not during it."""
     events: list[str] = []
     monkeypatch.setattr(gc, "collect", lambda: events.append("collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
@@ -115,20 +119,20 @@ def test_garbage_of_the_case_before_is_collected(allocator: _Allocator, monkeypa
 
 
 class Preparing(LayerParallel):
-    """A strategy that says when it is told to make a workspace; its place is `Preparing`."""
+    """A strategy that records its calls of `prepare`."""
 
     name = "preparing"
     events: ClassVar[list[object]] = []
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Say for how many rows."""
+        """Record the number of rows."""
         assert loaded.devices
         assert tokens
         self.events.append(batch_size)
 
 
-def test_every_case_of_a_sweep_begins_as_the_first_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each case, larger or smaller than the one before, caches are emptied and workspaces are made anew."""
+def test_every_case_of_a_sweep_begins_with_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each case, larger or smaller than the one before, caches are emptied and the workspace is rebuilt."""
     events: list[object] = []
     monkeypatch.setattr(Preparing, "events", events)
     monkeypatch.setattr(device_memory, "reset", lambda _: events.append("reset"))

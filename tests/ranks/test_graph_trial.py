@@ -124,7 +124,7 @@ def _workspace(plan: Plan) -> Workspace:
 def _choose(
     loaded: Loaded, asked: str, prepare: Callable[[Plan], Workspace | None] = _workspace, dtype: str = "float16"
 ) -> Choice:
-    with graph_trial.chosen(loaded, _requests(), _BATCH_SIZE, asked=asked, dtype=dtype, prepare=prepare) as choice:
+    with graph_trial.chosen(loaded, _requests(), _BATCH_SIZE, requested=asked, dtype=dtype, prepare=prepare) as choice:
         return choice
 
 
@@ -161,7 +161,7 @@ def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, asked: str) ->
         _loaded(model),
         _requests(),
         _BATCH_SIZE,
-        asked=asked,
+        requested=asked,
         dtype="float16",
         prepare=_workspace,
         workload=logits.FULL_LOGITS,
@@ -182,7 +182,7 @@ def test_graphs_that_were_asked_for_are_not_weighed(model: Any, gpu: _Gpu) -> No
         prepared.append(plan)
 
     with graph_trial.chosen(
-        _loaded(model), _requests(), _BATCH_SIZE, asked="on", dtype="float16", prepare=prepare
+        _loaded(model), _requests(), _BATCH_SIZE, requested="on", dtype="float16", prepare=prepare
     ) as choice:
         assert gpu.replays()
     assert not gpu.replays()
@@ -207,7 +207,9 @@ def test_graphs_that_pay_are_taken(model: Any, gpu: _Gpu) -> None:
         prepared.append(plan.tokens)
         return _workspace(plan)
 
-    with graph_trial.chosen(loaded, _requests(), _BATCH_SIZE, asked="auto", dtype="float16", prepare=prepare) as choice:
+    with graph_trial.chosen(
+        loaded, _requests(), _BATCH_SIZE, requested="auto", dtype="float16", prepare=prepare
+    ) as choice:
         assert gpu.replays()
     assert not gpu.replays()
     assert choice.execution == "cuda_graphs"
@@ -321,7 +323,7 @@ def test_graphs_are_left_where_a_case_fails(model: Any, gpu: _Gpu) -> None:
 
     def fail() -> None:
         with graph_trial.chosen(
-            _loaded(model), _requests(), _BATCH_SIZE, asked="auto", dtype="float16", prepare=_workspace
+            _loaded(model), _requests(), _BATCH_SIZE, requested="auto", dtype="float16", prepare=_workspace
         ) as choice:
             assert choice.execution == "cuda_graphs"
             raise KeyError

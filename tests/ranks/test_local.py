@@ -17,7 +17,7 @@ from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.ranks.local import LocalLauncher, LocalRank
 from pytest_llmgpu.ranks.protocol import FinishedBatch, RankFailedError
 
-_ANSWER_S = 60
+_ANSWER_S = 300
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def _failure(rank: LocalRank, fn: Callable[..., Any], *args: Any) -> RankFailedE
     return error
 
 
-def test_a_rank_answers_in_turn(rank: LocalRank) -> None:
-    """Commands that are submitted together are answered in their order."""
+def test_a_rank_runs_commands_in_order(rank: LocalRank) -> None:
+    """Commands that are submitted together run in the order of submission."""
     futures = [rank.submit(ranks.add, number, 1) for number in range(5)]
     assert [_answer(future) for future in futures] == [1, 2, 3, 4, 5]
 
@@ -50,14 +50,14 @@ def test_a_rank_has_its_environment_before_anything_is_imported(rank: LocalRank)
 
 
 def test_a_rank_is_a_session_of_its_own_and_ignores_ctrl_c(rank: LocalRank) -> None:
-    """Ctrl-C at the terminal reaches pytest alone, which then ends the ranks in order."""
+    """Ctrl-C at the terminal reaches only pytest, which then ends the ranks."""
     pid, session = _answer(rank.submit(ranks.identity))
     assert pid == session == rank.pid
     assert _answer(rank.submit(ranks.interrupt_yourself)) == "still here"
 
 
-def test_an_exception_becomes_a_record_and_the_rank_goes_on(rank: LocalRank) -> None:
-    """An exception that does not unpickle is told in one line, with its traceback in the log."""
+def test_an_exception_becomes_a_record_and_the_rank_continues(rank: LocalRank) -> None:
+    """An exception that does not unpickle arrives as one line, with its traceback in the log."""
     error = _failure(rank, ranks.fail)
     assert error.outcome == "error"
     assert error.failure.message == "CannotPickleError: first line"
@@ -66,35 +66,35 @@ def test_an_exception_becomes_a_record_and_the_rank_goes_on(rank: LocalRank) -> 
     assert _answer(rank.submit(ranks.add, 1, 1)) == 2
 
 
-def test_out_of_memory_is_told_apart_from_an_error(rank: LocalRank) -> None:
-    """The rank classifies what it raised, and says by which rule."""
+def test_out_of_memory_is_an_outcome_of_its_own(rank: LocalRank) -> None:
+    """The rank decides which outcome its exception is, and reports the rule."""
     error = _failure(rank, ranks.run_out)
     assert (error.outcome, error.failure.evidence) == ("oom", "host allocator")
 
 
 @pytest.mark.parametrize("value", [ranks.unreadable, ranks.unsendable])
-def test_an_answer_that_does_not_travel_is_an_error(rank: LocalRank, value: Callable[..., Any]) -> None:
-    """A user's function may return anything; the session survives it."""
+def test_a_result_that_does_not_pickle_is_an_error(rank: LocalRank, value: Callable[..., Any]) -> None:
+    """A function of the user may return any object; the rank continues."""
     assert _failure(rank, value).outcome == "error"
     assert _answer(rank.submit(ranks.add, 1, 1)) == 2
 
 
 def test_an_exit_is_a_crash_with_its_status(rank: LocalRank) -> None:
-    """A process that leaves without an answer has crashed, also for commands that come later."""
+    """A process that exits without an answer has crashed, for later commands as well."""
     error = _failure(rank, ranks.leave, 3)
     assert (error.outcome, error.failure.exit_code, error.failure.signal) == ("crashed", 3, None)
     assert _failure(rank, ranks.add, 1, 1).failure.exit_code == 3
 
 
 def test_a_signal_is_a_crash_with_its_number_and_stacks(rank: LocalRank) -> None:
-    """A segmentation fault shows where it happened."""
+    """The log of a segmentation fault has the function where it happened."""
     error = _failure(rank, ranks.die, signal.SIGSEGV)
     assert (error.outcome, error.failure.signal, error.failure.exit_code) == ("crashed", signal.SIGSEGV, None)
     assert "in die" in (error.failure.log_tail or "")
 
 
 def test_a_kill_by_the_host_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL together with the kernel's out-of-memory counter is an outcome, not a crash."""
+    """SIGKILL is out of memory if the out-of-memory counter of the kernel grew during the command."""
     counts = iter([3, 7, 8])  # at the start, when the command was sent, when the process was gone
     monkeypatch.setattr(oom, "host_kills", lambda: next(counts))
     (rank,) = LocalLauncher(tmp_path).start([{}], lambda *_: None)
@@ -105,27 +105,27 @@ def test_a_kill_by_the_host_is_out_of_memory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_finished_batches_of_a_rank_that_dies_are_kept(tmp_path: Path) -> None:
-    """Every batch that was streamed is heard before the failure is told."""
-    heard: list[FinishedBatch] = []
-    (rank,) = LocalLauncher(tmp_path).start([{}], lambda _, batch: heard.append(batch))
+    """Every batch that was sent is received before the failure is reported."""
+    received: list[FinishedBatch] = []
+    (rank,) = LocalLauncher(tmp_path).start([{}], lambda _, batch: received.append(batch))
     error = _failure(rank, ranks.finish_batches_then_die, 50)
     assert error.failure.signal == signal.SIGKILL
-    assert [batch.latency_s for batch in heard] == [number + 1.0 for number in range(50)]
+    assert [batch.latency_s for batch in received] == [number + 1.0 for number in range(50)]
     rank.close()
 
 
 def test_stacks_show_where_a_rank_hangs(rank: LocalRank) -> None:
-    """A rank that waits for ever says in which function."""
+    """The stacks of a rank that waits for ever have the function."""
     assert _answer(rank.submit(ranks.add, 1, 1)) == 2
     rank.submit(ranks.hang_in_a_collective)
-    for _ in range(50):  # the command may still be on its way
+    for _ in range(50):  # The command may not have arrived yet.
         if "hang_in_a_collective" in rank.stacks():
             break
     assert "hang_in_a_collective" in rank.stacks()
 
 
 def test_close_waits_for_the_process(tmp_path: Path) -> None:
-    """When close returns the process is gone, and with it what it held."""
+    """When close returns, the process is gone and its devices are free."""
     (rank,) = LocalLauncher(tmp_path).start([{}], lambda *_: None)
     pid, _ = _answer(rank.submit(ranks.identity))
     rank.close()
@@ -133,8 +133,8 @@ def test_close_waits_for_the_process(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-def test_a_real_time_signal_is_told_by_its_number(rank: LocalRank) -> None:
-    """A signal without a name is a crash like any other, and nobody waits for ever."""
+def test_a_real_time_signal_is_reported_by_its_number(rank: LocalRank) -> None:
+    """A signal without a name is a crash like any other."""
     number = signal.SIGRTMIN + 3
     failure = _failure(rank, ranks.die, number).failure
     assert (failure.signal, failure.message) == (number, f"rank 0 ended with signal {number}")
@@ -153,7 +153,7 @@ sys.stdin.read()
 
 
 def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
-    """A killed pytest leaves no process behind that holds a GPU."""
+    """A killed pytest leaves no process that uses a GPU."""
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -169,17 +169,17 @@ def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_child_of_a_rank_does_not_hide_its_death(rank: LocalRank) -> None:
-    """A forked process that holds the pipes open is ended with the rank, whose crash is told at once."""
+    """A forked process that holds the pipes open is ended with the rank, and the crash is reported at once."""
     error = _failure(rank, ranks.fork_and_die)
     assert (error.outcome, error.failure.signal) == ("crashed", signal.SIGSEGV)
     assert not rank.alive
 
 
-def test_a_rank_has_no_seat_of_the_job_that_pytest_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes and SLURM jobs export a rank: to a single process of ours it would mean siblings that never come."""
+def test_a_rank_does_not_inherit_the_rank_variables_of_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes and Slurm jobs export WORLD_SIZE: a single rank would wait for processes that do not exist."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     (rank,) = LocalLauncher(tmp_path).start([{}], lambda *_: None)
     try:
-        assert rank.submit(ranks.variable, "WORLD_SIZE").result(60) is None
+        assert rank.submit(ranks.variable, "WORLD_SIZE").result(_ANSWER_S) is None
     finally:
         rank.kill()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.ranks.oom import Death
 from pytest_llmgpu.strategies.errors import DeviceMapSpillError
 
 _TORCH_MESSAGE = (
@@ -16,10 +17,10 @@ _TORCH_MESSAGE = (
 )
 
 
-def test_torchs_own_class_is_out_of_memory_with_its_figures() -> None:
-    """The bytes that torch names are kept as evidence."""
-    evidence = oom.evidence_of(torch.cuda.OutOfMemoryError(_TORCH_MESSAGE))
-    assert evidence == oom.Evidence(
+def test_the_exception_of_torch_is_out_of_memory_with_its_figures() -> None:
+    """The bytes in the message of torch are kept."""
+    found = oom.decide_out_of_memory(torch.cuda.OutOfMemoryError(_TORCH_MESSAGE))
+    assert found == oom.OutOfMemory(
         rule="torch's allocator", requested_bytes=5 * 2**29, free_bytes=2**29, allocated_bytes=29 * 2**30
     )
 
@@ -40,11 +41,11 @@ def test_torchs_own_class_is_out_of_memory_with_its_figures() -> None:
         (DeviceMapSpillError("3 of 9 modules fit on no GPU"), "the layers do not fit on the devices"),
     ],
 )
-def test_each_known_form_names_its_rule(error: BaseException, rule: str) -> None:
-    """Whatever is called out of memory says by which rule."""
-    evidence = oom.evidence_of(error)
-    assert evidence is not None
-    assert evidence.rule == rule
+def test_each_known_message_has_its_rule(error: BaseException, rule: str) -> None:
+    """Each known message matches one rule, which the report keeps."""
+    found = oom.decide_out_of_memory(error)
+    assert found is not None
+    assert found.rule == rule
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_each_known_form_names_its_rule(error: BaseException, rule: str) -> None
     ],
 )
 def test_other_errors_stay_errors(error: BaseException) -> None:
-    """A failure that no rule knows is not excused as out of memory."""
-    assert oom.evidence_of(error) is None
+    """A failure that matches no rule is no out of memory."""
+    assert oom.decide_out_of_memory(error) is None
 
 
 def _raised_while_handling(first: BaseException, second: BaseException, cause: BaseException | None) -> BaseException:
@@ -74,56 +75,62 @@ def _raised_while_handling(first: BaseException, second: BaseException, cause: B
 
 
 def test_a_wrapped_out_of_memory_is_found() -> None:
-    """Libraries wrap exceptions; the cause still counts."""
+    """Libraries wrap exceptions; the cause of the exception decides."""
     inner = torch.cuda.OutOfMemoryError(_TORCH_MESSAGE)
-    evidence = oom.evidence_of(_raised_while_handling(inner, ValueError("loading failed"), cause=inner))
-    assert evidence is not None
-    assert evidence.requested_bytes == 5 * 2**29
+    found = oom.decide_out_of_memory(_raised_while_handling(inner, ValueError("loading failed"), cause=inner))
+    assert found is not None
+    assert found.requested_bytes == 5 * 2**29
 
 
 def test_a_suppressed_context_does_not_count() -> None:
-    """An error raised `from None` has nothing to do with what was handled before it."""
-    assert oom.evidence_of(_raised_while_handling(MemoryError(), ValueError("bad dtype"), cause=None)) is None
+    """An error raised `from None` is independent of the exception that was handled before it."""
+    assert oom.decide_out_of_memory(_raised_while_handling(MemoryError(), ValueError("bad dtype"), cause=None)) is None
 
 
 @pytest.mark.parametrize(("free", "full"), [(8 * 2**20, True), (2**30, False)])
-def test_cublas_that_cannot_start_ran_out_only_on_a_full_device(
+def test_a_cublas_start_failure_is_out_of_memory_only_on_a_full_device(
     free: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its message is the same for a broken driver; the device's free memory tells."""
+    """A broken driver gives the same message, so that the free memory of the device decides."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**35))
     error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    assert (oom.evidence_of(error) is not None) is full
+    assert (oom.decide_out_of_memory(error) is not None) is full
 
 
 def test_an_error_while_out_of_memory_is_handled_is_an_error() -> None:
-    """A broken handler is not excused by what it was to handle."""
+    """An error in a handler of out of memory is a failure of its own."""
     shortage = torch.cuda.OutOfMemoryError(_TORCH_MESSAGE)
     broken = NameError("name 'cleanup' is not defined")
     broken.__context__ = shortage
-    assert oom.evidence_of(broken) is None
+    assert oom.decide_out_of_memory(broken) is None
 
 
 def test_a_kill_counts_only_if_the_host_killed_for_memory() -> None:
-    """SIGKILL alone is a crash; with the kernel's counter moved it is out of memory."""
-    evidence = oom.evidence_of_death(-signal.SIGKILL, "", 3, 4)
-    assert evidence is not None
-    assert "oom_kill 3 -> 4" in evidence.rule
-    assert oom.evidence_of_death(-signal.SIGKILL, "", 3, 3) is None
-    assert oom.evidence_of_death(-signal.SIGKILL, "", None, None) is None
+    """SIGKILL alone is a crash; if the kernel's counter grew, it is out of memory."""
+    found = _decide_death(-signal.SIGKILL, kills=(3, 4))
+    assert found is not None
+    assert "oom_kill 3 -> 4" in found.rule
+    assert _decide_death(-signal.SIGKILL, kills=(3, 3)) is None
+    assert _decide_death(-signal.SIGKILL, kills=(None, None)) is None
 
 
-def test_the_log_of_a_dead_process_counts() -> None:
-    """A library that aborts after an out-of-memory message ran out of memory."""
-    assert oom.evidence_of_death(-signal.SIGABRT, "terminate: CUDA error: out of memory", 0, 0) is not None
-    assert oom.evidence_of_death(-signal.SIGABRT, "Assertion failed", 0, 0) is None
-    handled = "CUDA error: out of memory, handled\none\ntwo\nImportError: no module"
-    assert oom.evidence_of_death(1, handled, 0, 0) is None
+def test_the_end_of_the_log_of_a_dead_process_decides() -> None:
+    """A process that aborts after a message of out of memory ran out of memory; earlier messages do not count."""
+    assert _decide_death(-signal.SIGABRT, "terminate: CUDA error: out of memory") is not None
+    assert _decide_death(-signal.SIGABRT, "Assertion failed") is None
+    assert _decide_death(1, "CUDA error: out of memory, handled\none\ntwo\nImportError: no module") is None
+
+
+def _decide_death(
+    return_code: int, log: str = "", kills: tuple[int | None, int | None] = (0, 0)
+) -> oom.OutOfMemory | None:
+    before, after = kills
+    return oom.decide_out_of_memory(Death(return_code=return_code, log=log, kills_before=before, kills_after=after))
 
 
 def test_host_kills_come_from_vmstat(tmp_path: Path) -> None:
-    """The kernel's count is read, and its absence is told apart from none."""
+    """The count of the kernel is read; a missing count is None, not 0."""
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("pgfault 1\noom_kill 12\nnr_dirty 3\n")
     assert oom.host_kills(vmstat) == 12

@@ -234,9 +234,9 @@ def test_too_few_tokens_are_out_of_memory(inject: Inject) -> None:
     injected = inject(free_bytes=free_bytes)
     with pytest.raises(WorkspaceError, match="has room for 23 tokens, and the longest sequence has 70") as caught:
         injected.strategy.prepare(injected.loaded, 32, 70)
-    evidence = oom.evidence_of(caught.value)
-    assert evidence is not None
-    assert (evidence.tokens_requested, evidence.tokens_granted) == (70, 23)
+    found = oom.decide_out_of_memory(caught.value)
+    assert found is not None
+    assert (found.tokens_requested, found.tokens_granted) == (70, 23)
     # What does not fit at this batch size may fit at another, in the same process.
     assert injected.strategy.prepare(injected.loaded, 8, 70).tokens_granted == 70
 

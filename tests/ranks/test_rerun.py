@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import subprocess
@@ -16,27 +15,26 @@ from support.report_factory import make_case, make_failed, make_report, make_res
 
 from pytest_llmgpu.inference import logits, models
 from pytest_llmgpu.inference.tasks import hellaswag
-from pytest_llmgpu.ranks import worker
-from pytest_llmgpu.ranks.rerun import find
+from pytest_llmgpu.ranks import rerun
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.strategies.mp import LayerParallel
 
-ByHand = Callable[..., dict[str, Any]]
-"""`by_hand("report.json", "mp-bs2", "--model", "m")`: what the command prints."""
+Run = Callable[..., dict[str, Any]]
+"""`run("report.json", "mp-bs2", "--model", "m")`: the JSON that the command prints."""
 
 
 class Slow(LayerParallel):
-    """A strategy of somebody's own."""
+    """A strategy of a user."""
 
     name = "slow"
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Case]:
-    """A folder with a model and a dataset, and a case that names both as a report of another rootdir does."""
+    """A folder with a model and a dataset, and a case that names both as a report from another rootdir does."""
     folder = tmp_path_factory.mktemp("elsewhere")
     tiny_model.write_model(folder / "tiny")
     tiny_model.write_dataset(folder / "items.jsonl")
@@ -58,16 +56,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Case]:
 
 
 @pytest.fixture
-def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> ByHand:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str | Path) -> dict[str, Any]:
-        worker.main([str(argument) for argument in arguments])
+    def run_main(*arguments: str | Path) -> dict[str, Any]:
+        rerun.main([str(argument) for argument in arguments])
         printed: dict[str, Any] = json.loads(capsys.readouterr().out)
         return printed
 
-    return run
+    return run_main
 
 
 def _write(case: Case, name: str = "report.json", *, completed: bool = False) -> None:
@@ -76,35 +74,32 @@ def _write(case: Case, name: str = "report.json", *, completed: bool = False) ->
     file.dump(make_report([result]), Path(name))
 
 
-def _refused(by_hand: ByHand, *arguments: str | Path) -> str:
+def _refusal(run: Run, *arguments: str | Path) -> str:
     with pytest.raises(SystemExit) as caught:
-        by_hand(*arguments)
+        run(*arguments)
     message = caught.value.code
     assert isinstance(message, str), "a text ends Python with status 1"
     assert "\n" not in message
     return message
 
 
-@pytest.mark.parametrize("name", ["report.json", "report.json.gz"])
-def test_a_case_from_elsewhere_runs_where_its_files_are_named(
-    measured: tuple[Path, Case], by_hand: ByHand, name: str
-) -> None:
-    """A report holds only the last component of a path outside the rootdir; the rest is said by hand."""
+def test_a_case_from_elsewhere_runs_with_the_places_of_its_files(measured: tuple[Path, Case], run: Run) -> None:
+    """A report keeps only the last component of a path outside the rootdir; the flags give the rest."""
     folder, case = measured
-    _write(case, name)
-    answer = by_hand(name, "mp-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
+    _write(case)
+    answer = run("report.json", "mp-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
     assert answer["accuracy"]["items"] == tiny_model.ITEMS
     assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
 
 
-def test_batches_by_hand_read_in_a_line_each(
+def test_each_batch_is_one_line_on_stderr(
     measured: tuple[Path, Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """For people on stderr, with units, and a last line of all; stdout is the JSON alone."""
+    """The lines have units, the last one is the total, and stdout is the JSON alone."""
     folder, case = measured
     monkeypatch.chdir(tmp_path)
     _write(case)
-    worker.main(["report.json", "mp-bs2", "--dataset", str(folder / "items.jsonl"), "--model", str(folder / "tiny")])
+    rerun.main(["report.json", "mp-bs2", "--dataset", str(folder / "items.jsonl"), "--model", str(folder / "tiny")])
     printed = capsys.readouterr()
     batches = json.loads(printed.out)["batches"]
     lines = [line for line in printed.err.splitlines() if re.match("warm-up: |batch ", line)]
@@ -116,7 +111,6 @@ def test_batches_by_hand_read_in_a_line_each(
         f"{_padding(batches, 0)}"
     )
     assert f"{count} batches in {sum(batches['latency_s']):.3f} s" in printed.err.splitlines()
-    assert "FinishedBatch" not in printed.err
 
 
 def _padding(batches: dict[str, Any], number: int) -> str:
@@ -124,10 +118,10 @@ def _padding(batches: dict[str, Any], number: int) -> str:
     return f", {more} of padding" if more else ""
 
 
-def test_a_case_is_scored_as_it_says(
-    measured: tuple[Path, Case], by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+def test_a_case_is_scored_by_its_workload(
+    measured: tuple[Path, Case], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every logit in the warm-up and in what is measured where the case has them, and to the same choices."""
+    """The full-logits workload computes every logit in warm-up and measurement, and gives the same predictions."""
     folder, case = measured
     chosen: list[str] = []
     way = logits.way
@@ -141,7 +135,7 @@ def test_a_case_is_scored_as_it_says(
     for number, workload in enumerate(logits.WORKLOADS.values()):
         _write(msgspec.structs.replace(case, workload=workload), f"{number}.json")
         files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
-        answers.append(by_hand(f"{number}.json", "mp-bs2", *files))
+        answers.append(run(f"{number}.json", "mp-bs2", *files))
     lean, full = answers
     assert chosen == [logits.LEAN] * 2 + [logits.FULL_LOGITS] * 2
     assert decode(full["accuracy"]["loglikelihoods"]) == pytest.approx(
@@ -151,124 +145,108 @@ def test_a_case_is_scored_as_it_says(
     assert full["execution_choice"].startswith("no CUDA graphs: ")
 
 
-def test_files_that_are_not_there_are_asked_for(measured: tuple[Path, Case], by_hand: ByHand) -> None:
-    """One line says what is missing and which option says where it is."""
+def test_missing_files_are_refused(measured: tuple[Path, Case], run: Run) -> None:
+    """The message names the missing file and the option that gives its place."""
     folder, case = measured
     _write(case)
-    message = _refused(by_hand, "report.json", "mp-bs2")
-    assert message.startswith("dataset 'items.jsonl' is unknown")
-    assert message.endswith("(--dataset PATH says where it is)")
-    message = _refused(by_hand, "report.json", "mp-bs2", "--dataset", folder / "items.jsonl")
-    assert message.startswith("model 'tiny' is unknown")
-    assert message.endswith("(--model DIR says where it is)")
+    message = _refusal(run, "report.json", "mp-bs2")
+    assert "'items.jsonl'" in message
+    assert "--dataset PATH" in message
+    message = _refusal(run, "report.json", "mp-bs2", "--dataset", folder / "items.jsonl")
+    assert "'tiny'" in message
+    assert "--model DIR" in message
 
 
 @pytest.mark.parametrize(
     ("field", "what"), [("dataset_sha256", "dataset"), ("tokenizer_sha256", "tokenizer"), ("revision", "model")]
 )
-def test_files_that_were_not_measured_are_refused(
-    measured: tuple[Path, Case], by_hand: ByHand, field: str, what: str
+def test_files_other_than_the_measured_ones_are_refused(
+    measured: tuple[Path, Case], run: Run, field: str, what: str
 ) -> None:
-    """A figure by hand is of the very case, or there is none."""
+    """A rerun measures the same case or none."""
     folder, case = measured
     _write(msgspec.structs.replace(case, **{field: "0" * 64}))
     files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
-    message = _refused(by_hand, "report.json", "mp-bs2", *files)
-    assert message.startswith(f"mp-bs2: the {what} is not the one of report.json: ")
-    assert message.endswith(f" instead of {'0' * 64}")
+    message = _refusal(run, "report.json", "mp-bs2", *files)
+    assert message.startswith(f"mp-bs2: the {what} ")
+    assert f" instead of {'0' * 64}" in message
 
 
-def test_an_unknown_case_gets_the_ids_there_are(measured: tuple[Path, Case], by_hand: ByHand) -> None:
-    """A misspelt id needs no look into the report."""
+def test_an_unknown_case_is_refused_with_the_ids_of_the_report(measured: tuple[Path, Case], run: Run) -> None:
+    """The message lists the cases, so that a misspelt id can be corrected."""
     _write(measured[1])
-    assert _refused(by_hand, "report.json", "mp-bs9") == "'mp-bs9' is no case of report.json: it has mp-bs2"
+    assert _refusal(run, "report.json", "mp-bs9") == "'mp-bs9' is no case of report.json: it has mp-bs2"
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (None, "cannot be read: No such file or directory"),
-        (b"", "is broken: Input data was truncated"),
-        (b'{"cases": [', "is broken: Input data was truncated"),
-        (b"\xff", "is broken: "),
-        (b"[]", "is broken: Expected `object`"),
-        (b"{}", "is broken: Object missing required field `cases`"),
-        (b'{"cases": [{"id": "x"}]}', "is broken: Object missing required field `case`"),
-        (gzip.compress(b"{}", mtime=0)[:-4], "is broken: "),
-        (b"\x1f\x8bgarbage", "is broken: Compressed file ended"),
-    ],
-)
-def test_a_report_that_cannot_be_used_is_refused(by_hand: ByHand, data: bytes | None, reason: str) -> None:
-    """One line names the file and what is wrong with it, not a traceback."""
+@pytest.mark.parametrize("data", [None, b"", b"{}", b"\x1f\x8bgarbage"])
+def test_an_unreadable_report_is_refused(run: Run, data: bytes | None) -> None:
+    """The message is one line that names the file."""
     if data is not None:
         Path("report.json").write_bytes(data)
-    assert _refused(by_hand, "report.json", "mp-bs2").startswith(f"report report.json {reason}")
+    assert _refusal(run, "report.json", "mp-bs2").startswith("report report.json: ")
 
 
-def test_a_report_without_a_case_is_bad_usage(by_hand: ByHand, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says what it needs."""
+def test_a_missing_case_id_is_bad_usage(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command exits with status 2 and names the missing argument."""
     with pytest.raises(SystemExit) as caught:
-        by_hand("report.json")
+        run("report.json")
     assert caught.value.code == 2
-    assert "the id of one of its cases" in capsys.readouterr().err
+    assert "case_id" in capsys.readouterr().err
 
 
-def test_a_strategy_of_ones_own_runs_where_it_is_named(measured: tuple[Path, Case], by_hand: ByHand) -> None:
-    """A report has its name alone; without the flag one line asks for it, and another strategy is not taken for it."""
+def test_a_users_strategy_runs_by_its_place(measured: tuple[Path, Case], run: Run) -> None:
+    """A report has only the name of a strategy: its place must be given, and must have the same name."""
     folder, case = measured
     _write(msgspec.structs.replace(case, strategy="slow"))
     files = ("report.json", "slow-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
-    message = _refused(by_hand, *files)
-    assert message.startswith("slow-bs2: 'slow' is no strategy: allowed are iok, mp, tp")
-    assert message.endswith("(--strategy MODULE:ATTRIBUTE says where it is)")
-    message = _refused(by_hand, *files, "--strategy", "mp")
-    assert message == "slow-bs2: --strategy=mp is strategy 'mp', and 'slow' was measured"
-    answer = by_hand(*files, "--strategy", f"{__name__}:Slow")
+    message = _refusal(run, *files)
+    assert message.startswith("slow-bs2: 'slow' is no strategy: ")
+    assert "--strategy MODULE:ATTRIBUTE" in message
+    message = _refusal(run, *files, "--strategy", "mp")
+    assert message.startswith("slow-bs2: --strategy=mp is strategy 'mp', but 'slow' was measured")
+    answer = run(*files, "--strategy", f"{__name__}:Slow")
     assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
 
 
 @pytest.mark.parametrize(
     ("strategy", "started", "message"),
     [
-        ("tp", "1", "tp-bs2 needs 2 processes, and 1 was started: torchrun --nproc-per-node=2 -m "),
-        ("tp", "3", "tp-bs2 needs 2 processes, and 3 were started: torchrun --nproc-per-node=2 -m "),
-        ("mp", "2", "mp-bs2 needs 1 process, and 2 were started: python -m "),
+        ("tp", "1", "tp-bs2 needs 2 processes, but 1 was started: run torchrun --nproc-per-node=2 -m "),
+        ("tp", "3", "tp-bs2 needs 2 processes, but 3 were started: run torchrun --nproc-per-node=2 -m "),
+        ("mp", "2", "mp-bs2 needs 1 process, but 2 were started: run python -m "),
     ],
 )
-def test_another_number_of_processes_is_refused(
+def test_a_wrong_number_of_processes_is_refused(
     measured: tuple[Path, Case],
-    by_hand: ByHand,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     strategy: str,
     started: str,
     message: str,
 ) -> None:
-    """Instead of waiting for those that never come; the first process says it, and the others are silent."""
+    """The first process prints the command to use; the others end silently instead of waiting for ever."""
     _write(msgspec.structs.replace(measured[1], strategy=strategy, devices=2))
     monkeypatch.setenv("WORLD_SIZE", started)
-    refused = _refused(by_hand, "report.json", f"{strategy}-bs2")
-    assert refused == f"{message}pytest_llmgpu.ranks report.json {strategy}-bs2"
+    assert _refusal(run, "report.json", f"{strategy}-bs2") == f"{message}pytest_llmgpu.ranks report.json {strategy}-bs2"
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as caught:
-        by_hand("report.json", f"{strategy}-bs2")
+        run("report.json", f"{strategy}-bs2")
     assert caught.value.code == 0
 
 
-def test_too_few_gpus_are_refused(
-    measured: tuple[Path, Case], by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A report of a larger machine ends in one line."""
+def test_too_few_gpus_are_refused(measured: tuple[Path, Case], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of a larger machine is refused in one line."""
     import torch
 
     folder, case = measured
     _write(msgspec.structs.replace(case, device="cuda", devices=4))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
-    assert _refused(by_hand, "report.json", "mp-bs2", *files) == "mp-bs2 needs 4 GPUs, and torch can use 3 here"
+    assert "mp-bs2 needs 4 GPUs, but torch can use 3 here" in _refusal(run, "report.json", "mp-bs2", *files)
 
 
 @pytest.mark.parametrize(
-    ("asked", "ran", "completed", "expected"),
+    ("requested", "ran", "completed", "expected"),
     [
         ("auto", "cuda_graphs", True, "on"),
         ("auto", "eager", True, "off"),
@@ -277,31 +255,30 @@ def test_too_few_gpus_are_refused(
         ("off", "eager", True, "off"),
     ],
 )
-def test_a_case_runs_as_it_ran(
+def test_a_rerun_keeps_the_execution_that_was_chosen(
     measured: tuple[Path, Case],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    asked: str,
+    requested: str,
     ran: str,
     completed: bool,
     expected: str,
 ) -> None:
-    """What `auto` chose is not left to another trial; where it chose nothing, it is."""
+    """A completed case runs as `auto` chose; a case that did not complete is tried again."""
     folder, case = measured
     monkeypatch.chdir(tmp_path)
-    _write(msgspec.structs.replace(case, cuda_graphs=asked, execution=ran), completed=completed)
-    ordered = find("report.json", "mp-bs2", dataset=str(folder / "items.jsonl"), model=str(folder / "tiny"))
-    assert ordered.case.cuda_graphs == expected
+    _write(msgspec.structs.replace(case, cuda_graphs=requested, execution=ran), completed=completed)
+    found = rerun.find("report.json", "mp-bs2", dataset=str(folder / "items.jsonl"), model=str(folder / "tiny"))
+    assert found.case.cuda_graphs == expected
 
 
-def test_a_case_of_two_processes_runs_under_torchrun(
-    measured: tuple[Path, Case], by_hand: ByHand, tmp_path: Path
-) -> None:
-    """Each holds half of every layer, both answer as the whole model does, and the first prints."""
+@pytest.mark.slow
+def test_a_case_of_two_processes_runs_under_torchrun(measured: tuple[Path, Case], run: Run, tmp_path: Path) -> None:
+    """Each process holds half of every layer, both answer as the whole model does, and the first one prints."""
     folder, case = measured
     files = ("--dataset", folder / "items.jsonl", "--model", folder / "tiny")
     _write(case)
-    right = by_hand("report.json", "mp-bs2", *files)
+    right = run("report.json", "mp-bs2", *files)
     _write(msgspec.structs.replace(case, strategy="tp", backend="transformers", devices=2))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
