@@ -30,6 +30,7 @@ from sampler import stub_environment
 
 from pytest_llmgpu.analysis.traffic_path import pcie_bytes
 from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling.machine import machine
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.report.result import Profile
 
@@ -76,7 +77,7 @@ def main() -> int:
     options = _parse()
     began_s = time.monotonic()
     inventory = nvml.inventory()
-    gpus = nvml.visible(inventory, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+    gpus = machine("auto", None, inventory=inventory).gpus
     count = min(options.gpus or len(gpus) or 2, len(gpus) or 8)
     nvlink = any(gpu.nvlinks for gpu in gpus[:count]) or not gpus
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Where a measurement was made: the machine, its libraries, and the devices a run may use.
+"""The machine of a measurement, its libraries, and the devices that a run may use.
 
-Torch is imported in a child process only (`python -m pytest_llmgpu.profiling.machine`), so that
-pytest's own process holds no CUDA context and pays for no import.
+Torch is imported only in a child process (`python -m pytest_llmgpu.profiling.machine`): pytest's process must not hold
+a CUDA context or pay for the import.
 """
 
 from __future__ import annotations
@@ -31,40 +31,46 @@ _DISTRIBUTIONS = (
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
 )
 _VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_NUM_THREADS")
-_PROBE_TIMEOUT_S = 300.0  # a first import of torch from a cold network disk takes minutes
+_PROBE_TIMEOUT_S = 300.0  # the first import of torch from a network disk takes minutes
 
 
 class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as CUDA sees it."""
+    """One GPU as CUDA lists it."""
 
     name: str
+    """The name of the model."""
     uuid: str
-    """As NVML writes it, `GPU-...`."""
+    """The UUID in NVML's form, `GPU-...`."""
     memory_bytes: int
+    """The memory that CUDA reports."""
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the installed torch can use."""
+    """The installed torch and the GPUs that it can use."""
 
     version: str
+    """The version of torch."""
     cuda: str | None = None
-    """CUDA version torch was built for, None for a CPU build."""
+    """The CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
+    """The NCCL version that torch was built with; None without NCCL."""
     devices: list[TorchDevice] = []
-    """GPUs in CUDA's order."""
+    """The GPUs in CUDA's order."""
     why: str | None = None
-    """Why CUDA cannot be used, None where it can."""
+    """The reason why CUDA cannot be used; None if it can."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices a run measures on."""
+    """The devices that a run uses."""
 
     device: str
-    """`cuda` or `cpu`."""
+    """The kind of device: `cuda` or `cpu`."""
     devices: int
+    """The number of devices."""
     gpus: list[Gpu]
-    """The chosen GPUs in CUDA's order; none on a CPU."""
+    """The chosen GPUs in CUDA's order; empty on a CPU."""
     facts: TorchFacts
+    """The installed torch."""
 
     def describe(self) -> str:
         """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""
@@ -86,16 +92,16 @@ def machine(
     """Choose the devices of a run.
 
     Args:
-        device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, else the CPU.
-        devices: how many, None for all GPUs, or for 1 on a CPU.
-        facts: what torch can use, None to probe it.
-        inventory: what NVML shows, None to ask it.
-        environ: environment variables, for CUDA_VISIBLE_DEVICES.
-        device_nodes: number of /dev/nvidia<n>, None to count them. They show a GPU where NVML is missing.
+        device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU.
+        devices: The number of devices; None for all GPUs, or for 1 on a CPU.
+        facts: The installed torch; None to probe it.
+        inventory: The GPUs that NVML lists; None to query it.
+        environ: Environment variables, for CUDA_VISIBLE_DEVICES.
+        device_nodes: The number of /dev/nvidia<n>; None to count them. They show a GPU if NVML is missing.
 
     Raises:
-        ValueError: there are fewer devices, or a GPU is there that torch cannot use. A wheel without CUDA on a
-            machine with GPUs must not pass as a green run on its CPU.
+        ValueError: There are fewer devices, or torch cannot use a GPU that is present. A build of torch without CUDA
+            must not result in a passed run on the CPU.
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device {device!r}: allowed are auto, cuda, cpu")
@@ -109,34 +115,36 @@ def machine(
         return _cuda_machine(devices, facts, inventory, environ)
 
     nodes = len(list(Path("/dev").glob("nvidia[0-9]*"))) if device_nodes is None else device_nodes
-    seen = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "")
+    present = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "")
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     hidden = mask is not None and mask.split(",")[0].strip() in ("", "-1", "NoDevFiles")
-    if device == "auto" and (hidden or not seen):
+    if device == "auto" and (hidden or not present):
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
-
-    if hidden:
-        remedy = f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU: unset it"
-    elif facts.cuda is None:
-        remedy = "install a build of torch with CUDA"
-    elif mask is not None:
-        remedy = f"see whether CUDA_VISIBLE_DEVICES={mask!r} names a GPU that is there"
-    else:
-        remedy = "see whether nvidia-smi works and its driver is new enough for this torch"
     raise ValueError(
-        f"device {device}: {seen or 'no GPU'} found, and torch {facts.version} cannot use CUDA "
-        f"({facts.why}); {remedy}, or pass --llmgpu-device=cpu to measure the CPU on purpose"
+        f"device {device}: {present or 'no GPU'} found, but torch {facts.version} cannot use CUDA ({facts.why}); "
+        f"{_remedy(facts, mask, hidden=hidden)}, or pass --llmgpu-device=cpu to measure the CPU"
     )
 
 
+def _remedy(facts: TorchFacts, mask: str | None, *, hidden: bool) -> str:
+    """Describe what to do if torch cannot use CUDA; `mask` is CUDA_VISIBLE_DEVICES."""
+    if hidden:
+        return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU: unset it"
+    if facts.cuda is None:
+        return "install a build of torch with CUDA"
+    if mask is not None:
+        return f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
+    return "check that nvidia-smi works and that the driver is new enough for this torch"
+
+
 def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, environ: Mapping[str, str]) -> Machine:
-    there = len(facts.devices)
-    if devices is not None and devices > there:
+    present = len(facts.devices)
+    if devices is not None and devices > present:
         mask = environ.get("CUDA_VISIBLE_DEVICES")
         masked = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
-        raise ValueError(f"devices {devices}: CUDA has {there}{masked}; allowed are 1 to {there}")
+        raise ValueError(f"devices {devices}: CUDA lists {present}{masked}; allowed are 1 to {present}")
     by_uuid = {gpu.uuid: gpu for gpu in inventory.gpus}
-    chosen = facts.devices[: devices or there]
+    chosen = facts.devices[: devices or present]
     why = inventory.why.get("nvml", "NVML does not list this device")
     gpus = [
         by_uuid.get(found.uuid)
@@ -153,10 +161,10 @@ def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, 
 
 
 def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
-    """Ask a child process what the installed torch can use.
+    """Return the installed torch and the GPUs that it can use, found out in a child process.
 
     Raises:
-        ValueError: torch cannot be imported, with the child's last line.
+        ValueError: Torch cannot be imported. The message has the last line of the child process.
     """
     try:
         done = subprocess.run(
@@ -169,7 +177,7 @@ def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"torch did not import and answer within {timeout_s:g} s in {sys.executable}") from None
+        raise ValueError(f"the import of torch took more than {timeout_s:g} s in {sys.executable}") from None
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return msgspec.json.decode(lines[-1], type=TorchFacts)
@@ -178,7 +186,7 @@ def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
 
 
 def _torch_facts() -> TorchFacts:
-    """Return what this process's torch can use; called in the child."""
+    """Import torch and return what it can use. This runs in the child process."""
     import torch
 
     found: list[TorchDevice] = []
@@ -201,9 +209,11 @@ def _torch_facts() -> TorchFacts:
 def fingerprint(
     facts: TorchFacts, inventory: Inventory | None = None, environ: Mapping[str, str] = os.environ
 ) -> Environment:
-    """Return the machine and its libraries, with nothing in it that names a host, a user or a secret."""
+    """Return the machine and its libraries, without names of hosts or users and without secrets."""
     inventory = nvml.inventory() if inventory is None else inventory
-    why = {name: reason for name, reason in inventory.why.items() if name != "cuda"}  # NVML's is the driver's
+    why = {
+        name: reason for name, reason in inventory.why.items() if name != "cuda"
+    }  # NVML has the CUDA version of the driver
     if facts.cuda is None:
         why |= dict.fromkeys(("cuda", "nccl"), f"torch {facts.version} is built without CUDA")
     elif facts.nccl is None:
@@ -229,7 +239,7 @@ def fingerprint(
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, None where it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,27 +1,35 @@
-"""Which GPUs there are, how they are joined, and which of them CUDA shows: the only importer of pynvml.
+"""NVML: which GPUs there are, how they are connected, and calls that NVML may refuse. The only importer of pynvml.
 
-No call here takes longer than a fraction of a millisecond. Nothing here raises for a machine without NVML.
+No call here takes longer than a fraction of a millisecond. Nothing here raises on a machine without NVML.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.profiling.nvml_query import Ask, lasting
-from pytest_llmgpu.profiling.topology import active_links, matrix
 from pytest_llmgpu.report.machine import Gpu
 
-__all__ = ["Inventory", "NvmlMissingError", "inventory", "memory_v2", "session", "used_bytes", "visible"]
+__all__ = ["Inventory", "NvmlMissingError", "Query", "inventory", "is_permanent", "memory_v2", "session", "used_bytes"]
+
+_PERMANENT = (
+    "NVML_ERROR_NOT_SUPPORTED",
+    "NVML_ERROR_NO_PERMISSION",
+    "NVML_ERROR_FUNCTION_NOT_FOUND",
+    "NVML_ERROR_ARGUMENT_VERSION_MISMATCH",
+)
+_PATHS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""nvmlGpuTopologyLevel_t to the words of `nvidia-smi topo -m`."""
+_SWITCH = "switch"
 
 
 class NvmlMissingError(RuntimeError):
-    """NVML cannot be used on this machine; the message says why."""
+    """NVML cannot be used on this machine. The message has the reason."""
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,20 +37,42 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: list[Gpu] = []
     topology: list[list[str]] | None = None
-    """[gpu, gpu] the nearest path in the words of `nvidia-smi topo -m`: X, NV18, PIX, PXB, PHB, NODE, SYS."""
+    """[gpu, gpu] The nearest path in the words of `nvidia-smi topo -m`: X, NV18, PIX, PXB, PHB, NODE, SYS."""
     driver: str | None = None
+    """The version of the driver."""
     cuda: str | None = None
-    """Newest CUDA the driver supports: `13.0`."""
+    """The newest CUDA version that the driver supports, such as `13.0`."""
     why: dict[str, str] = {}
-    """Field to the reason it is None; `nvml` where NVML is absent, `gpu 3` for a GPU that does not answer."""
+    """Maps a field to the reason why it is None; `nvml` if NVML is missing, `gpu 3` for a GPU that does not answer."""
+
+
+class Query:
+    """Calls NVML functions and stores the reason of every call that NVML refuses."""
+
+    def __init__(self, nvml: Any, why: dict[str, str] | None = None) -> None:
+        self._nvml = nvml
+        self._why = {} if why is None else why
+
+    def __call__(self, field: str, call: Callable[..., Any], /, *arguments: Any) -> Any:
+        """Return `call(*arguments)`. If NVML refuses, return None and store the reason in `why[field]`."""
+        try:
+            return call(*arguments)
+        except self._nvml.NVMLError as error:
+            self._why[field] = f"{call.__name__}: {error}"
+            return None
+
+
+def is_permanent(nvml: Any, error: Any) -> bool:
+    """Return whether an NVMLError means that the call is not available here; after other errors a retry may succeed."""
+    return error.value in [getattr(nvml, name) for name in _PERMANENT]
 
 
 @contextmanager
 def session() -> Iterator[Any]:
-    """Yield pynvml, initialised, for as long as the block runs.
+    """Yield pynvml, initialised until the block ends.
 
     Raises:
-        NvmlMissingError: pynvml, the driver's library or the driver is missing or refuses.
+        NvmlMissingError: pynvml, the driver's library or the driver is missing, or nvmlInit fails.
     """
     try:
         nvml = importlib.import_module("pynvml")
@@ -55,45 +85,44 @@ def session() -> Iterator[Any]:
     try:
         yield nvml
     finally:
-        with suppress(nvml.NVMLError):  # a lost GPU may refuse this too, and nothing is left to do
+        with suppress(nvml.NVMLError):  # a lost GPU may refuse this too
             nvml.nvmlShutdown()
 
 
 def inventory() -> Inventory:
-    """Describe the GPUs of this machine; without NVML an empty inventory that says why."""
+    """Describe the GPUs of this machine. Without NVML the inventory is empty and has the reason."""
     try:
         with session() as nvml:
             return _inventory(nvml)
     except NvmlMissingError as error:
-        reason = str(error)
-        return Inventory(why=dict.fromkeys(("nvml", "topology", "driver", "cuda"), reason))
+        return Inventory(why=dict.fromkeys(("nvml", "topology", "driver", "cuda"), str(error)))
 
 
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
-    """Return the memory in use now, by any process, for each UUID that can be read; without NVML an empty map."""
-    answer: dict[str, int] = {}
+    """Return the memory in use now, by any process, for each UUID that can be read; an empty map without NVML."""
+    found: dict[str, int] = {}
     try:
         with session() as nvml:
-            ask = Ask(nvml, {})
+            query = Query(nvml)
             for uuid in uuids:
-                handle = ask(uuid, nvml.nvmlDeviceGetHandleByUUID, uuid)
-                used = None if handle is None else ask(uuid, _used_bytes, nvml, handle)
+                handle = query(uuid, nvml.nvmlDeviceGetHandleByUUID, uuid)
+                used = None if handle is None else query(uuid, _used_bytes, nvml, handle)
                 if used is not None:
-                    answer[uuid] = used
+                    found[uuid] = used
     except NvmlMissingError:
         return {}
-    return answer
+    return found
 
 
 def memory_v2(nvml: Any, handle: Any) -> Any:
-    """Return a device's memory: `total`, `reserved` for the driver, `used` beside that, `free`.
+    """Return a device's memory: `total`, `reserved` by the driver, `used` without the reserved part, `free`.
 
     Raises:
-        NVMLError: The driver is older than this call, or refuses.
+        NVMLError: The driver is older than this call (510), or refuses.
     """
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except TypeError:  # gpustat puts a function without `version` in its place, which asks for v2 by itself
+    except TypeError:  # gpustat replaces the function by one without `version`, which calls v2 itself
         return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
@@ -101,113 +130,99 @@ def _used_bytes(nvml: Any, handle: Any) -> int:
     try:
         return int(memory_v2(nvml, handle).used)
     except nvml.NVMLError as error:
-        if not lasting(nvml, error):
+        if not is_permanent(nvml, error):
             raise
     return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
-def visible(inventory: Inventory, cuda_visible_devices: str | None, cuda_device_order: str | None = None) -> list[Gpu]:
-    """Return the GPUs a CUDA program would see, in its order: item 0 is its `cuda:0`.
-
-    CUDA's rules (CUDA C++ programming guide, environment variables): the list ends at the first entry that names no
-    GPU, a GPU named twice empties it, `GPU-` UUIDs may be shortened while they stay unambiguous.
-
-    Args:
-        inventory: The GPUs there are.
-        cuda_visible_devices: CUDA_VISIBLE_DEVICES; None where unset: all GPUs.
-        cuda_device_order: CUDA_DEVICE_ORDER; None where unset: FASTEST_FIRST.
-
-    Raises:
-        ValueError: A MIG instance is named, or indices count GPUs of different kinds in an order only CUDA knows.
-    """
-    if cuda_visible_devices is None:
-        _refuse_unknown_order(inventory, cuda_device_order)
-        return list(inventory.gpus)
-    chosen: list[Gpu] = []
-    for entry in (part.strip() for part in cuda_visible_devices.split(",")):
-        if entry.startswith("MIG-"):
-            raise ValueError(
-                f"CUDA_VISIBLE_DEVICES names the MIG instance {entry!r}: NVML has no utilisation of MIG instances; "
-                "allowed are indices and GPU- UUIDs of whole GPUs"
-            )
-        gpu = _by_uuid(inventory, entry) if entry.startswith("GPU-") else _by_index(inventory, entry, cuda_device_order)
-        if gpu is None:
-            break
-        if gpu in chosen:
-            return []
-        chosen.append(gpu)
-    return chosen
-
-
-def _by_uuid(inventory: Inventory, entry: str) -> Gpu | None:
-    matches = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(entry.lower())]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _by_index(inventory: Inventory, entry: str, order: str | None) -> Gpu | None:
-    # CUDA reads as strtoul(3) does: "1x" is 1.
-    digits = re.match(r"\+?\d+", entry)
-    if digits is None:
-        return None
-    _refuse_unknown_order(inventory, order)
-    return next((gpu for gpu in inventory.gpus if gpu.index == int(digits.group())), None)
-
-
-def _refuse_unknown_order(inventory: Inventory, order: str | None) -> None:
-    names = sorted({gpu.name for gpu in inventory.gpus})
-    if len(names) > 1 and order != "PCI_BUS_ID":
-        raise ValueError(
-            f"CUDA_DEVICE_ORDER is {order!r} and the GPUs differ ({', '.join(names)}): CUDA may count them in another "
-            "order than NVML; allowed are CUDA_DEVICE_ORDER=PCI_BUS_ID, or GPU- UUIDs in CUDA_VISIBLE_DEVICES"
-        )
-
-
 def _inventory(nvml: Any) -> Inventory:
     why: dict[str, str] = {}
-    ask = Ask(nvml, why)
-    version = ask("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)
+    query = Query(nvml, why)
+    version = query("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)
     gpus: list[Gpu] = []
     handles: list[Any] = []
-    links: list[list[int]] = []
-    for index in range(ask("nvml", nvml.nvmlDeviceGetCount) or 0):
-        handle = ask(f"gpu {index}", nvml.nvmlDeviceGetHandleByIndex, index)
-        found = None if handle is None else _gpu(nvml, index, handle, why)
-        if found is not None:
-            gpus.append(found[0])
-            links.append(found[1])
+    for index in range(query("nvml", nvml.nvmlDeviceGetCount) or 0):
+        handle = query(f"gpu {index}", nvml.nvmlDeviceGetHandleByIndex, index)
+        uuid = None if handle is None else query(f"gpu {index}", nvml.nvmlDeviceGetUUID, handle)
+        name = None if uuid is None else query(f"gpu {index}", nvml.nvmlDeviceGetName, handle)
+        if uuid is not None and name is not None:
+            gpus.append(_gpu(nvml, handle, index=index, uuid=uuid, name=name))
             handles.append(handle)
     return Inventory(
         gpus=gpus,
-        topology=matrix(nvml, handles, links, ask),
-        driver=ask("driver", nvml.nvmlSystemGetDriverVersion),
+        topology=_topology(nvml, handles, query),
+        driver=query("driver", nvml.nvmlSystemGetDriverVersion),
         cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
         why=why,
     )
 
 
-def _gpu(nvml: Any, index: int, handle: Any, inventory_why: dict[str, str]) -> tuple[Gpu, list[int]] | None:
-    """Describe one GPU and number its active links; None, its reason in the inventory's, where it names no UUID."""
-    identify = Ask(nvml, inventory_why)
-    uuid = identify(f"gpu {index}", nvml.nvmlDeviceGetUUID, handle)
-    name = None if uuid is None else identify(f"gpu {index}", nvml.nvmlDeviceGetName, handle)
-    if uuid is None or name is None:
-        return None
+def _gpu(nvml: Any, handle: Any, *, index: int, uuid: str, name: str) -> Gpu:
     why: dict[str, str] = {}
-    ask = Ask(nvml, why)
-    memory = ask("memory_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
-    apart = ask("reserved_bytes", memory_v2, nvml, handle)
-    links = active_links(nvml, handle, ask)
-    milliwatts = ask("power_limit_w", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    gpu = Gpu(
+    query = Query(nvml, why)
+    memory = query("memory_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory_with_reserve = query("reserved_bytes", memory_v2, nvml, handle)
+    links = _active_links(nvml, handle, query)
+    limit_mw = query("power_limit_w", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return Gpu(
         index=index,
         uuid=uuid,
         name=name,
         memory_bytes=None if memory is None else int(memory.total),
-        reserved_bytes=None if apart is None else int(apart.reserved),
-        pcie_gen=ask("pcie_gen", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        pcie_width=ask("pcie_width", nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        power_limit_w=None if milliwatts is None else milliwatts / 1000,
+        reserved_bytes=None if memory_with_reserve is None else int(memory_with_reserve.reserved),
+        pcie_gen=query("pcie_gen", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        pcie_width=query("pcie_width", nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        power_limit_w=None if limit_mw is None else limit_mw / 1000,
         nvlinks=None if links is None else len(links),
         why=why,
     )
-    return gpu, links or []
+
+
+def _active_links(nvml: Any, handle: Any, query: Query) -> list[int] | None:
+    """Return the numbers of a GPU's active NVLinks; None, with the reason under `nvlinks`, if it has no NVLink."""
+    active: list[int] = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state = (query if link == 0 else Query(nvml))("nvlinks", nvml.nvmlDeviceGetNvLinkState, handle, link)
+        if state is None:
+            return None if link == 0 else active  # this model has no more links
+        if state:
+            active.append(link)
+    return active
+
+
+def _topology(nvml: Any, handles: Sequence[Any], query: Query) -> list[list[str]] | None:
+    """Return the [gpu, gpu] matrix of paths; None, with the reason under `topology`, if NVML refuses.
+
+    Two GPUs are connected by the NVLinks from one to the other. If they are connected through switches, the count is
+    the smaller of their numbers of links to switches.
+    """
+    infos = [query("topology", nvml.nvmlDeviceGetPciInfo, handle) for handle in handles]
+    if None in infos:
+        return None
+    ends = [_link_ends(nvml, handle) for handle in handles]
+    paths = [["X"] * len(handles) for _ in handles]
+    for a in range(len(handles)):
+        for b in range(a + 1, len(handles)):
+            level = query("topology", nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b])
+            if level is None:
+                return None
+            count = ends[a][_bus_id(infos[b])] or min(ends[a][_SWITCH], ends[b][_SWITCH])
+            paths[a][b] = paths[b][a] = f"NV{count}" if count else _PATHS.get(level, f"level {level}")
+    return paths
+
+
+def _link_ends(nvml: Any, handle: Any) -> Counter[str]:
+    """Count a GPU's active NVLinks by their other end: `switch`, or the PCI bus id of another GPU."""
+    ends: Counter[str] = Counter()
+    query = Query(nvml)
+    for link in _active_links(nvml, handle, query) or ():
+        if query("", nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            ends[_SWITCH] += 1
+        elif (remote := query("", nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)) is not None:
+            ends[_bus_id(remote)] += 1
+    return ends
+
+
+def _bus_id(info: Any) -> str:
+    raw = info.busId
+    return (raw.decode() if isinstance(raw, bytes) else str(raw)).lower()

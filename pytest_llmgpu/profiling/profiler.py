@@ -1,4 +1,4 @@
-"""The test process's side of the sampler: starts it, listens, and cuts a profile for every window of time.
+"""Starts the sampler, receives its stream, and cuts a profile for every window of time.
 
 Times are CLOCK_MONOTONIC seconds, as `time.monotonic()` gives them in every process of the machine.
 """
@@ -29,26 +29,25 @@ from pytest_llmgpu.report.result import Profile
 __all__ = ["Profiler", "Window"]
 
 _HEADER_S = 5.0
-"""How long `start` waits for the sampler's first line; a slow driver's comes later and counts from then on."""
+"""`start` waits this long for the sampler's first line. With a slow driver it comes later and is used from then on."""
 _STREAM_S = 2.0
-"""How long a slice waits for the stream to pass its end."""
+"""A slice waits this long for the stream to pass its end."""
 _END_S = 1.0
-"""How long a sampler that was told to end may take before it is killed."""
+"""After this time a sampler that should end is killed."""
 _FRESH_S = 0.1
-"""How long after its end a window can still be marked."""
 _FRESH = 0.01
-"""Or so much of its length, as `marks` has it."""
+"""A window can be marked this many seconds after its end, or this fraction of its length (`counter_deltas`)."""
 _NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """First and only line of a sampler that has nothing to read."""
+    """The first and only line of a sampler that has nothing to read."""
 
     error: str
 
 
 class Window:
-    """One stretch of time; `profile` is set when it ends."""
+    """A period of time. `profile` is set when it ends."""
 
     def __init__(self, start_s: float) -> None:
         self.start_s = start_s
@@ -57,11 +56,11 @@ class Window:
 
 
 class Profiler:
-    """The session's sampler and everything it has streamed.
+    """The session's sampler and its stream so far.
 
-    Readings are kept up to `recording.HISTORY_BYTES` (hours of them), and since the start of the oldest open window: a
-    slice may reach back so far. Nothing here raises for a machine without NVML or for a sampler that dies; `why` and
-    the profiles say so.
+    Readings are stored up to `recording.HISTORY_BYTES` (hours of them), and since the start of the oldest open window:
+    a slice may reach back that far. Nothing here raises on a machine without NVML or if the sampler dies; `why` and the
+    profiles have the reason.
     """
 
     def __init__(
@@ -71,13 +70,13 @@ class Profiler:
         environment: Mapping[str, str] | None = None,
         method: Method = "auto",
     ) -> None:
-        """Prepare a profiler; nothing runs before `start`.
+        """Prepare a profiler. Nothing runs before `start`.
 
         Args:
             period_s: Seconds between readings.
-            uuids: GPUs to read and report, in this order; None for all in NVML's order.
-            environment: The sampler's environment; None for this process's own.
-            method: `auto` for the best sources each device has, `polling` for the calls of Shin et al. 2024.
+            uuids: The GPUs to read, in this order; None for all in NVML's order.
+            environment: The sampler's environment; None for that of this process.
+            method: `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
 
         Raises:
             ValueError: The period is not a positive number of seconds.
@@ -86,7 +85,7 @@ class Profiler:
             raise ValueError(f"sampling period is {period_s!r}; allowed are positive numbers of seconds")
         self.period_s = period_s
         self.held_bytes: Mapping[str, int] = _NOTHING_HELD
-        """UUID to bytes that are taken out of memory_used_bytes, unless a slice is told otherwise."""
+        """UUID to the bytes that are subtracted from memory_used_bytes, unless a slice is given others."""
         self._method = method
         self._uuids = None if uuids is None else list(uuids)
         self._environment = dict(environment) if environment is not None else None
@@ -104,7 +103,7 @@ class Profiler:
 
     @property
     def why(self) -> str | None:
-        """Why there are no readings, or no more; None while all is well."""
+        """The reason why there are no readings, or no more; None while the sampler runs."""
         with self._changed:
             if self._failure is not None or self._recording is not None:
                 return self._failure
@@ -114,14 +113,14 @@ class Profiler:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the sampler; None before it runs."""
+        """The process id of the sampler; None before it runs."""
         with self._changed:
             return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the sampler, unless it runs, and wait some seconds at most until it answers.
+        """Start the sampler, unless it runs, and wait up to 5 s for its first line.
 
-        One that has ended or fallen silent on the way is replaced, and what it streamed is gone, unless a window is
+        A sampler that has ended or does not answer any more is replaced, and its stream is dropped, unless a window is
         open that began with it.
         """
         with self._changed:
@@ -139,20 +138,20 @@ class Profiler:
             self._changed.wait_for(lambda: self._recording is not None or self._ended, _HEADER_S)
 
     def mark(self, *, wait: bool = False) -> None:
-        """Have the sampler read the cumulative counters now: energy, throttled time, bytes over NVLink.
+        """Request a reading of the cumulative counters now: energy, throttled time, bytes over NVLink.
 
-        A slice that begins and ends near a mark has them. `window` marks both ends; a slice marks the end of a window
-        that has just ended by itself.
+        A slice that begins and ends near a mark has their differences. `window` marks both of its ends. `slice` marks
+        the end of a window that has just ended.
 
         Args:
-            wait: Return once they are read, which takes some milliseconds a device, or after 2 s.
+            wait: Wait until they are read, which takes some milliseconds per device, or for 2 s.
         """
         with self._changed:
             process = self._process
             if self._recording is None or self._ended or self._closing or process is None or process.stdin is None:
                 return
-            with suppress(OSError, ValueError):  # it has ended, which its listener is about to tell
-                os.write(process.stdin.fileno(), b"mark\n")  # nothing buffered that closing would have to write
+            with suppress(OSError, ValueError):  # it has ended, which the listener will notice
+                os.write(process.stdin.fileno(), b"mark\n")  # unbuffered: closing must not have to write
                 self._marks += 1
                 self._marked_s = time.monotonic()
             if wait:
@@ -160,17 +159,17 @@ class Profiler:
                 self._changed.wait_for(lambda: self._ended or recording.marks >= marks, _STREAM_S)
 
     def cpu_s(self, start_s: float, end_s: float) -> float | None:
-        """Return the CPU seconds the sampler used between two times; None where it was not sampling."""
+        """Return the CPU seconds that the sampler used between two times; None if it was not sampling."""
         with self._changed:
             return None if self._recording is None else self._recording.cpu_s(start_s, end_s)
 
     def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
-        """Return the profile between two times, waiting a little until the stream has passed the end.
+        """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 
         Args:
             start_s: CLOCK_MONOTONIC seconds.
             end_s: CLOCK_MONOTONIC seconds; not in the future.
-            held_bytes: UUID to bytes to take out of memory_used_bytes; None for those of the profiler.
+            held_bytes: UUID to the bytes that are subtracted from memory_used_bytes; None for those of the profiler.
 
         Raises:
             ValueError: The end lies before the start.
@@ -208,8 +207,8 @@ class Profiler:
     def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
         """Profile a block: `with profiler.window() as window: ...`, then `window.profile`.
 
-        The block begins when the counters have been read, which takes some milliseconds a device. Its `invalid` has
-        what the profile itself shows: whose programs ran there is not known here.
+        The block begins when the counters have been read, which takes some milliseconds per device. The profile's
+        `invalid` has the disturbances that the profile shows; the programs of others are not known here.
         """
         self.start()
         self.mark(wait=True)
@@ -227,7 +226,7 @@ class Profiler:
                 self._open.remove(window.start_s)
 
     def close(self) -> None:
-        """End the sampler. What it streamed can still be sliced."""
+        """End the sampler. Slices of its stream are still possible."""
         with self._changed:
             self._closing = True
             listener, process = self._listener, self._process
@@ -242,7 +241,7 @@ class Profiler:
             listener.join(_END_S)
 
     def _discard(self) -> None:
-        """Be as before the start, the sampler killed. One that hangs in the driver and cannot be killed is kept."""
+        """Kill the sampler and reset the state, unless the sampler hangs in the driver and cannot be killed."""
         with self._changed:
             listener, process = self._listener, self._process
         if process is not None:
@@ -257,9 +256,9 @@ class Profiler:
             self._ended = self._silent = False
 
     def _listen(self) -> None:
-        """Run the sampler and take in its stream until it ends.
+        """Run the sampler and receive its stream until it ends.
 
-        The sampler is started here because the signal that ends it with its parent follows the parent's thread.
+        The sampler is started in this thread because the kernel binds a child to the thread that started it.
         """
         with tempfile.TemporaryFile() as errors:
             try:
@@ -289,7 +288,7 @@ class Profiler:
             stdout=subprocess.PIPE,
             stderr=errors,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C in the terminal is the test process's to handle
+            start_new_session=True,  # Ctrl-C in the terminal is for the test process
         )
 
     def _take(self, line: bytes) -> None:
@@ -317,7 +316,7 @@ class Profiler:
 
 
 def _ending(returncode: int, errors: bytes) -> str:
-    """Say how a sampler ended that should have gone on."""
+    """Describe the unexpected end of a sampler."""
     if returncode < 0:
         how = f"signal {-returncode} ({signal.Signals(-returncode).name})"
     else:

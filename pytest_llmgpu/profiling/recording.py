@@ -1,4 +1,4 @@
-"""What the sampler has streamed so far, and the profiles that are cut out of it."""
+"""The stream of the sampler so far, and the profiles that are cut out of it."""
 
 from __future__ import annotations
 
@@ -8,66 +8,66 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.profiling.counter_deltas import Mark, counted
-from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
+from pytest_llmgpu.profiling.counter_deltas import Mark, window_counts
+from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
 from pytest_llmgpu.report.profile_figures import Span, moments, spans
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
 __all__ = ["HISTORY_BYTES", "SERIES_POINTS", "Reading", "Recording"]
 
 HISTORY_BYTES = 64 << 20
-"""The oldest readings are dropped beyond this, unless a window that is still open needs them: 2 hours of 8 GPUs."""
-
+"""The oldest readings beyond this size are dropped, unless an open window needs them. It holds 2 hours of 8 GPUs."""
 _READING_BYTES = 200
-"""What a kept tick costs beside its values."""
-
+"""The size of a stored tick without its values."""
 SERIES_POINTS = 2000
-"""Most points a series keeps."""
-
+"""The most points of a series."""
 _MARKS = 1000
-"""Marks kept: two a window."""
-
+"""The most marks that are stored. A window has two."""
 _REACH_S = 5.0
-"""A reading so long after a window's end says nothing of it any more: the ring's speak for a second."""
-
+"""Readings up to this long after a window's end may cover a part of it; those of the ring cover a second."""
 _FULL = 0.95
-"""Where readings speak for so much of a window, a reason of another time is none of this one."""
+"""If readings cover this fraction of a window, a failure at another time is no reason of this window."""
 
 _Columns = dict[str, list[float | None]]
-"""One device's values over the readings, by metric."""
+"""The values of one device over the readings, by metric."""
 
 
 class Reading(NamedTuple):
-    """A tick as it is kept: 8 bytes a value, since sessions are long."""
+    """A stored tick. Values take 8 bytes each, because sessions are long."""
 
     k: int
+    """The number of the deadline."""
     t_s: float
+    """The CLOCK_MONOTONIC time at which the readings began."""
     values: array[float]
-    """[device * metric], NaN for None."""
+    """[device * metric] NaN for None."""
     seconds: array[float] | None
-    """[device * metric], NaN for None; None where no value has any."""
+    """[device * metric] NaN for None; None if no value covers a time."""
     cpu_s: float | None
+    """The CPU seconds of the sampler so far."""
 
 
 class Recording:
-    """The stream of one sampler. Not safe in threads: its owner locks."""
+    """The stream of one sampler. It is not thread-safe: its owner locks."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
         self._why = [dict(device.why) for device in header.devices]
         self._kept: deque[Reading] = deque()
-        self._marks: deque[MarkRecord] = deque(maxlen=_MARKS)
+        self._marks: list[deque[Mark]] = [deque(maxlen=_MARKS) for _ in header.devices]
+        self.marks = 0
+        """The number of the latest mark; 0 before the first."""
         self._dropped = False
         self._orders = 0
         values = len(header.devices) * len(header.metrics)
         self._capacity = HISTORY_BYTES // (_READING_BYTES + (12 if header.spans else 8) * values)
 
     def add(self, tick: TickRecord, open_since_s: float = math.inf) -> None:
-        """Keep a tick and drop what no slice needs any more.
+        """Store a tick and drop the ticks that no slice needs any more.
 
         Args:
-            tick: Ticks come in the order of their deadlines.
-            open_since_s: Start of the oldest window still open.
+            tick: The next tick in the order of deadlines.
+            open_since_s: Start of the oldest window that is still open.
         """
         seconds = _flat("f", tick.seconds) if tick.seconds else None
         self._kept.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
@@ -79,188 +79,171 @@ class Recording:
             self._dropped = True
 
     def mark(self, mark: MarkRecord) -> None:
-        """Keep a mark; they come in order."""
-        self._marks.append(mark)
-
-    @property
-    def marks(self) -> int:
-        """Number of the latest mark; 0 before the first."""
-        return self._marks[-1].mark if self._marks else 0
+        """Store the next mark."""
+        self.marks = mark.mark
+        span_s = min(mark.t_s), max(mark.answered_s)
+        rows = zip(self._marks, mark.t_s, mark.answered_s, mark.counters, mark.why, strict=True)
+        for marks, t_s, answered_s, counts, why in rows:
+            marks.append(Mark(t_s, answered_s, counts, why, span_s))
 
     def cpu_s(self, start_s: float, end_s: float) -> float | None:
-        """Return the CPU seconds the sampler used in that time, by the ticks inside; None with fewer than two."""
-        inside = [reading for reading in self._kept if start_s <= reading.t_s <= end_s and reading.cpu_s is not None]
+        """Return the CPU seconds of the sampler in a time, by the ticks inside; None with fewer than two ticks."""
+        inside = [reading for reading in self._inside(start_s, end_s) if reading.cpu_s is not None]
         if not inside or inside[0] is inside[-1]:
             return None
         first, last = inside[0], inside[-1]
         return ((last.cpu_s or 0.0) - (first.cpu_s or 0.0)) / (last.t_s - first.t_s) * (end_s - start_s)
 
     def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
-        """Return whether no tick still to come can change the slice between these times.
+        """Return whether later ticks cannot change the slice between these times.
 
         Args:
             start_s: Start of the window.
-            end_s: Its end.
-            orders: Marks ordered so far: the tick after the latest says what has been read once a second until then.
+            end_s: End of the window.
+            orders: Marks requested so far. The tick after the latest has the readings that are made once a second.
         """
         if self.behind(end_s):
             return False
         if self.header.spans:
             return self._kept[-1].t_s > end_s and self._orders >= orders
-        # Without a reading inside, the one after may be nearer than the one before.
-        if self._kept[-1].t_s > end_s:
-            return True
-        return any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
+        # Without a reading inside, the one after the window may be nearer than the one before.
+        return self._kept[-1].t_s > end_s or any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
 
     def behind(self, end_s: float) -> bool:
-        """Return whether the tick of the last deadline before that time has not come yet."""
+        """Return whether the tick of the last deadline before a time is missing so far."""
         return not self._kept or self._kept[-1].k < self._last_deadline(end_s)
 
     def profile(self, start_s: float, end_s: float, held_bytes: Mapping[str, int], why: Mapping[str, str]) -> Profile:
         """Cut the profile between two CLOCK_MONOTONIC times.
 
-        A window without a reading inside gets the nearest one, says so in `why["samples"]`, and counts 0 samples.
+        A window without a reading inside gets the nearest reading, its distance in `why["samples"]`, and 0 samples.
 
         Args:
             start_s: Start of the window.
-            end_s: Its end.
-            held_bytes: UUID to bytes to take out of memory_used_bytes.
-            why: What is wrong with the stream as a whole.
+            end_s: End of the window.
+            held_bytes: UUID to the bytes that are subtracted from memory_used_bytes.
+            why: Faults of the whole stream.
         """
-        inside = [reading for reading in self._kept if start_s <= reading.t_s <= end_s]
+        inside = self._inside(start_s, end_s)
         reasons = {**self.header.why, **why}
         readings = inside
         if not inside and self._kept:
             nearest = min(self._kept, key=lambda reading: max(start_s - reading.t_s, reading.t_s - end_s))
             distance_s = max(start_s - nearest.t_s, nearest.t_s - end_s)
-            reasons["samples"] = f"no reading fell inside the window; the nearest is {distance_s:.3g} s away"
+            reasons["samples"] = f"no reading lies inside the window; the nearest is {distance_s:.3g} s away"
             readings = [nearest]
         if not self._kept:
-            reasons["profile"] = "the sampler has given no reading"
+            reasons["profile"] = "the sampler has sent no reading"
         if self._dropped and (not self._kept or start_s < self._kept[0].t_s):
-            reasons["history"] = "readings from its beginning were dropped to save memory; an open window keeps them"
-        columns = self._columns(readings, held_bytes)
+            reasons["history"] = (
+                "the oldest readings of the window were dropped to save memory; an open window keeps its own"
+            )
+        columns = [
+            self._columns(place, readings, held_bytes.get(device.uuid, 0))
+            for place, device in enumerate(self.header.devices)
+        ]
         return Profile(
             period_s=self.header.period_s,
             duration_s=end_s - start_s,
             samples=len(inside),
             missed=self._missed(start_s, end_s),
-            lateness_p99_s=self._lateness_p99(inside),
-            devices=self._devices(readings, columns, start_s, end_s),
+            lateness_p99_s=self._lateness_p99_s(inside),
+            devices=[
+                self._device(place, device, readings, columns[place], start_s, end_s)
+                for place, device in enumerate(self.header.devices)
+            ],
             sampler_cpu_s=self.cpu_s(start_s, end_s),
-            series=self._series(readings, columns, start_s),
+            series=_series(readings, columns, start_s),
             why=reasons,
         )
+
+    def _inside(self, start_s: float, end_s: float) -> list[Reading]:
+        return [reading for reading in self._kept if start_s <= reading.t_s <= end_s]
 
     def _last_deadline(self, end_s: float) -> int:
         return math.floor((end_s - self.header.t0_s) / self.header.period_s)
 
     def _missed(self, start_s: float, end_s: float) -> int:
-        """Count the deadlines inside the window without a tick, as far back as ticks are kept."""
+        """Count the deadlines inside the window that have no tick, as far back as ticks are stored."""
         first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
         if self._dropped and self._kept:
             first = max(first, self._kept[0].k)
         last = self._last_deadline(end_s)
         return max(0, last - first + 1) - sum(first <= reading.k <= last for reading in self._kept)
 
-    def _lateness_p99(self, inside: Sequence[Reading]) -> float | None:
-        late = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
-        return max(0.0, late[math.ceil(0.99 * len(late)) - 1]) if late else None
+    def _lateness_p99_s(self, inside: Sequence[Reading]) -> float | None:
+        late_s = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
+        return max(0.0, late_s[math.ceil(0.99 * len(late_s)) - 1]) if late_s else None
 
-    def _columns(self, readings: Sequence[Reading], held_bytes: Mapping[str, int]) -> list[_Columns]:
-        """Return per device each metric's values over the readings, held bytes taken out."""
-        columns: list[_Columns] = []
-        for place, device in enumerate(self.header.devices):
-            held = {"memory_used_bytes": held_bytes.get(device.uuid, 0)}
-            offset = place * len(self.header.metrics)
-            columns.append(
-                {
-                    metric: [
-                        # A reading from before the bytes were held must not fall below zero.
-                        None if math.isnan(value) else max(0.0, value - held.get(metric, 0))
-                        for value in (reading.values[offset + number] for reading in readings)
-                    ]
-                    for number, metric in enumerate(self.header.metrics)
-                }
-            )
+    def _columns(self, place: int, readings: Sequence[Reading], held_bytes: int) -> _Columns:
+        """Return the values of each metric of a device over the readings, without the held bytes."""
+        columns: _Columns = {}
+        for at, metric in enumerate(self.header.metrics, place * len(self.header.metrics)):
+            held = held_bytes if metric == "memory_used_bytes" else 0
+            values = (reading.values[at] for reading in readings)
+            # A reading from before the bytes were held must not fall below zero.
+            columns[metric] = [None if math.isnan(value) else max(0.0, value - held) for value in values]
         return columns
 
-    def _devices(
+    def _device(
         self,
+        place: int,
+        device: HeaderDevice,
         readings: Sequence[Reading],
-        columns: Sequence[_Columns],
+        columns: _Columns,
         start_s: float,
         end_s: float,
-    ) -> list[DeviceProfile]:
-        devices: list[DeviceProfile] = []
+    ) -> DeviceProfile:
+        metrics: dict[str, Metric] = {}
+        reasons: dict[str, str] = {}
         reaching = [reading for reading in self._kept if start_s < reading.t_s < end_s + _REACH_S] or readings
-        for place, (device, why, column) in enumerate(zip(self.header.devices, self._why, columns, strict=True)):
-            metrics: dict[str, Metric] = {}
-            reasons: dict[str, str] = {}
-            for number, metric in enumerate(self.header.metrics):
-                method, window_s = device.methods[number], device.windows_s[number]
-                known = [
-                    (reading.t_s, value)
-                    for reading, value in zip(readings, column[metric], strict=True)
-                    if value is not None
-                ]
-                spoken = _spans(reaching, place * len(self.header.metrics) + number)
-                if spoken is None:
-                    figures = moments(known, window_s, method, start_s, end_s)
-                    complete = bool(readings) and None not in column[metric]
-                else:
-                    figures = spans(spoken, known[-1][1] if known else None, method, start_s, end_s)
-                    complete = (figures.coverage or 0.0) >= _FULL
-                if figures.mean is None:
-                    reasons[metric] = f"{method or 'NVML'}: no reading speaks for this window"
-                # A reason from another time says nothing of a window in which every reading came.
-                if not complete and metric in why:
-                    reasons[metric] = why[metric]
-                metrics[metric] = figures
-            marks = [
-                Mark(
-                    mark.t_s[place],
-                    mark.answered_s[place],
-                    mark.counters[place],
-                    mark.why[place],
-                    (min(mark.t_s), max(mark.answered_s)),
-                )
-                for mark in self._marks
-            ]
-            counts = counted(marks, metrics, reasons, start_s, end_s)
-            devices.append(
-                DeviceProfile(
-                    index=device.index,
-                    uuid=device.uuid,
-                    metrics=metrics,
-                    energy_j=counts.pop("energy_j", None),
-                    throttled_s=counts.pop("throttled_s", None),
-                    counters=counts,
-                    why=reasons,
-                )
-            )
-        return devices
-
-    def _series(self, readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
-        if not readings:
-            return None
-        points = _thinned(len(readings), [values for column in columns for values in column.values()])
-        return Series(
-            t_s=[round(readings[point].t_s - start_s, 6) for point in points],
-            devices=[
-                {metric: [values[point] for point in points] for metric, values in column.items()} for column in columns
-            ],
+        for number, (metric, column) in enumerate(columns.items()):
+            method = device.methods[number]
+            known = [(reading.t_s, value) for reading, value in zip(readings, column, strict=True) if value is not None]
+            covering = _spans(reaching, place * len(columns) + number)
+            if covering:
+                figures = spans(covering, known[-1][1] if known else None, method, start_s, end_s)
+                complete = (figures.coverage or 0.0) >= _FULL
+            else:
+                figures = moments(known, device.windows_s[number], method, start_s, end_s)
+                complete = bool(readings) and None not in column
+            if figures.mean is None:
+                reasons[metric] = f"{method or 'NVML'}: no reading covers this window"
+            # A failure at another time is no reason of a window in which every reading was made.
+            if not complete and metric in self._why[place]:
+                reasons[metric] = self._why[place][metric]
+            metrics[metric] = figures
+        counts = window_counts(self._marks[place], metrics, reasons, start_s, end_s)
+        return DeviceProfile(
+            index=device.index,
+            uuid=device.uuid,
+            metrics=metrics,
+            energy_j=counts.pop("energy_j", None),
+            throttled_s=counts.pop("throttled_s", None),
+            counters=counts,
+            why=reasons,
         )
 
 
-def _spans(readings: Sequence[Reading], at: int) -> list[Span] | None:
-    """Return what that column's readings say of the time before them; None where they speak for no span."""
-    found = [
+def _spans(readings: Sequence[Reading], at: int) -> list[Span]:
+    """Return the readings of one column that cover a time before them."""
+    return [
         Span(reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
         for reading in readings
         if reading.seconds is not None and not math.isnan(reading.seconds[at])
     ]
-    return found or None
+
+
+def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
+    if not readings:
+        return None
+    points = _thinned(len(readings), [values for column in columns for values in column.values()])
+    return Series(
+        t_s=[round(readings[point].t_s - start_s, 6) for point in points],
+        devices=[
+            {metric: [values[point] for point in points] for metric, values in column.items()} for column in columns
+        ],
+    )
 
 
 def _flat(kind: str, rows: Sequence[Sequence[float | None]]) -> array[float]:
@@ -268,7 +251,7 @@ def _flat(kind: str, rows: Sequence[Sequence[float | None]]) -> array[float]:
 
 
 def _thinned(count: int, columns: Sequence[Sequence[Any]]) -> list[int]:
-    """Return which of `count` points to keep: evenly spaced ones, and every column's smallest and largest."""
+    """Return which of `count` points to keep: evenly spaced ones, and the smallest and largest of every column."""
     if count <= SERIES_POINTS:
         return list(range(count))
     keep: set[int] = set()

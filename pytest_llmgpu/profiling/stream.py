@@ -1,4 +1,4 @@
-"""The lines of the sampler's stream: a header, then ticks and marks."""
+"""The lines of the sampler's stream, each a JSON record: a header, then ticks and marks."""
 
 from __future__ import annotations
 
@@ -8,61 +8,66 @@ __all__ = ["Header", "HeaderDevice", "MarkRecord", "TickRecord"]
 
 
 class HeaderDevice(msgspec.Struct, frozen=True):
-    """One GPU the sampler reads."""
+    """One GPU that the sampler reads."""
 
     index: int
+    """NVML's index of the GPU."""
     uuid: str
+    """NVML's UUID of the GPU."""
     why: dict[str, str]
-    """Metric to the reason it is never read."""
+    """Maps a metric to the reason why it is never read."""
     methods: list[str]
-    """Where each metric comes from; empty where nothing gives it."""
+    """[metric] The NVML call that the metric comes from; empty if it has no source."""
     windows_s: list[float | None]
-    """How long each reading looks from its tick on; None for an instant, a time before it, or where it is not known."""
+    """[metric] How long each reading measures from its tick on; None for an instant, an earlier or an unknown time."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """First line of the sampler's stream."""
+    """The first line of the sampler's stream."""
 
     t0_s: float
-    """CLOCK_MONOTONIC of the first deadline."""
+    """The CLOCK_MONOTONIC time of the first deadline."""
     period_s: float
+    """The seconds between two deadlines."""
     metrics: list[str]
-    """Names of the values of each device, in order."""
+    """The names of the values of each device, in order."""
     devices: list[HeaderDevice]
+    """The GPUs, in the order of the values of a tick."""
     spans: bool = False
-    """Whether some readings speak for the time before them, so that a window needs the tick after its end."""
+    """Whether some readings cover the time before them. A window then needs the tick after its end."""
     why: dict[str, str] = {}
+    """Maps `gpu 3` to the reason why it did not answer."""
 
 
 class TickRecord(msgspec.Struct, frozen=True):
-    """Every other line of the stream: the readings that began at one deadline."""
+    """The readings that began at one deadline."""
 
     k: int
-    """Number of the deadline: t0 + k * period."""
+    """The number of the deadline t0 + k * period."""
     t_s: float
-    """CLOCK_MONOTONIC when the readings began."""
+    """The CLOCK_MONOTONIC time at which the readings began."""
     values: list[list[float | None]]
-    """[device, metric]"""
+    """[device, metric] The reading; None if it failed or if it is too early for one."""
     why: dict[int, dict[str, str]] = {}
-    """Device's place in the header to metric to the reason, where it is new."""
+    """Maps a device's place in the header to the reasons by metric, if they have changed."""
     seconds: list[list[float | None]] = []
-    """[device, metric] how long before the tick a value speaks for; None for a moment or a time after it."""
+    """[device, metric] The seconds before the tick that a value covers; None for a moment or a time after it."""
     cpu_s: float | None = None
-    """CPU seconds the sampler has used so far."""
+    """The CPU seconds that the sampler has used so far."""
     orders: int = 0
-    """Marks that were ordered before it began: after an order, what has something to say says it at the next tick."""
+    """The number of marks requested before the tick. Sources that are read once a second are read after a request."""
 
 
 class MarkRecord(msgspec.Struct, frozen=True):
-    """What cumulative counters said when a window began or ended."""
+    """A reading of the cumulative counters, made when a window begins or ends."""
 
     mark: int
-    """Marks are numbered from 1."""
+    """The number of the mark, from 1."""
     t_s: list[float]
-    """[device] CLOCK_MONOTONIC when it was asked."""
+    """[device] The CLOCK_MONOTONIC time at which its reading began."""
     answered_s: list[float]
-    """[device] when it had answered."""
+    """[device] The CLOCK_MONOTONIC time at which its reading ended."""
     counters: list[dict[str, float]]
-    """[device] name to the count."""
+    """[device] The counts by name."""
     why: list[dict[str, str]]
-    """[device] name to the reason it has none."""
+    """[device] Maps a name to the reason why it has no count."""

@@ -33,7 +33,7 @@ def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | st
     if metric is None or metric.mean is None:
         return device.why.get(name) or profile.why.get("profile", "no sample")
     if metric.coverage == 0 or (metric.coverage is None and not profile.samples):
-        return profile.why.get("samples") or f"{metric.method}: no reading speaks for this window"
+        return profile.why.get("samples") or f"{metric.method}: no reading covers this window"
     return metric
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs there are, how they are joined, and which of them CUDA shows."""
+"""Which GPUs there are and how they are connected."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.profiling.nvml import Inventory, inventory, memory_v2, used_bytes, visible
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.profiling.nvml import inventory, memory_v2, used_bytes
 
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]
@@ -148,60 +147,3 @@ def test_a_driver_without_the_newer_memory_call_is_read_the_old_way(nvml_stub: S
     assert gpu["why"]["reserved_bytes"].endswith("Not Supported")
     lost = ask(nvml_stub(lost="0:0"), f"nvml.used_bytes([{uuid(0)!r}])")
     assert lost == {}
-
-
-ALIKE = Inventory(
-    gpus=[Gpu(index=index, uuid=f"GPU-{prefix}0", name="A") for index, prefix in enumerate(["aa", "ab", "c"])]
-)
-MIXED = Inventory(gpus=[Gpu(index=0, uuid="GPU-a", name="A"), Gpu(index=1, uuid="GPU-b", name="B")])
-
-
-@pytest.mark.parametrize(
-    ("value", "indices"),
-    [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("0", [0]),
-        ("2,0", [2, 0]),
-        (" 1 , 2", [1, 2]),
-        ("1x,+2", [1, 2]),
-        ("1,7,0", [1]),
-        ("1,-1,0", [1]),
-        ("1,,0", [1]),
-        ("1,0,1", []),
-        ("GPU-c0", [2]),
-        ("GPU-c", [2]),
-        ("GPU-AB,0", [1, 0]),
-        ("GPU-a,0", []),
-        ("GPU-c,GPU-zz,0", [2]),
-        ("2,GPU-c", []),
-        ("0,9,MIG-1", [0]),
-    ],
-)
-def test_visible_follows_cuda(value: str | None, indices: list[int]) -> None:
-    """Order, shortened UUIDs, the stop at the first invalid entry and the emptying by a repeated one are CUDA's."""
-    assert [gpu.index for gpu in visible(ALIKE, value)] == indices
-
-
-def test_visible_refuses_mig() -> None:
-    """A MIG instance is refused by name, since NVML has no utilisation of it."""
-    with pytest.raises(ValueError, match="MIG-5c"):
-        visible(ALIKE, "0,MIG-5c")
-
-
-@pytest.mark.parametrize("value", [None, "1"])
-def test_visible_refuses_to_guess_the_order_of_unequal_gpus(value: str | None) -> None:
-    """Where CUDA may count in another order than NVML, indices are refused with the way out."""
-    with pytest.raises(ValueError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        visible(MIXED, value)
-    with pytest.raises(ValueError, match="FASTEST_FIRST"):
-        visible(MIXED, value, "FASTEST_FIRST")
-
-
-def test_visible_knows_unequal_gpus_by_bus_order_or_uuid() -> None:
-    """PCI bus order is NVML's own, and a UUID needs no order."""
-    assert [gpu.uuid for gpu in visible(MIXED, None, "PCI_BUS_ID")] == ["GPU-a", "GPU-b"]
-    assert [gpu.uuid for gpu in visible(MIXED, "1", "PCI_BUS_ID")] == ["GPU-b"]
-    assert [gpu.uuid for gpu in visible(MIXED, "GPU-b,GPU-a")] == ["GPU-b", "GPU-a"]

@@ -235,9 +235,9 @@ def test_a_window_with_spans_waits_for_the_tick_after_its_mark() -> None:
     ("start_s", "end_s", "metric", "expected"),
     [
         (100.5, 102.5, "power_w", 15.0),
-        (101.2, 101.8, "power_w", "no reading fell inside"),
+        (101.2, 101.8, "power_w", "no reading lies inside"),
         (101.1, 101.3, "pcie_tx_bytes_per_s", 5.0),
-        (101.4, 101.8, "pcie_tx_bytes_per_s", "no reading fell inside"),
+        (101.4, 101.8, "pcie_tx_bytes_per_s", "no reading lies inside"),
         (100.5, 102.5, "nvlink_tx_bytes_per_s", "no sample"),
     ],
 )
@@ -261,7 +261,7 @@ def test_a_span_of_another_time_is_no_figure_of_the_window() -> None:
     assert not isinstance(of_window(profile, profile.devices[0], "nvlink_tx_bytes_per_s"), str)
     late = cut(spanning([0, 1, 2, 3]), 104.5, 104.9)
     assert "nearest" in str(of_window(late, late.devices[0], "nvlink_tx_bytes_per_s"))
-    assert of_window(late, late.devices[0], "utilization_pct") == "ring: no reading speaks for this window"
+    assert of_window(late, late.devices[0], "utilization_pct") == "ring: no reading covers this window"
 
 
 def test_a_reason_of_another_time_is_not_told_of_a_window_that_is_covered() -> None:
@@ -280,7 +280,7 @@ def test_a_metric_that_has_said_nothing_yet_is_none_with_a_reason() -> None:
     assert late.metrics["nvlink_tx_bytes_per_s"].mean == 30.0
     assert late.metrics["nvlink_tx_bytes_per_s"].coverage == 0.0
     assert late.metrics["utilization_pct"].mean is None
-    assert late.why["utilization_pct"] == "ring: no reading speaks for this window"
+    assert late.why["utilization_pct"] == "ring: no reading covers this window"
 
 
 def marked(*marks: tuple[float, dict[str, float]]) -> Recording:
@@ -327,12 +327,12 @@ def test_a_rate_of_bytes_is_of_the_window_where_its_marks_enclose_it() -> None:
             3,
             None,
         ),
-        ({"throttled_power_s": 1.0}, {"throttled_power_s": 2.0}, 1, "only in part: throttled_heat_s refused"),
+        ({"throttled_power_s": 1.0}, {"throttled_power_s": 2.0}, 1, "incomplete: throttled_heat_s refused"),
         (
             {"throttled_power_s": 1.0, "throttled_heat_s": 5.0},
             {"throttled_power_s": 2.0},
             1,
-            "only in part: throttled_heat_s refused",
+            "incomplete: throttled_heat_s refused",
         ),
         ({}, {}, None, "throttled_power_s refused"),
     ],

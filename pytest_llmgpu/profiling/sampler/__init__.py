@@ -1,1 +1,1 @@
-"""The child process that reads NVML at a steady rate."""
+"""The child process that reads NVML in a fixed period."""

@@ -1,4 +1,4 @@
-"""Marks that have been ordered: what cumulative counters say, read between ticks so that no tick waits for them."""
+"""Marks: readings of the cumulative counters on request, made between ticks so that they delay no tick."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any, Protocol
 __all__ = ["Marking"]
 
 _EXPECTED_S = 0.02
-"""How long the counters of one device are expected to take before the first were read: energy alone takes 15 ms."""
-
-_FORGET = 0.8
-"""How much of what a device took is still expected when the next takes less."""
+"""The expected time for the counters of one device before the first reading. Energy alone takes 15 ms."""
+_DECAY = 0.8
+"""The expected time falls to this part of itself at most, if the next reading takes less."""
 
 
 class Counting(Protocol):
     """A device that has cumulative counters."""
 
     def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the counters by name, and why one is missing."""
+        """Return the counts by name, and the reasons of those that are missing."""
         ...
 
 
 class Marking:
-    """Marks in the order they came, each read device by device.
+    """Marks in the order of their requests, each read device by device.
 
-    A device is asked where its answer is expected before the next tick. One is asked after every tick, whatever it
-    takes: marks end even where a period is shorter than that.
+    A device is read if the reading is expected to end before the next tick. One device is read after every tick in any
+    case: marks are completed even if the period is shorter than a reading.
     """
 
     def __init__(
@@ -37,41 +36,42 @@ class Marking:
         clock: Callable[[], float],
         write: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Begin without an order.
+        """Begin without a request.
 
         Args:
-            devices: In the order of the stream.
+            devices: The devices in the order of the stream.
             period_s: Seconds between ticks.
             clock: CLOCK_MONOTONIC.
-            write: Takes the record of a mark that is complete.
+            write: Receives the record of a complete mark.
         """
         self._devices = devices
         self._clock = clock
         self._write = write
         self._expected_s = min(_EXPECTED_S, period_s / 8)
         self._waiting: deque[dict[str, Any]] = deque()
-        self._ordered = 0
-        self._fresh = True
+        self.requested = 0
+        """The number of marks requested so far."""
+        self._after_tick = True
 
-    def order(self) -> None:
-        """Take in an order to read all counters."""
-        self._ordered += 1
-        self._waiting.append({"mark": self._ordered, "t_s": [], "answered_s": [], "counters": [], "why": []})
+    def request(self) -> None:
+        """Add a request to read all counters."""
+        self.requested += 1
+        self._waiting.append({"mark": self.requested, "t_s": [], "answered_s": [], "counters": [], "why": []})
 
     def ticked(self) -> None:
-        """Learn that a tick is over."""
-        self._fresh = True
+        """Note that a tick has ended."""
+        self._after_tick = True
 
     def step(self, due_s: float) -> bool:
-        """Ask one device, if one is to be asked and there is time; return whether that was so.
+        """Read one device, if a mark waits and there is time; return whether a device was read.
 
         Args:
-            due_s: When the next tick is due.
+            due_s: The time of the next tick.
         """
         start_s = self._clock()
-        if not self._waiting or (start_s + self._expected_s > due_s and not self._fresh):
+        if not self._waiting or (start_s + self._expected_s > due_s and not self._after_tick):
             return False
-        self._fresh = False
+        self._after_tick = False
         mark = self._waiting[0]
         counters, why = self._devices[len(mark["t_s"])].cumulative()
         answered_s = self._clock()
@@ -79,7 +79,7 @@ class Marking:
         mark["answered_s"].append(answered_s)
         mark["counters"].append(counters)
         mark["why"].append(why)
-        self._expected_s = max(answered_s - start_s, _FORGET * self._expected_s)
+        self._expected_s = max(answered_s - start_s, _DECAY * self._expected_s)
         if len(mark["t_s"]) == len(self._devices):
             self._write(self._waiting.popleft())
         return True

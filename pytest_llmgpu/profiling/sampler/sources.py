@@ -1,163 +1,281 @@
-"""Sources that speak for a stretch of time and lose nothing of it: their contract, GPM, the ring of samples.
-
-Each reads several metrics at once and answers with what they were since its reading before. None of them may be called
-from two threads at once: some drivers are not safe there.
-"""
+"""Sources that cover time without gaps: GPM, byte counters of PCIe and NVLink, the driver's utilisation samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["GPM_APART_S", "MEMBERS", "Clock", "Gpm", "SampleRing", "Source", "Spoken"]
+__all__ = ["SOURCES", "Average", "ByteCounters", "Clock", "Gpm", "NvLink", "SampleRing", "Source", "field_values"]
 
-GPM_APART_S = 0.1
-"""Two GPM samples closer than this give no average to be trusted (NVIDIA's NVML reference)."""
-
-_MIB = 1 << 20
-_RING_S = 0.95
-"""How often the ring is read: it holds many seconds, and a reading costs 2.4 ms."""
-
+_GPM_APART_S = 0.1
+"""The minimum time between two GPM samples: closer ones give no reliable average (NVIDIA's NVML reference)."""
+_POLL_S = 0.040
+"""The maximum time between two readings of the PCIe byte counters, which wrap every 0.08 s at Gen5 x16."""
+_WRAP_BYTES = 1 << 32
+_FASTEST_LINK_BYTES_PER_S = 70e9
+"""Assumed where the limit of the PCIe link is not known: above Gen5 x16."""
+_SECOND_S = 0.95
+"""The period of the expensive readings: 1.2 ms for NVLink's counters, 2.4 ms for the ring, which holds many seconds."""
 _RING_SAMPLE_S = 1.0
-"""Longest period of the driver's own samples: after so long without one the GPU had nothing to sample."""
+"""The longest period of the driver's utilisation samples. Without a sample for this long, the GPU was idle."""
+_KIB, _MIB = 1 << 10, 1 << 20
+_ALL_LINKS = 0xFFFFFFFF
 
-MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+_MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 """nvmlValueType_t to the member of the union."""
 
 Clock = Callable[[], float]
 
 
-class Spoken(NamedTuple):
-    """One answer of a source."""
+class Average(NamedTuple):
+    """One reading of a source: averages over the time since the reading before."""
 
     values: dict[str, float]
+    """Metric to its average, in the unit of the metric's name."""
     seconds: float
-    """How long before the reading the values speak for."""
+    """The length of the time that the averages cover, up to the reading."""
     why: Mapping[str, str] = MappingProxyType({})
-    """Metric to the reason it has no value."""
+    """Metric to the reason why it has no value."""
 
 
-class Source(Protocol):
-    """One way to several metrics of one device. What it cannot do at all, its constructor raises as an NVMLError."""
+class Source:
+    """One way to read several metrics of one device. The constructor raises NVMLError if the device does not have it.
+
+    Two threads must not call one source at the same time: some drivers are not thread-safe there.
+    """
 
     method: str
-    smallest_period_s: float
+    """The NVML call, as the report names it."""
+    IDS: Mapping[str, int]
+    """Metric to its number in NVML, for every metric that such a source can have."""
+    smallest_period_s = 0.0
+    """The shortest sampling period that this source allows."""
+    trial_s = 0.0
+    """The time after which a first reading shows which metrics the device has; 0 if the constructor shows it."""
+    poll_due_s: float | None = None
+    """CLOCK_MONOTONIC before which `poll` must be called; None if it need not be called."""
 
-    @property
-    def metrics(self) -> Sequence[str]:
-        """What it can give."""
-        ...
-
-    def read(self, now_s: float, *, hurry: bool = False) -> Spoken | None:
-        """Answer for the time since the last answer; None while there is nothing to say yet.
+    def __init__(self, nvml: Any, handle: Any, clock: Clock, link_bytes_per_s: float | None = None) -> None:
+        """Start from now.
 
         Args:
-            now_s: CLOCK_MONOTONIC of the tick, at which the stretch ends.
-            hurry: A window has ended: answer now if that is possible at all.
+            nvml: pynvml, initialised.
+            handle: The device.
+            clock: CLOCK_MONOTONIC.
+            link_bytes_per_s: The limit of the PCIe link; None if it is not known.
+        """
+        self._nvml, self._handle, self._clock = nvml, handle, clock
+        self._link_bytes_per_s = link_bytes_per_s
+        self.metrics: Sequence[str] = list(self.IDS)
+        self._open()
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:
+        """Return the averages since the last reading; None if it is too early for a reading.
+
+        Args:
+            now_s: CLOCK_MONOTONIC of the tick, which ends the time that is covered.
+            window_ended: A window has ended since the last tick: read now if that is possible at all.
 
         Raises:
-            NVMLError: The device refuses. Where a counter goes on, the next answer speaks for this time too.
+            NVMLError: The device refuses. Where a counter continues, the next reading covers this time too.
         """
-        ...
+        raise NotImplementedError
+
+    def poll(self) -> None:
+        """Read counters that may wrap before the next tick."""
+
+    def totals(self) -> dict[str, int]:
+        """Return counts since the driver was loaded, by name."""
+        return {}
 
 
-class Gpm:
-    """GPU performance monitoring, Hopper and newer: averages over about the time between two samples.
+class Gpm(Source):
+    """GPU performance monitoring (Hopper and newer): averages over approximately the time between two samples.
 
-    Not exactly: the device averages over a time of its own near that one. What a rate is multiplied by to give bytes is
-    off where sending begins and ends, by a few percent of a burst of 2 s and by up to a quarter of one of 0.35 s
-    (`benchmarks/overhead/agreement.py`).
+    The device averages over a period of its own near that time. Bytes computed from such a rate are a few percent off
+    for a burst of 2 s and up to a quarter for one of 0.35 s (`benchmarks/overhead/agreement.py`).
     """
 
     method = "nvmlGpmMetricsGet"
-    smallest_period_s = GPM_APART_S
-    IDS: Mapping[str, tuple[int, float]] = {
-        "pcie_tx_bytes_per_s": (20, _MIB),
-        "pcie_rx_bytes_per_s": (21, _MIB),
-        "sm_active_pct": (2, 1.0),
-        "tensor_active_pct": (5, 1.0),
-        "dram_active_pct": (10, 1.0),
+    smallest_period_s = trial_s = _GPM_APART_S
+    IDS: Mapping[str, int] = {
+        "pcie_tx_bytes_per_s": 20,
+        "pcie_rx_bytes_per_s": 21,
+        "sm_active_pct": 2,
+        "tensor_active_pct": 5,
+        "dram_active_pct": 10,
     }
-    """Metric to its number and the factor to our unit."""
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock) -> None:
-        """Take the first sample."""
-        if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+    def _open(self) -> None:
+        nvml = self._nvml
+        if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-        self.metrics = list(self.IDS)
-        self._nvml, self._handle, self._clock = nvml, handle, clock
         self._before, self._after = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
-        self._question = nvml.c_nvmlGpmMetricsGet_t()
-        self._question.version = nvml.NVML_GPM_METRICS_GET_VERSION
-        self._question.numMetrics = len(self.IDS)
-        self._answers = [self._question.metrics[place] for place in range(len(self.IDS))]
-        for answer, (number, _) in zip(self._answers, self.IDS.values(), strict=True):
-            answer.metricId = number
-        nvml.nvmlGpmSampleGet(handle, self._before)
-        self._taken_s = clock()
+        self._request = nvml.c_nvmlGpmMetricsGet_t()
+        self._request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        self._request.numMetrics = len(self.IDS)
+        for place, number in enumerate(self.IDS.values()):
+            self._request.metrics[place].metricId = number
+        nvml.nvmlGpmSampleGet(self._handle, self._before)
+        self._taken_s = self._clock()
 
-    def read(self, now_s: float, *, hurry: bool = False) -> Spoken | None:  # noqa: ARG002 - samples stay apart
-        """Take a sample and average from the one before."""
+    def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:  # noqa: ARG002 - samples stay apart
+        """Take a sample and return the averages since the one before."""
         del now_s
-        if self._clock() - self._taken_s < GPM_APART_S:
+        if self._clock() - self._taken_s < _GPM_APART_S:
             return None
-        question = self._question
         self._nvml.nvmlGpmSampleGet(self._handle, self._after)
+        # A round reads one device after another: the time of this sample counts, not the time of the tick.
         taken_s = self._clock()
-        question.sample1, question.sample2 = self._before, self._after
-        self._nvml.nvmlGpmMetricsGet(question)
+        self._request.sample1, self._request.sample2 = self._before, self._after
+        self._nvml.nvmlGpmMetricsGet(self._request)
         values: dict[str, float] = {}
         why: dict[str, str] = {}
-        for answer, (metric, (number, factor)) in zip(self._answers, self.IDS.items(), strict=True):
-            code, value = answer.nvmlReturn, answer.value
+        for place, (metric, number) in enumerate(self.IDS.items()):
+            code, value = self._request.metrics[place].nvmlReturn, self._request.metrics[place].value
             if code or not math.isfinite(value):
                 why[metric] = f"{self.method} [{number}]: {self._nvml.NVMLError(code) if code else f'gave {value}'}"
             else:
-                values[metric] = value * factor
-        # A round asks one device after another, and takes longer where the ring is read: the samples' own times count.
-        spoken = Spoken(values, taken_s - self._taken_s, why)
-        self._before, self._after = self._after, self._before
-        self._taken_s = taken_s
-        return spoken
+                values[metric] = value * _MIB if metric.endswith("_bytes_per_s") else value
+        average = Average(values, taken_s - self._taken_s, why)
+        self._before, self._after, self._taken_s = self._after, self._before, taken_s
+        return average
 
 
-class SampleRing:
-    """The driver's own utilisation samples, all of them; while there are none, its rate."""
+class ByteCounters(Source):
+    """PCIe byte counters of 32 bits. They are read before they can wrap twice; a longer gap is left out."""
+
+    method = "nvmlDeviceGetFieldValues [197, 198]"
+    IDS: Mapping[str, int] = {"pcie_tx_bytes_per_s": 197, "pcie_rx_bytes_per_s": 198}
+
+    def _open(self) -> None:
+        self._longest_s = _WRAP_BYTES / (self._link_bytes_per_s or _FASTEST_LINK_BYTES_PER_S)
+        self.poll_s = min(_POLL_S, 0.6 * self._longest_s)
+        """The maximum time between two calls of `poll`."""
+        first = field_values(self._nvml, self._handle, list(self.IDS.values()))
+        self.metrics = [metric for metric, value in zip(self.IDS, first, strict=True) if not isinstance(value, str)]
+        if not self.metrics:
+            raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_SUPPORTED)
+        self._ids = [self.IDS[metric] for metric in self.metrics]
+        self._last: list[int] | None = None
+        self._refused: str | None = None
+        self._bytes = [0] * len(self._ids)
+        self._seconds = 0.0
+        self._polled_s = self._clock()
+        self.poll()
+
+    def poll(self) -> None:
+        """Add the bytes since the last call."""
+        before, before_s = self._last, self._polled_s
+        self._last, self._polled_s = None, self._clock()
+        self.poll_due_s = self._polled_s + self.poll_s
+        now = field_values(self._nvml, self._handle, self._ids)
+        self._refused = next((value for value in now if isinstance(value, str)), None)
+        if self._refused is not None:
+            return
+        self._last = [int(value) for value in now]
+        passed_s = self._polled_s - before_s
+        if before is None or passed_s > self._longest_s:
+            return  # the counter may have wrapped more than once
+        for place, (old, new) in enumerate(zip(before, self._last, strict=True)):
+            self._bytes[place] += (new - old) % _WRAP_BYTES
+        self._seconds += passed_s
+
+    def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:  # noqa: ARG002 - read at every tick
+        """Return the rates over the time in which no wrap can be missed."""
+        del now_s
+        self.poll()
+        counted_bytes, seconds = self._bytes, self._seconds
+        self._bytes, self._seconds = [0] * len(self._ids), 0.0
+        if seconds <= 0:
+            reason = (
+                self._refused
+                or f"{self.method}: read more than {self._longest_s:.3g} s late, the counter may have wrapped"
+            )
+            return Average({}, 0.0, dict.fromkeys(self.metrics, reason))
+        rates = (size_bytes / seconds for size_bytes in counted_bytes)
+        return Average(dict(zip(self.metrics, rates, strict=True)), seconds)
+
+
+class NvLink(Source):
+    """NVLink data counters over all links: 64 bits, in KiB. They are read once a second and when a window has ended."""
+
+    method = "nvmlDeviceGetFieldValues [138, 139]"
+    IDS: Mapping[str, int] = {"nvlink_tx_bytes_per_s": 138, "nvlink_rx_bytes_per_s": 139}
+
+    def _open(self) -> None:
+        first = self._counters()
+        self.metrics = [metric for metric in self.IDS if not isinstance(first[metric], str)]
+        if not self.metrics:
+            raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_SUPPORTED)
+        self._last, self._since_s = first, self._clock()
+
+    def totals(self) -> dict[str, int]:
+        """Return `nvlink_tx_bytes` and `nvlink_rx_bytes` since the driver was loaded, without one that is refused."""
+        found = self._counters().items()
+        return {metric.removesuffix("_per_s"): value * _KIB for metric, value in found if not isinstance(value, str)}
+
+    def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:
+        """Return the rates since the last reading."""
+        seconds = now_s - self._since_s
+        if seconds <= 0 or (seconds < _SECOND_S and not window_ended):
+            return None
+        now = self._counters()
+        values: dict[str, float] = {}
+        why: dict[str, str] = {}
+        for metric, value in now.items():
+            before = self._last[metric]
+            if isinstance(value, str):
+                why[metric] = value
+            elif isinstance(before, str) or value < before:
+                why[metric] = f"{self.method}: the counter was reset, or the reading before was refused"
+            else:
+                values[metric] = (value - before) * _KIB / seconds
+        self._last, self._since_s = now, now_s
+        return Average(values, seconds, why)
+
+    def _counters(self) -> dict[str, int | str]:
+        ids = [(self.IDS[metric], _ALL_LINKS) for metric in self.metrics]
+        return dict(zip(self.metrics, field_values(self._nvml, self._handle, ids), strict=True))
+
+
+class SampleRing(Source):
+    """The driver's own utilisation samples, all of them. The driver takes no samples of an idle GPU."""
 
     method = "nvmlDeviceGetSamples, without a sample for a second nvmlDeviceGetUtilizationRates"
-    smallest_period_s = 0.0
-    metrics = ("utilization_pct",)
+    IDS: Mapping[str, int] = {"utilization_pct": 0}
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock) -> None:
-        """Find the end of the ring. An empty one is no refusal: the GPU is idle."""
-        self._nvml, self._handle = nvml, handle
+    def _open(self) -> None:
         self._last_us = 0
-        self._last_us = max((stamp for stamp, _ in self._news()), default=0)
-        self._since_s = clock()
+        self._last_us = max((stamp_us for stamp_us, _ in self._new_samples()), default=0)
+        self._since_s = self._clock()
 
-    def read(self, now_s: float, *, hurry: bool = False) -> Spoken | None:
-        """Answer with the mean of the samples that are new, each weighted by the time it took."""
+    def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:
+        """Return the mean of the new samples, each weighted by its duration."""
         seconds = now_s - self._since_s
-        if seconds <= 0 or (seconds < _RING_S and not hurry):
+        if seconds <= 0 or (seconds < _SECOND_S and not window_ended):
             return None
-        news = self._news()
-        spoken_s = seconds
-        if news:
-            mean, took_s = self._mean(news)
-            # It holds some 70 samples: after a longer stand-still the oldest are gone. The newest is not of just now.
-            spoken_s = seconds if took_s > seconds - _RING_SAMPLE_S else took_s
-        elif seconds < _RING_S:
+        samples = self._new_samples()
+        covered_s = seconds
+        if samples:
+            mean, sampled_s = self._mean(samples)
+            # The ring holds about 70 samples: after a long gap the oldest are lost. The newest is up to 1 s old.
+            covered_s = seconds if sampled_s > seconds - _RING_SAMPLE_S else sampled_s
+        elif seconds < _SECOND_S:
             return None  # the driver has not finished its next sample
         else:
-            # The driver samples no idle GPU, and this call says 0 then; of a ring that stays empty it says the truth.
+            # An idle GPU has no samples, and this call gives 0. It also holds for a ring that is always empty.
             mean = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         self._since_s = now_s
-        return Spoken({"utilization_pct": mean}, spoken_s)
+        return Average({"utilization_pct": mean}, covered_s)
 
-    def _news(self) -> list[tuple[int, float]]:
-        """Return the samples since the last, oldest first: microseconds and percent."""
+    def _new_samples(self) -> list[tuple[int, float]]:
+        """Return the samples since the last call, oldest first: time in microseconds and percent."""
         try:
             kind, samples = self._nvml.nvmlDeviceGetSamples(
                 self._handle, self._nvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_us
@@ -166,18 +284,39 @@ class SampleRing:
             if error.value == self._nvml.NVML_ERROR_NOT_FOUND:
                 return []
             raise
-        member = MEMBERS.get(kind, "uiVal")
+        member = _MEMBERS.get(kind, "uiVal")
         found = ((int(sample.timeStamp), float(getattr(sample.sampleValue, member))) for sample in samples)
         return sorted(sample for sample in found if sample[0] > self._last_us)
 
-    def _mean(self, news: Sequence[tuple[int, float]]) -> tuple[float, float]:
-        """Return the weighted mean and the seconds that the samples took, and remember the newest."""
+    def _mean(self, samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+        """Return the weighted mean and the seconds that the samples cover, and keep the time of the newest."""
         before_us = self._last_us
-        weighted = total = 0.0
-        for stamp, percent in news:
-            # The first after an idle stretch did not take all of it.
-            took = min(stamp - before_us, _RING_SAMPLE_S * 1e6)
-            weighted, total = weighted + took * percent, total + took
-            before_us = stamp
+        weighted = total_us = 0.0
+        for stamp_us, percent in samples:
+            # The first sample after an idle period does not cover all of it.
+            took_us = min(stamp_us - before_us, _RING_SAMPLE_S * 1e6)
+            weighted, total_us = weighted + took_us * percent, total_us + took_us
+            before_us = stamp_us
         self._last_us = before_us
-        return weighted / total, total / 1e6
+        return weighted / total_us, total_us / 1e6
+
+
+SOURCES: tuple[type[Source], ...] = (Gpm, ByteCounters, NvLink, SampleRing)
+"""All kinds of sources. A metric comes from the first one that gives it."""
+
+
+def field_values(nvml: Any, handle: Any, ids: Sequence[Any]) -> list[int | str]:
+    """Return for each field its value, or the reason why there is none.
+
+    Args:
+        nvml: pynvml, initialised.
+        handle: The device.
+        ids: Field ids, or pairs of field id and scope.
+    """
+    found: list[int | str] = []
+    for value in nvml.nvmlDeviceGetFieldValues(handle, ids):
+        if value.nvmlReturn:
+            found.append(f"nvmlDeviceGetFieldValues [{value.fieldId}]: {nvml.NVMLError(value.nvmlReturn)}")
+        else:
+            found.append(int(getattr(value.value, _MEMBERS.get(value.valueType, "ullVal"))))
+    return found

@@ -34,7 +34,7 @@ class Devices:
 def test_no_tick_waits_for_a_device_that_answers_in_time() -> None:
     """Eight devices of 15 ms share two periods, and every tick begins when it is due."""
     devices = Devices(8, take_s=0.015)
-    devices.marking.order()
+    devices.marking.request()
     assert devices.steps(0.1) == 6
     assert devices.now_s == 0.1
     assert devices.steps(0.2) == 2
@@ -47,7 +47,7 @@ def test_no_tick_waits_for_a_device_that_answers_in_time() -> None:
 def test_a_period_shorter_than_a_reading_ends_marks_all_the_same() -> None:
     """One device is asked after every tick, whatever it takes."""
     devices = Devices(3, take_s=0.05, period_s=0.01)
-    devices.marking.order()
+    devices.marking.request()
     assert [devices.steps(devices.now_s + 0.01) for _ in range(4)] == [1, 1, 1, 0]
     assert len(devices.written) == 1
 
@@ -58,9 +58,9 @@ def test_the_first_reading_does_not_run_into_a_tick_either() -> None:
     devices.marking.step(0.1)
     devices.steps(0.1)
     devices.marking.step(0.2)  # nothing is ordered
-    devices.marking._fresh = False
+    devices.marking._after_tick = False
     devices.now_s = 0.185
-    devices.marking.order()
+    devices.marking.request()
     assert devices.steps(0.2) == 0
     assert devices.steps(0.3) == 1
 
@@ -68,8 +68,8 @@ def test_the_first_reading_does_not_run_into_a_tick_either() -> None:
 def test_marks_come_in_the_order_of_their_orders() -> None:
     """Each has a number and its own reading of every device."""
     devices = Devices(2, take_s=0.001)
-    devices.marking.order()
-    devices.marking.order()
+    devices.marking.request()
+    devices.marking.request()
     assert devices.steps(1.0) == 4
     assert [mark["mark"] for mark in devices.written] == [1, 2]
     assert [len(mark["counters"]) for mark in devices.written] == [2, 2]

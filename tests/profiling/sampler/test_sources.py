@@ -12,10 +12,9 @@ import pytest
 
 from pytest_llmgpu.profiling.sampler import devices
 from pytest_llmgpu.profiling.sampler.calls import CALLS
-from pytest_llmgpu.profiling.sampler.counters import ByteCounters, NvLink
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
 from pytest_llmgpu.profiling.sampler.sampling import Sampler
-from pytest_llmgpu.profiling.sampler.sources import Gpm, SampleRing
+from pytest_llmgpu.profiling.sampler.sources import ByteCounters, Gpm, NvLink, SampleRing
 
 GIB = 1 << 30
 WRAP = 1 << 32
@@ -122,7 +121,7 @@ class FakeNvml:
 def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
     """Return counters of a Gen5 x16 link that begin there."""
     nvml.fields = {197: values.get("tx"), 198: values.get("rx")}
-    return ByteCounters(nvml, None, 69e9, nvml.clock)
+    return ByteCounters(nvml, None, nvml.clock, 69e9)
 
 
 def test_a_byte_counter_that_wraps_loses_nothing() -> None:
@@ -163,9 +162,9 @@ def test_a_faster_link_is_looked_at_more_often(limit: float | None, poll_s: floa
     """Polls are at most 40 ms apart and leave time before the counter can wrap."""
     nvml = FakeNvml()
     nvml.fields = {197: 0, 198: 0}
-    source = ByteCounters(nvml, None, limit, nvml.clock)
+    source = ByteCounters(nvml, None, nvml.clock, limit)
     assert source.poll_s == pytest.approx(poll_s, abs=0.001)
-    assert source.due_s == 100.0 + source.poll_s
+    assert source.poll_due_s == 100.0 + source.poll_s
 
 
 def test_a_counter_refused_at_the_start_is_not_asked_again() -> None:
@@ -211,7 +210,7 @@ def test_nvlink_is_read_once_a_second_or_where_a_window_ends() -> None:
     nvml.fields = {138: 600, 139: 0}
     assert source.read(100.5) is None
     assert nvml.asked == []
-    spoken = source.read(100.5, hurry=True)
+    spoken = source.read(100.5, window_ended=True)
     assert spoken is not None
     assert (spoken.seconds, spoken.values["nvlink_tx_bytes_per_s"]) == (0.5, 1200 * 1024)
     nvml.fields = {138: 1600, 139: 0}
@@ -281,7 +280,7 @@ def test_the_ring_gives_every_new_sample_once_weighted_by_its_time() -> None:
     assert spoken.values == {"utilization_pct": pytest.approx(30.0)}
     assert spoken.seconds == 1.0
     nvml.ring += [(1_400_000, 70)]
-    spoken = source.read(101.2, hurry=True)
+    spoken = source.read(101.2, window_ended=True)
     assert spoken is not None
     assert spoken.values == {"utilization_pct": 70.0}
     assert spoken.seconds == pytest.approx(0.2)
@@ -291,7 +290,7 @@ def test_an_empty_ring_is_an_idle_gpu() -> None:
     """No sample in a second is no activity, unless the other call contradicts; in less it is not known yet."""
     nvml = FakeNvml()
     source = SampleRing(nvml, None, nvml.clock)
-    assert source.read(100.3, hurry=True) is None
+    assert source.read(100.3, window_ended=True) is None
     assert source.read(101.0) == ({"utilization_pct": 0.0}, 1.0, {})
     nvml.rate = 80
     assert source.read(102.0) == ({"utilization_pct": 80.0}, 1.0, {})
