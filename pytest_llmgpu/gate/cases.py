@@ -11,9 +11,9 @@ from pytest_llmgpu.analysis.environment_differences import hardware_differences,
 from pytest_llmgpu.gate import accuracy
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
-from pytest_llmgpu.gate.largest_batch import OUT_OF_MEMORY, largest_batch_row, reaches, series_of, settled
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, Rules
+from pytest_llmgpu.gate.series import OUT_OF_MEMORY, by_series, series_of, series_rows, settled
 from pytest_llmgpu.gate.timing import pairing, verdicts
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
@@ -77,21 +77,18 @@ class _Court:
                 gone.append(pair.base)
             else:
                 self._case(pair.base, pair.head, pair.differing)
-        limited = any(result.outcome in OUT_OF_MEMORY for result in (*before, *self.head.cases))
-        then, now = (reaches(before), reaches(self.head.cases)) if limited else ({}, {})
+        then, now = by_series(before), by_series(self.head.cases)
         measured_by: dict[str, set[tuple[object, ...]]] = {}
-        for result in self.head.cases if limited else ():
+        for result in self.head.cases if gone else ():
             measured_by.setdefault(result.nodeid or "", set()).add(series_of(result.case))
         for result in gone:
             if settled(result, now, measured_by):
                 self.left_out["a probe for the largest batch size"] += 1
             else:
                 self._gone(result)
-        for series, reach in now.items():
-            if series in then and not self._hardware[_device(reach.result)]:
-                rules = self._rules(reach.result)
-                if (row := largest_batch_row(then[series], reach, gated=rules.largest_batch.gate)) is not None:
-                    self._entries.append(row)
+        for key, series in now.items():
+            if key in then and not self._hardware[_device(series.result)]:
+                self._entries += series_rows(then[key], series, self._rules(series.result))
         return self._judged()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:

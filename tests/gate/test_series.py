@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from support.report_factory import make_failed, make_result
 
-from pytest_llmgpu.gate.largest_batch import largest_batch_row, reaches, series_of, settled
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.series import by_series, series_of, series_rows, settled
 from pytest_llmgpu.report.result import CaseResult
 
 TEST = "benchmarks/test_a.py::test_b[mp-bs64]"
@@ -46,27 +47,26 @@ def test_the_largest_batch_that_fits(
     base: tuple[list[int], list[int]], head: tuple[list[int], list[int]], verdict: str
 ) -> None:
     """Only what one side fitted and the other ran out of memory at is a change."""
-    (then,), (now,) = reaches(_series(*base)).values(), reaches(_series(*head)).values()
-    row = largest_batch_row(then, now, gated=True)
-    assert row is not None
+    (then,), (now,) = by_series(_series(*base)).values(), by_series(_series(*head)).values()
+    (row,) = series_rows(then, now, Policy())
     assert (row.verdict, row.metric, row.id) == (verdict, "largest_batch", "mp")
     assert row.key == now.result.case.series
 
 
 def test_no_limit_no_row() -> None:
     """Where nothing was out of memory the largest batch is not known."""
-    (then,), (now,) = reaches(_series([64], [])).values(), reaches(_series([32], [])).values()
-    assert largest_batch_row(then, now, gated=True) is None
+    (then,), (now,) = by_series(_series([64], [])).values(), by_series(_series([32], [])).values()
+    assert list(series_rows(then, now, Policy())) == []
 
 
 def test_a_probe_needs_no_second_one() -> None:
     """A size between, that this run has settled in the same test; not one that is simply gone."""
     head = _series([32, 48], [64, 50])
-    found = reaches(head)
+    found = by_series(head)
     by_test = {TEST: {series_of(head[0].case)}}
     settles = {size: settled(_series([size], [])[0], found, by_test) for size in (40, 48, 49, 50, 56)}
     assert settles == {40: True, 48: True, 49: False, 50: True, 56: True}
     elsewhere = _series([40], [])[0]
     elsewhere.nodeid = "benchmarks/test_a.py::test_b[mp-bs40]"
     assert not settled(elsewhere, found, by_test)
-    assert not settled(_series([40], [])[0], reaches(_series([32, 64], [])), by_test)
+    assert not settled(_series([40], [])[0], by_series(_series([32, 64], [])), by_test)

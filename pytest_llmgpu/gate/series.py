@@ -1,0 +1,118 @@
+"""Metrics with one verdict per series: the cases that differ in their batch size only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu.gate.policy import Rules
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row, Verdict
+
+__all__ = ["OUT_OF_MEMORY", "Series", "by_series", "series_of", "series_rows", "settled"]
+
+OUT_OF_MEMORY = frozenset(("oom", "skipped_after_oom"))
+"""Outcomes of a batch size that does not fit."""
+
+
+class Series(msgspec.Struct, kw_only=True):
+    """The results of one series in one report."""
+
+    result: CaseResult
+    """The first of its results."""
+    fits: int = 0
+    """Largest batch size that completed; 0 where none did."""
+    fails: int | None = None
+    """Smallest batch size that was out of memory; None where none was."""
+
+    @property
+    def known(self) -> bool:
+        """Whether a batch size of the series completed or was out of memory: a crash shows neither."""
+        return bool(self.fits) or self.fails is not None
+
+
+def series_of(case: Case) -> tuple[object, ...]:
+    """Return what the cases of one series share. Faster than `Case.series`, and valid within one process only."""
+    fields = msgspec.structs.asdict(case)
+    return tuple(
+        str(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in {"batch_size", "execution"}
+    )
+
+
+def by_series(results: Sequence[CaseResult]) -> dict[tuple[object, ...], Series]:
+    """Return the series of a report's results by `series_of`."""
+    found: dict[tuple[object, ...], Series] = {}
+    for result in results:
+        size = result.case.batch_size
+        series = found.setdefault(series_of(result.case), Series(result=result))
+        if result.outcome == "completed":
+            series.fits = max(series.fits, size)
+        elif result.outcome in OUT_OF_MEMORY:
+            series.fails = size if series.fails is None else min(series.fails, size)
+    return found
+
+
+def series_rows(base: Series, head: Series, rules: Rules) -> Iterator[Row]:
+    """Yield the verdicts on a series that both reports have."""
+    if (row := _largest_batch(base, head, gated=rules.largest_batch.gate)) is not None:
+        yield row
+
+
+def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
+    """Judge the largest batch size that fits; None where nothing was out of memory, so that no limit is known.
+
+    A batch size that one report lacks is no change: the size at which the other ran out of memory has to have fitted.
+    """
+    limited = base.fails is not None or head.fails is not None
+    if not limited or not base.known or not head.known:
+        return None
+    if head.fails is not None and head.fails <= base.fits:
+        verdict: Verdict = "CAPACITY_REGRESSED"
+    elif base.fails is not None and base.fails <= head.fits:
+        verdict = "CAPACITY_IMPROVED"
+    else:
+        verdict = "OK"
+    now = f"{head.fits} sequences fit" + (f" and {head.fails} do not" if head.fails is not None else "")
+    then = f"{base.fits} did" + (f" and {base.fails} did not" if base.fails is not None else "")
+    return _row(
+        head,
+        "largest_batch",
+        verdict,
+        f"{now}; in the baseline {then}.",
+        gated=gated,
+        base=float(base.fits),
+        head=float(head.fits),
+        ratio=head.fits / base.fits if base.fits else None,
+    )
+
+
+def _row(of: Series, metric: MetricName, verdict: Verdict, reason: str, **figures: Any) -> Row:
+    case = of.result.case
+    return Row(key=case.series, id=case.strategy, metric=metric, verdict=verdict, reason=reason, **figures)
+
+
+def settled(
+    gone: CaseResult, heads: Mapping[tuple[object, ...], Series], measured_by: Mapping[str, set[tuple[object, ...]]]
+) -> bool:
+    """Return whether a case that only the baseline has was a probe for the largest batch size, and needs no second one.
+
+    Each run probes other sizes, in the test whose own case was out of memory. So the candidate's series has to have
+    run out of memory too, in the same test, and to have settled this size: the size is at most the largest that fits,
+    or at least the smallest that does not.
+
+    Args:
+        gone: The baseline's result.
+        heads: The candidate's series, from `by_series`.
+        measured_by: Node id to the series that the candidate measured in that test.
+    """
+    series = series_of(gone.case)
+    head = heads.get(series)
+    if head is None or head.fails is None or gone.nodeid is None or series not in measured_by.get(gone.nodeid, ()):
+        return False
+    return gone.case.batch_size <= head.fits or gone.case.batch_size >= head.fails
