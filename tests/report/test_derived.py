@@ -1,52 +1,92 @@
-"""The table of metrics is whole: what reads it finds what it needs in every row."""
-
 from __future__ import annotations
 
 import msgspec
 import pytest
+from support.report_factory import make_accuracy, make_failed, make_result
 
-from pytest_llmgpu.gate.policy import Override, Policy
-from pytest_llmgpu.report.metrics import JUDGED, METRICS, MetricSpec
-from pytest_llmgpu.report.verdicts import Row
-
-_JUDGED = [spec for spec in METRICS if spec.judged]
+from pytest_llmgpu.report.derived import decode, derive, inference_s, predictions_of, proportion_stderr, upper_bound
+from pytest_llmgpu.report.result import Batches, Launch
 
 
-@pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
-def test_a_metric_is_judged_or_shown(spec: MetricSpec) -> None:
-    """A row without a verdict has a figure; what is exported or followed has one, too."""
-    assert spec.judged or spec.figure
-    assert bool(spec.figure) >= bool(spec.exported or spec.trended)
+def test_inference_time_is_the_sum_of_the_batches() -> None:
+    """Load, warm-up and tokenising are no part of it."""
+    launch = Launch(load_s=100.0, warmup_s=10.0, wall_s=200.0, batches=Batches(latency_s=[0.5, 0.25, 0.25]))
+    assert inference_s(launch) == 1.0
 
 
-@pytest.mark.parametrize("spec", _JUDGED, ids=lambda spec: spec.name)
-def test_a_judged_metric_has_a_next_step_and_a_policy_with_its_defaults(spec: MetricSpec) -> None:
-    """The reader of a regression gets a next step, and the policy starts from the table's threshold and gate."""
-    assert spec.next_step.endswith(".")
-    if spec.name != "outcome":
-        rule = getattr(Policy(), spec.name)
-        assert rule.gate == spec.gate
-        assert spec.threshold is None or rule.margin == spec.threshold
-        assert hasattr(Override(), spec.name)
+def test_rates_divide_by_the_time_of_their_own_launch() -> None:
+    """Sequences and tokens a second are what was computed over the time it took."""
+    result = make_result(2.0, sequences=32, batch_size=8)
+    assert result.inference_s == pytest.approx(2.0)
+    assert result.sequences_per_s == pytest.approx(32 / 2.0)
+    assert result.tokens_per_s == pytest.approx(3200 / 2.0)
 
 
-def test_names_are_unique() -> None:
-    """No two rows share a name, a column, a label or a measure."""
-    exported = [spec.exported for spec in METRICS if spec.exported]
-    for names in (
-        [spec.name for spec in METRICS],
-        [spec.trended.name for spec in METRICS if spec.trended],
-        [one.column for one in exported],
-        [one.label for one in exported],
-        [one.measure for one in exported],
-    ):
-        assert len(set(names)) == len(names)
+def test_figures_of_several_launches_are_medians() -> None:
+    """One slow launch does not move the figure."""
+    result = make_result(2.0, make_accuracy(0.8, items=10))
+    result.launches += make_result(3.0, make_accuracy(0.9, items=10)).launches
+    result.launches += make_result(100.0, make_accuracy(0.1, items=10)).launches
+    derive(result)
+    assert result.inference_s == pytest.approx(3.0)
+    assert result.acc_norm == pytest.approx(0.8)
 
 
-def test_a_verdict_on_an_unknown_metric_is_refused() -> None:
-    """A row of a report names a metric of the table."""
-    row = {"key": "k", "id": "mp-bs1", "metric": "speed", "verdict": "OK", "reason": "none."}
-    with pytest.raises(msgspec.ValidationError, match="speed"):
-        msgspec.convert(row, Row)
-    for name in JUDGED:
-        assert msgspec.convert({**row, "metric": name}, Row).metric == name
+def test_a_case_that_did_not_complete_has_no_figures() -> None:
+    """A total over some of the batches would look like a fast case."""
+    result = make_failed("timeout")
+    result.launches = make_result(2.0).launches
+    derive(result)
+    assert result.inference_s is None
+    assert result.sequences_per_s is None
+
+
+def test_no_time_is_no_rate() -> None:
+    """A file may hold latencies of 0.0: nothing is divided by them."""
+    result = make_result(2.0)
+    result.sequences_per_s = None
+    for launch in result.launches:
+        launch.batches.latency_s = [0.0 for _ in launch.batches.latency_s]
+    derive(result)
+    assert (result.inference_s, result.sequences_per_s) == (0.0, None)
+
+
+def test_a_case_without_batches_has_no_figures() -> None:
+    """Nothing is divided by zero."""
+    result = make_result()
+    result.launches, result.inference_s = [Launch()], None
+    derive(result)
+    assert result.inference_s is None
+
+
+def test_the_standard_error_is_that_of_a_sample() -> None:
+    """With n - 1 items, as lm-evaluation-harness divides; one item has none."""
+    assert proportion_stderr(0.5, 101) == pytest.approx(0.05)
+    assert proportion_stderr(0.5, 1) is None
+
+
+def test_the_upper_bound_is_wilsons() -> None:
+    """Half of 100 items: 0.5812, by hand from the score interval with z = 1.645."""
+    assert upper_bound(0.5, 100) == pytest.approx(0.5812, abs=1e-4)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.99, 1.0])
+def test_the_upper_bound_lies_above_the_fraction_and_closes_in(fraction: float) -> None:
+    """More items leave less to chance, and no bound passes 1."""
+    few, many = upper_bound(fraction, 10), upper_bound(fraction, 10_000)
+    assert fraction <= many <= few <= 1.0
+    assert many - fraction < 0.02
+
+
+def test_loglikelihoods_are_little_endian_float32() -> None:
+    """As the report's format says, on every machine."""
+    assert list(decode("AACAvwAAAMA=")) == [-1.0, -2.0]
+
+
+def test_each_metric_counts_its_own_predictions() -> None:
+    """Answers by length in characters are not those by log-likelihood."""
+    accuracy = msgspec.structs.replace(make_accuracy(items=2), predictions=[1, 2], predictions_norm=[3, 0])
+    assert predictions_of(accuracy, "acc") == [1, 2]
+    assert predictions_of(accuracy, "acc_norm") == [3, 0]
+    with pytest.raises(ValueError, match="accuracy metric 'f1': allowed are acc, acc_norm"):
+        predictions_of(accuracy, "f1")

@@ -1,0 +1,52 @@
+"""The table of metrics is whole: what reads it finds what it needs in every row."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pytest_llmgpu.gate.policy import Override, Policy
+from pytest_llmgpu.report.metrics import JUDGED, METRICS, MetricSpec
+from pytest_llmgpu.report.verdicts import Row
+
+_JUDGED = [spec for spec in METRICS if spec.judged]
+
+
+@pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
+def test_a_metric_is_judged_or_shown(spec: MetricSpec) -> None:
+    """A row without a verdict has a figure; what is exported or followed has one, too."""
+    assert spec.judged or spec.figure
+    assert bool(spec.figure) >= bool(spec.exported or spec.trended)
+
+
+@pytest.mark.parametrize("spec", _JUDGED, ids=lambda spec: spec.name)
+def test_a_judged_metric_has_a_next_step_and_a_policy_with_its_defaults(spec: MetricSpec) -> None:
+    """The reader of a regression gets a next step, and the policy starts from the table's threshold and gate."""
+    assert spec.next_step.endswith(".")
+    if spec.name != "outcome":
+        rule = getattr(Policy(), spec.name)
+        assert rule.gate == spec.gate
+        assert spec.threshold is None or rule.margin == spec.threshold
+        assert hasattr(Override(), spec.name)
+
+
+def test_names_are_unique() -> None:
+    """No two rows share a name, a column, a label or a measure."""
+    exported = [spec.exported for spec in METRICS if spec.exported]
+    for names in (
+        [spec.name for spec in METRICS],
+        [spec.trended.name for spec in METRICS if spec.trended],
+        [one.column for one in exported],
+        [one.label for one in exported],
+        [one.measure for one in exported],
+    ):
+        assert len(set(names)) == len(names)
+
+
+def test_a_verdict_on_an_unknown_metric_is_refused() -> None:
+    """A row of a report names a metric of the table."""
+    row = {"key": "k", "id": "mp-bs1", "metric": "speed", "verdict": "OK", "reason": "none."}
+    with pytest.raises(msgspec.ValidationError, match="speed"):
+        msgspec.convert(row, Row)
+    for name in JUDGED:
+        assert msgspec.convert({**row, "metric": name}, Row).metric == name
