@@ -52,6 +52,15 @@ class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds of the whole case that are allowed where the margin is less."""
 
 
+class LoadTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of the load time, which is compared once per series: a strategy loads its model once."""
+
+    gate: bool = spec_of("load_time").gate
+    """False: a verdict is shown and never fails the gate."""
+    margin: float = default_threshold("load_time")
+    """Growth that is allowed, as a fraction."""
+
+
 class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bar for right answers. Losing more items than chance explains is a regression however small the loss."""
 
@@ -95,6 +104,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     predictions: ExactRule = ExactRule(gate=spec_of("predictions").gate)
     """Items answered otherwise. Other kernels may flip a few; `accuracy` says whether that did harm."""
     largest_batch: ExactRule = ExactRule()
+    load_time: LoadTimeRule = LoadTimeRule()
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +123,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     path: dict[str, Any] = {}
     predictions: dict[str, Any] = {}
     largest_batch: dict[str, Any] = {}
+    load_time: dict[str, Any] = {}
 
     def is_for(self, result: CaseResult) -> bool:
         """Return whether it is for a case, by its strategy and its test."""

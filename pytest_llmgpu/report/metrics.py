@@ -28,6 +28,7 @@ __all__ = [
     "accuracy_metric",
     "default_threshold",
     "launches_s",
+    "loads_s",
     "spec_of",
 ]
 
@@ -144,6 +145,11 @@ def launches_s(result: CaseResult) -> list[float]:
         return []
     seconds = [inference_s(launch) for launch in _timed(result)]
     return seconds or ([result.inference_s] if result.inference_s is not None else [])
+
+
+def loads_s(result: CaseResult) -> list[float]:
+    """Return the seconds from the start of the processes to a loaded model, for each launch that has them."""
+    return [launch.load_s for launch in result.launches if launch.load_s]
 
 
 def _timed(result: CaseResult) -> list[Launch]:
@@ -289,6 +295,19 @@ METRICS: tuple[MetricSpec, ...] = (
         trended=Trended(
             name="memory", title="peak of the fullest GPU (GiB)", scale=float(2**30), judged_by=("memory",)
         ),
+    ),
+    MetricSpec(
+        name="load_time",
+        kind="noisy",
+        scope="series",
+        gate=False,
+        threshold=0.25,
+        unit="s",
+        written=_seconds,
+        next_step="Find what loading the model does since the baseline: files, their cache, kernels that are built.",
+        figure=lambda result: _figure("s", statistics.median(times), times) if (times := loads_s(result)) else None,
+        exported=Exported(column="load_s", label="load time", measure="load-time", measure_scale=1e9),
+        trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",)),
     ),
     MetricSpec(
         name="utilization",

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.report_factory import make_failed, make_result
 
-from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy import LoadTimeRule, Policy
 from pytest_llmgpu.gate.series import by_series, series_of, series_rows, settled
 from pytest_llmgpu.report.result import CaseResult
 
@@ -16,6 +17,14 @@ def _series(fits: list[int], fails: list[int]) -> list[CaseResult]:
     for result in results:
         result.nodeid = TEST
     return results
+
+
+def _loaded(batch_size: int, times_s: list[float]) -> CaseResult:
+    """Return a case of which each launch took that long to load its model."""
+    result = make_result(batch_size=batch_size)
+    (launch,) = result.launches
+    result.launches = [msgspec.structs.replace(launch, load_s=load_s) for load_s in times_s]
+    return result
 
 
 def test_a_series_is_what_the_case_says_it_is() -> None:
@@ -48,7 +57,7 @@ def test_the_largest_batch_that_fits(
 ) -> None:
     """Only what one side fitted and the other ran out of memory at is a change."""
     (then,), (now,) = by_series(_series(*base)).values(), by_series(_series(*head)).values()
-    (row,) = series_rows(then, now, Policy())
+    (row,) = (row for row in series_rows(then, now, Policy()) if row.metric == "largest_batch")
     assert (row.verdict, row.metric, row.id) == (verdict, "largest_batch", "mp")
     assert row.key == now.result.case.series
 
@@ -56,7 +65,7 @@ def test_the_largest_batch_that_fits(
 def test_no_limit_no_row() -> None:
     """Where nothing was out of memory the largest batch is not known."""
     (then,), (now,) = by_series(_series([64], [])).values(), by_series(_series([32], [])).values()
-    assert list(series_rows(then, now, Policy())) == []
+    assert "largest_batch" not in {row.metric for row in series_rows(then, now, Policy())}
 
 
 def test_a_probe_needs_no_second_one() -> None:
@@ -70,3 +79,33 @@ def test_a_probe_needs_no_second_one() -> None:
     elsewhere.nodeid = "benchmarks/test_a.py::test_b[mp-bs40]"
     assert not settled(elsewhere, found, by_test)
     assert not settled(_series([40], [])[0], by_series(_series([32, 64], [])), by_test)
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict"),
+    [
+        ([10.0] * 5, [10.0] * 5, "OK"),
+        ([10.0] * 5, [20.0] * 5, "REGRESSED"),
+        ([20.0] * 5, [10.0] * 5, "IMPROVED"),
+        ([10.0] * 2, [11.0] * 2, "INCONCLUSIVE"),
+        ([10.0], [1000.0], "REGRESSED"),
+        ([10.0], [11.0], None),
+    ],
+)
+def test_load_time_is_judged_once_per_series(base: list[float], head: list[float], verdict: str | None) -> None:
+    """Batch sizes of one load are one row, which is shown and not gated; one launch decides large changes only."""
+
+    def of(times: list[float]) -> list[CaseResult]:
+        return [_loaded(size, times) for size in (1, 2)]
+
+    (then,), (now,) = by_series(of(base)).values(), by_series(of(head)).values()
+    rows = [row for row in series_rows(then, now, Policy()) if row.metric == "load_time"]
+    assert [row.verdict for row in rows] == ([verdict] if verdict else [])
+    assert not any(row.gated for row in rows)
+
+
+def test_a_gated_load_time_states_that_one_launch_decides_nothing() -> None:
+    """Where the policy gates it, a lack of launches is a row of its own."""
+    (then,), (now,) = by_series([_loaded(1, [10.0])]).values(), by_series([_loaded(1, [11.0])]).values()
+    policy = Policy(load_time=LoadTimeRule(gate=True))
+    assert [row.verdict for row in series_rows(then, now, policy)] == ["INCONCLUSIVE"]

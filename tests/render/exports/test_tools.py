@@ -175,7 +175,13 @@ def test_github_action_benchmark_has_each_figure_in_the_file_of_its_direction() 
         }
         for direction in ("smaller", "bigger")
     }
-    assert set(found["smaller"]) == {"cases that did not complete", "time", "peak memory", "sent per sequence"}
+    assert set(found["smaller"]) == {
+        "cases that did not complete",
+        "time",
+        "peak memory",
+        "sent per sequence",
+        "load time",
+    }
     assert set(found["bigger"]) == {
         "cases that completed",
         "sequences per second",

@@ -51,7 +51,7 @@ def test_the_worst_case_comes_first_and_its_outcome_before_numbers() -> None:
     found, _ = _judge(sizes, [sizes[0], _full(1.05, batch_size=2), make_failed("crashed", batch_size=4)])
     head, _, *rows = table(found).split("\n\n")[0].splitlines()
     assert head.split() == ["case", "metric", "verdict", "was", "now", "change", "interval"]
-    assert [row.split()[0] for row in rows if row.startswith("mp")] == ["mp-bs4", "mp-bs2", "mp-bs1"]
+    assert [row.split()[0] for row in rows if row.startswith("mp")] == ["mp-bs4", "mp-bs2", "mp-bs1", "mp"]
     assert rows[0].split() == ["mp-bs4", "outcome", "FAILED"]
     metrics = [row.removeprefix("mp-bs2").split()[0] for row in rows[1:6]]
     assert metrics == [metric for metric in JUDGED if metric in metrics]
@@ -92,7 +92,7 @@ def test_how_much_was_compared_and_could_be_shown_is_told() -> None:
     found, _ = _judge([with_launches([1.0] * 3)], [with_launches([1.0] * 3)])
     found = msgspec.structs.replace(found, warnings=["differs from the baseline: driver 1 -> 2"])
     account = table(found).split("\n\n")[-1].splitlines()
-    assert account[0] == "1 row compared, 1 of them gated; 3 not armed"
+    assert account[0] == "2 rows compared, 1 of them gated; 3 not armed"
     assert "    1 x memory: memory was not measured" in account
     assert account[-2].startswith("smallest slowdown that these launches show with 95 % probability: 2.3 %")
     assert account[-1] == "note: differs from the baseline: driver 1 -> 2"
@@ -135,7 +135,7 @@ def test_many_cases_are_cut_with_a_word_on_the_rest() -> None:
     found, _ = _judge(sizes, [_full(1.05, batch_size=1), *sizes[1:]])
     text = table(found, most=2)
     assert text.count("mp-bs") == 3  # two rows and a reason
-    assert "and 4 cases more, the worst of them OK" in text
+    assert "and 5 cases more, the worst of them OK" in text
     assert all(f"mp-bs{2**power} " in table(found, most=None) for power in range(6))
 
 
