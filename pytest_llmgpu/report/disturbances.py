@@ -1,100 +1,157 @@
-"""Whether a profile speaks for its case alone: evidence that something else was measured with it."""
+"""Disturbances of a profile: signs that the figures of a window are not those of the case alone."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
+
+import msgspec
 
 from pytest_llmgpu.report.result import DeviceProfile, Launch, Profile
+from pytest_llmgpu.report.text import GIB, MIB
 
-__all__ = ["clocks_mhz", "disturbed", "first_alike", "invalid", "is_power", "slowest_mhz", "untimed"]
+__all__ = [
+    "TITLES",
+    "Disturbance",
+    "Kind",
+    "clock_reference",
+    "clocks_mhz",
+    "describe",
+    "disturbed",
+    "find",
+    "is_power",
+    "slowest_mhz",
+    "untimed",
+]
 
 _THROTTLED = 0.005
-"""Throttled for no more of a window than this is not worth a word. NVML counts the few milliseconds of power capping
-with which many a step from idle to busy begins, too; and less than this can change a time by no more than this, a
-quarter of the 2 % by which launches differ anyway."""
+"""Throttling up to this fraction of a window is ignored. NVML also counts the milliseconds of power capping with which
+many steps from idle to busy begin, and a time changes by no more than this fraction, a quarter of the 2 % by which
+launches differ."""
 
 _CLOCK = 0.05
-"""An SM clock that is off by more than this is another machine's, as far as times go."""
+"""A relative difference of the SM clock above this makes times incomparable."""
 
-_KIND_THROTTLED = "throttled by power or heat"
-_KIND_CLOCK = f"SM clock more than {100 * _CLOCK:.0f} % off that of the session's first case"
+_LEAST_READINGS = 3
+"""Fewer readings of a clock than this have no median."""
 
-_FEW_READINGS = 3
-"""The median of fewer readings of a clock is one moment's."""
+_IDLE_BYTES = 64 * MIB
+"""An idle GPU uses a few MiB besides the memory that the driver reserves; a CUDA context needs over 100 MiB."""
 
-_IDLE_BYTES = 64 << 20
-"""An idle GPU has a few MiB in use beside the driver's reserve; the context of a program alone is over 100 MiB."""
+_LOST = ("GPU is lost", "GPU requires restart")
+"""NVML's messages for a GPU that is no longer on the bus or must be reset."""
 
-_GONE = ("GPU is lost", "GPU requires restart")
-"""How NVML words that a GPU fell off the bus, or has to be reset."""
+Kind = Literal["lost", "throttled", "clock", "processes", "memory", "ecc", "xid"]
+"""What disturbed a window."""
 
-_GIB = 1 << 30
+TITLES: dict[Kind, str] = {
+    "lost": "GPU no longer reachable",
+    "throttled": "throttled by power or heat",
+    "clock": f"SM clock differs by more than {100 * _CLOCK:.0f} % from the session's first case",
+    "processes": "processes of other programs",
+    "memory": "memory in use before the start",
+    "ecc": "uncorrectable ECC errors",
+    "xid": "GPU errors in the driver log (Xid, see dmesg)",
+}
+"""The beginning of the sentence about each kind."""
+
+_DETAILS: dict[Kind, str] = {
+    "lost": "GPU {index} ({value})",
+    "throttled": "GPU {index} for {value:.1f} % of the time",
+    "clock": "GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz",
+    "processes": "GPU {index} has {value:.0f} besides {expected:.0f} of this run",
+    "memory": "GPU {index} had {value:.2f} GiB",
+    "ecc": "GPU {index} had {value:.0f}",
+    "xid": "GPU {index} had {value:.0f}",
+}
+
+_POWER = (TITLES["throttled"], TITLES["clock"], f"SM clock more than {100 * _CLOCK:.0f} % off")
+"""Beginnings of the sentences about power and heat. Older reports have the last one."""
+
 _NOT_KNOWN: Mapping[str, int] = MappingProxyType({})
 
 
-def invalid(
+class Disturbance(msgspec.Struct, frozen=True):
+    """One disturbance of one device."""
+
+    kind: Kind
+    """What disturbed the window."""
+    index: int
+    """NVML index of the device."""
+    value: float | str
+    """What was found: a message of NVML, percent of the window, MHz, processes of other programs, GiB, or a count."""
+    expected: float
+    """What it is compared with: MHz of the first case, or the number of processes of this run; else 0."""
+
+
+def find(
     profile: Profile,
     first: Profile | None = None,
     ranks_per_device: Mapping[str, int] | None = None,
     used_before: Mapping[str, int] = _NOT_KNOWN,
-) -> list[str]:
-    """Return what speaks against a profile, each kind of it in a sentence without its stop; nothing where all is well.
+) -> list[Disturbance]:
+    """Return the disturbances of a profile by kind and device.
 
-    Processes are counted, since process ids seen from a container are of another namespace. What could not be read
-    (the reason is in the device's `why`) is no evidence.
+    Processes are counted and not compared by id, because process ids in a container are of another namespace. A value
+    that could not be read is no disturbance.
 
     Args:
-        profile: What was seen of the case.
-        first: What was seen of the session's first case on these devices; None where there is none.
-        ranks_per_device: UUID to how many of our processes compute there; others have none. None where that is not
-            known.
-        used_before: UUID to the bytes in use before any rank was started, as far as that is known.
+        profile: profile of the case.
+        first: profile of the session's first case on these devices; None if there is none.
+        ranks_per_device: UUID to the number of this run's processes on that device; devices without one are missing.
+            None if it is not known.
+        used_before: UUID to the bytes in use before any rank was started, if known.
     """
-    clocks = {} if first is None else clocks_mhz(first)
-    kinds: dict[str, Callable[[DeviceProfile], str | None]] = {
-        "no longer answering": _lost,
-        _KIND_THROTTLED: lambda device: _throttled(device, profile.duration_s),
-        _KIND_CLOCK: (lambda device: _off_clock(clocks_mhz(profile).get(device.uuid), clocks.get(device.uuid))),
-        "programs of others at work": lambda device: _strangers(device, ranks_per_device),
-        "memory in use before the start": lambda device: _occupied(used_before.get(device.uuid, 0)),
-        "memory errors that ECC could not correct": lambda device: _count(device, "ecc_uncorrected"),
-        "errors of the GPU that the driver logged (Xid, see dmesg)": lambda device: _count(device, "xids"),
-    }
+    clocks, first_clocks = clocks_mhz(profile), {} if first is None else clocks_mhz(first)
+    found = [
+        Disturbance(kind, device.index, value, expected)
+        for device in profile.devices
+        for kind, value, expected in (
+            *_errors(device),
+            *_throttling(device, profile.duration_s),
+            *_clock_change(clocks.get(device.uuid), first_clocks.get(device.uuid)),
+            *_other_programs(device, ranks_per_device, used_before.get(device.uuid, 0)),
+        )
+    ]
+    return sorted(found, key=lambda disturbance: list(TITLES).index(disturbance.kind))
+
+
+def describe(found: Sequence[Disturbance]) -> list[str]:
+    """Return one sentence for each kind of disturbance, with all its devices and without a full stop."""
     sentences = []
-    for kind, say in kinds.items():
-        said = [f"GPU {device.index} {text}" for device in profile.devices if (text := say(device))]
-        if said:
-            sentences.append(f"{kind}: {', '.join(said)}")
+    for kind in dict.fromkeys(disturbance.kind for disturbance in found):
+        details = [_DETAILS[kind].format(**msgspec.structs.asdict(one)) for one in found if one.kind == kind]
+        sentences.append(f"{TITLES[kind]}: {', '.join(details)}")
     return sentences
 
 
 def is_power(sentence: str) -> bool:
-    """Return whether a sentence of `invalid` says how fast these GPUs are allowed to be, and blames nobody else."""
-    return sentence.startswith((_KIND_THROTTLED, _KIND_CLOCK))
+    """Return whether a sentence of `describe` is about the power and heat limits of a GPU."""
+    return sentence.startswith(_POWER)
 
 
 def disturbed(profile: Profile) -> str | None:
-    """Return the first sentence of `invalid` that blames somebody else; full load at the power limit is none."""
+    """Return the first disturbance that is not about power and heat; a GPU under full load reaches its power limit."""
     return next((text for text in profile.invalid if not is_power(text)), None)
 
 
 def untimed(launch: Launch) -> str | None:
-    """Return why a launch's times count for nothing, without its stop; None where they count."""
-    if launch.profile is not None and (told := disturbed(launch.profile)) is not None:
-        return told.rstrip(".")
+    """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
+    if launch.profile is not None and (disturbance := disturbed(launch.profile)) is not None:
+        return disturbance.rstrip(".")
     if launch.batches.latency_s and min(launch.batches.latency_s) <= 0:
-        return "a batch took no time at all"
+        return "the time of a batch is 0 s"
     return None
 
 
-def first_alike(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:
-    """Return the first profile of the same devices that knows their clocks; None where there is none.
+def clock_reference(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:
+    """Return the first profile of the same devices that has all their clocks; None if there is none.
 
     Args:
-        profiles: Those of the session so far, in order.
-        profile: The one to find a yardstick for.
+        profiles: profiles of the session, in order.
+        profile: profile to find a reference for.
     """
     uuids = {device.uuid for device in profile.devices}
     for other in profiles:
@@ -103,57 +160,54 @@ def first_alike(profiles: Iterable[Profile | None], profile: Profile) -> Profile
     return None
 
 
-def _lost(device: DeviceProfile) -> str | None:
-    return next((f"({reason})" for reason in device.why.values() if reason.endswith(_GONE)), None)
-
-
-def _throttled(device: DeviceProfile, duration_s: float) -> str | None:
-    throttled_s = device.throttled_s or 0.0
-    if throttled_s <= _THROTTLED * duration_s:
-        return None
-    # Power and heat are counted apart and may overlap, and the counters are read a moment beyond the window's ends.
-    fraction = min(1.0, throttled_s / duration_s) if duration_s else 1.0
-    return f"for {100 * fraction:.1f} % of the time"
-
-
 def clocks_mhz(profile: Profile) -> dict[str, float]:
-    """Return UUID to the median SM clock, of those with enough readings."""
-    if profile.series is None or profile.samples < _FEW_READINGS:
+    """Return UUID to the median SM clock, for devices with enough readings."""
+    if profile.series is None or profile.samples < _LEAST_READINGS:
         return {}
     columns = (column.get("sm_clock_mhz", []) for column in profile.series.devices)
     readings = [[mhz for mhz in column if mhz is not None] for column in columns]
     return {
         device.uuid: statistics.median(of_device)
         for device, of_device in zip(profile.devices, readings, strict=True)
-        if len(of_device) >= _FEW_READINGS
+        if len(of_device) >= _LEAST_READINGS
     }
 
 
 def slowest_mhz(profile: Profile) -> float | None:
-    """Return the mean SM clock of the device that had the lowest; None where a device's is not known."""
-    means = [
-        None if (clock := device.metrics.get("sm_clock_mhz")) is None else clock.mean for device in profile.devices
-    ]
+    """Return the lowest mean SM clock of the devices; None if one of them is not known."""
+    means = [clock.mean if (clock := device.metrics.get("sm_clock_mhz")) else None for device in profile.devices]
     return min((mhz for mhz in means if mhz is not None), default=None) if None not in means else None
 
 
-def _off_clock(mhz: float | None, first_mhz: float | None) -> str | None:
-    if mhz is None or first_mhz is None or abs(mhz - first_mhz) <= _CLOCK * first_mhz:
-        return None
-    return f"ran at {mhz:,.0f} instead of {first_mhz:,.0f} MHz"
+_Found = Iterator[tuple[Kind, float | str, float]]
 
 
-def _strangers(device: DeviceProfile, ranks_per_device: Mapping[str, int] | None) -> str | None:
-    if ranks_per_device is None:
-        return None
-    ours, processes = ranks_per_device.get(device.uuid, 0), device.counters.get("compute_processes", 0)
-    return f"has {processes - ours:.0f} beside {ours} of ours" if processes > ours else None
+def _errors(device: DeviceProfile) -> _Found:
+    lost = [reason for reason in device.why.values() if reason.endswith(_LOST)]
+    if lost:
+        yield "lost", lost[0], 0
+    if (count := device.counters.get("ecc_uncorrected", 0)) > 0:
+        yield "ecc", count, 0
+    if (count := device.counters.get("xids", 0)) > 0:
+        yield "xid", count, 0
 
 
-def _occupied(used_bytes: int) -> str | None:
-    return f"had {used_bytes / _GIB:.2f} GiB" if used_bytes > _IDLE_BYTES else None
+def _throttling(device: DeviceProfile, duration_s: float) -> _Found:
+    throttled_s = device.throttled_s or 0.0
+    if throttled_s > _THROTTLED * duration_s:
+        # Power and heat are counted separately and can overlap, and the counters are read just outside the window.
+        yield "throttled", 100 * min(1.0, throttled_s / duration_s) if duration_s else 100, 0
 
 
-def _count(device: DeviceProfile, name: str) -> str | None:
-    count = device.counters.get(name, 0)
-    return f"had {count:.0f}" if count > 0 else None
+def _clock_change(mhz: float | None, first_mhz: float | None) -> _Found:
+    if mhz is not None and first_mhz is not None and abs(mhz - first_mhz) > _CLOCK * first_mhz:
+        yield "clock", mhz, first_mhz
+
+
+def _other_programs(device: DeviceProfile, ranks_per_device: Mapping[str, int] | None, used_bytes: int) -> _Found:
+    if ranks_per_device is not None:
+        ours, processes = ranks_per_device.get(device.uuid, 0), device.counters.get("compute_processes", 0)
+        if processes > ours:
+            yield "processes", processes - ours, ours
+    if used_bytes > _IDLE_BYTES:
+        yield "memory", used_bytes / GIB, 0

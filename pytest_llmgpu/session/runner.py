@@ -277,8 +277,9 @@ class Runner:
     def _with_disturbances(self, profile: Profile, request: Request) -> Profile:
         """Return a profile with the disturbances of its window."""
         ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all GPUs
-        first = disturbances.first_alike(self._profiles, profile)
-        return msgspec.structs.replace(profile, invalid=disturbances.invalid(profile, first, ours, self._used_before))
+        first = disturbances.clock_reference(self._profiles, profile)
+        found = disturbances.find(profile, first, ours, self._used_before)
+        return msgspec.structs.replace(profile, invalid=disturbances.describe(found))
 
     def _abandon(self) -> None:
         if self._group is not None:

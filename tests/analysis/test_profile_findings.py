@@ -96,7 +96,7 @@ def test_full_load_at_the_limit_of_power_is_told_once() -> None:
     """It is how GPUs work, and no warning about somebody else."""
     held_down = msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)
     profile = make_profile(devices=[held_down])
-    profile = msgspec.structs.replace(profile, invalid=evidence.invalid(profile, None, {}, {}))
+    profile = msgspec.structs.replace(profile, invalid=evidence.describe(evidence.find(profile)))
     assert len(profile.invalid) == 1
     results = [make_result(8.0 / size, None, profile, batch_size=size) for size in (1, 2)]
     assert _codes(results) == [["clocks-held-down"], []]

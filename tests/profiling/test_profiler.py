@@ -19,6 +19,7 @@ import pytest
 
 from pytest_llmgpu.profiling import profiler as module
 from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.report import disturbances
 
 GIB = 1 << 30
 PERIOD_S = 0.025
@@ -171,8 +172,8 @@ def test_a_window_says_what_its_profile_shows(nvml_stub: StubEnvironment) -> Non
         wait_for_ticks(nvml, 10)
     assert window.profile is not None
     assert [sentence.partition(":")[0] for sentence in window.profile.invalid] == [
-        "memory errors that ECC could not correct",
-        "errors of the GPU that the driver logged (Xid, see dmesg)",
+        disturbances.TITLES["ecc"],
+        disturbances.TITLES["xid"],
     ]
 
 

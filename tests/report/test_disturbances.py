@@ -1,21 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from support.prose import Prose
+from support.report_factory import make_result
 
-from pytest_llmgpu.profiling.profiler import Profiler
-from pytest_llmgpu.report.disturbances import first_alike, invalid
-from pytest_llmgpu.report.result import DeviceProfile, Profile, Series
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.disturbances import Disturbance, clock_reference, find
+from pytest_llmgpu.report.result import DeviceProfile, Launch, Profile, Series
+from pytest_llmgpu.report.text import GIB, MIB
 
-GIB = 1 << 30
 RANKS = {"GPU-0": 1, "GPU-1": 1}
 
 
 def _profile(clock_mhz: float | list[float | None] = 1980.0, samples: int = 5, **fields: Any) -> Profile:
-    """Return a profile of two devices of 100 s, the fields those of the second device, which has that clock."""
+    """Return a profile of 100 s of two devices; `fields` and the clock are those of the second device, GPU 7."""
     clocks: list[float | None] = clock_mhz if isinstance(clock_mhz, list) else [clock_mhz] * samples
     counters = {"ecc_uncorrected": 0.0, "xids": 0.0, "compute_processes": 1.0, **fields.pop("counters", {})}
     return Profile(
@@ -35,145 +36,118 @@ def _profile(clock_mhz: float | list[float | None] = 1980.0, samples: int = 5, *
     )
 
 
-def test_a_quiet_machine_gives_no_evidence() -> None:
-    """Silence means that the figures are the case's."""
-    assert invalid(_profile(), _profile(), RANKS, {"GPU-0": 0, "GPU-1": 4 << 20}) == []
+def test_an_undisturbed_profile_has_no_disturbances() -> None:
+    """An empty list means that the figures are those of the case."""
+    assert find(_profile(), _profile(), RANKS, {"GPU-0": 0, "GPU-1": 4 * MIB}) == []
 
 
 @pytest.mark.parametrize(
-    ("throttled_s", "said"),
-    [
-        (None, []),
-        (0.5, []),
-        (0.51, ["throttled by power or heat: GPU 7 for 0.5 % of the time"]),
-        (12.0, ["throttled by power or heat: GPU 7 for 12.0 % of the time"]),
-        (150.0, ["throttled by power or heat: GPU 7 for 100.0 % of the time"]),
-    ],
+    ("throttled_s", "pct"), [(None, []), (0.5, []), (0.51, [0.51]), (12.0, [12.0]), (150.0, [100.0])]
 )
-def test_throttling_counts_from_half_a_percent_of_the_window(throttled_s: float | None, said: list[str]) -> None:
-    """A step from idle to busy is no throttling, and power and heat together are never more than all the time."""
-    assert invalid(_profile(throttled_s=throttled_s), None, RANKS, {}) == said
+def test_throttling_counts_above_half_a_percent_of_the_window(throttled_s: float | None, pct: list[float]) -> None:
+    """The milliseconds of power capping at the start of work do not count; the sum of both causes stays below 100 %."""
+    found = find(_profile(throttled_s=throttled_s), None, RANKS)
+    assert {(one.kind, one.index) for one in found} <= {("throttled", 7)}
+    assert [one.value for one in found] == pytest.approx(pct)
 
 
 @pytest.mark.parametrize(
-    ("mhz", "off"), [(1980.0, False), (1881.5, False), (1880.0, True), (2078.0, False), (2080.0, True)]
+    ("mhz", "differs"), [(1980.0, False), (1881.5, False), (1880.0, True), (2078.0, False), (2080.0, True)]
 )
-def test_a_clock_is_compared_with_the_first_cases(mhz: float, off: bool) -> None:
-    """More than 5 % up or down is another machine's."""
-    said = invalid(_profile(mhz), _profile(), RANKS, {})
-    expected = (
-        f"SM clock more than 5 % off that of the session's first case: GPU 7 ran at {mhz:,.0f} instead of 1,980 MHz"
-    )
-    assert said == ([expected] if off else [])
+def test_a_clock_is_compared_with_the_first_case(mhz: float, differs: bool) -> None:
+    """More than 5 % up or down is a disturbance."""
+    expected = [Disturbance("clock", 7, mhz, 1980.0)] if differs else []
+    assert find(_profile(mhz), _profile(), RANKS) == expected
 
 
-def test_the_clock_is_the_median() -> None:
-    """A dip is no clock, and neither is a reading that could not be had."""
-    assert invalid(_profile([1980.0, 300.0, None, 1980.0, 1980.0]), _profile(), RANKS, {}) == []
+def test_the_clock_is_the_median_of_its_readings() -> None:
+    """A single low reading and a missing one do not change the clock."""
+    assert find(_profile([1980.0, 300.0, None, 1980.0, 1980.0]), _profile(), RANKS) == []
 
 
 @pytest.mark.parametrize("few", [_profile(300.0, samples=2), _profile([300.0, None, None, None, 300.0])])
-def test_few_readings_have_no_clock(few: Profile) -> None:
-    """One moment of a short case says nothing, on either side."""
-    assert invalid(few, _profile(), RANKS, {}) == []
-    assert invalid(_profile(), few, RANKS, {}) == []
-    assert invalid(msgspec.structs.replace(few, series=None), _profile(), RANKS, {}) == []
+def test_fewer_than_three_readings_give_no_clock(few: Profile) -> None:
+    """A case that is too short is not compared by its clock, and is no reference for others."""
+    assert find(few, _profile(), RANKS) == []
+    assert find(_profile(), few, RANKS) == []
+    assert find(_profile(), msgspec.structs.replace(few, series=None), RANKS) == []
 
 
 @pytest.mark.parametrize(
-    ("ranks", "processes", "said"),
-    [
-        ({"GPU-1": 1}, 1.0, []),
-        ({"GPU-1": 1}, 2.0, ["programs of others at work: GPU 7 has 1 beside 1 of ours"]),
-        ({"GPU-1": 4}, 2.0, []),
-        ({}, 1.0, ["programs of others at work: GPU 7 has 1 beside 0 of ours"]),
-    ],
+    ("ranks", "processes", "others"), [({"GPU-1": 1}, 1, 0), ({"GPU-1": 1}, 2, 1), ({"GPU-1": 4}, 2, 0), ({}, 1, 1)]
 )
-def test_more_processes_than_ranks_are_somebody_elses(ranks: dict[str, int], processes: float, said: list[str]) -> None:
-    """They are counted: of a container's process ids nothing is to be believed, and fewer than ours is no evidence."""
-    assert invalid(_profile(counters={"compute_processes": processes}), None, ranks, {}) == said
+def test_more_processes_than_ranks_belong_to_other_programs(ranks: dict[str, int], processes: int, others: int) -> None:
+    """They are counted, because process ids in a container mean nothing outside it."""
+    expected = [Disturbance("processes", 7, others, ranks.get("GPU-1", 0))] if others else []
+    assert find(_profile(counters={"compute_processes": float(processes)}), None, ranks) == expected
 
 
-def test_without_knowing_what_is_ours_a_profile_blames_nobody() -> None:
-    """A window of a test has processes that nobody has counted; what the devices say of themselves is told."""
-    assert invalid(_profile(counters={"compute_processes": 9.0, "xids": 1.0})) == [
-        "errors of the GPU that the driver logged (Xid, see dmesg): GPU 7 had 1"
-    ]
+def test_processes_are_ignored_if_the_number_of_ranks_is_unknown() -> None:
+    """The window of a test has processes that were not counted; errors of the device still count."""
+    assert find(_profile(counters={"compute_processes": 9.0, "xids": 1.0})) == [Disturbance("xid", 7, 1.0, 0)]
 
 
-def test_memory_in_use_before_the_start_is_somebody_elses() -> None:
-    """Some MiB of an idle driver are not."""
-    used = {"GPU-0": 64 << 20, "GPU-1": 3 * GIB // 2, "GPU-of-another-case": 9 * GIB}
-    assert invalid(_profile(), None, RANKS, used) == ["memory in use before the start: GPU 7 had 1.50 GiB"]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("ecc_uncorrected", "memory errors that ECC could not correct: GPU 7 had 2"),
-        ("xids", "errors of the GPU that the driver logged (Xid, see dmesg): GPU 7 had 2"),
-    ],
-)
-def test_errors_in_the_window_are_evidence(name: str, said: str) -> None:
-    """Counts, on the device that has them."""
-    assert invalid(_profile(counters={name: 2.0}), None, RANKS, {}) == [said]
+def test_memory_in_use_before_the_start_belongs_to_other_programs() -> None:
+    """The few MiB of an idle GPU do not count, nor does a device of another case."""
+    used = {"GPU-0": 64 * MIB, "GPU-1": 3 * GIB // 2, "GPU-of-another-case": 9 * GIB}
+    assert find(_profile(), None, RANKS, used) == [Disturbance("memory", 7, 1.5, 0)]
 
 
 @pytest.mark.parametrize("reason", ["nvmlDeviceGetPowerUsage: GPU is lost", "x: GPU requires restart"])
-def test_a_lost_gpu_is_named_with_the_call(reason: str) -> None:
-    """Once, however many of its metrics say so; what is not supported is no evidence."""
+def test_a_lost_gpu_is_reported_once(reason: str) -> None:
+    """Several metrics of it have the same reason; a metric that is not supported is no disturbance."""
     why = {"energy_j": "x: Not Supported", "power_w": reason, "sm_clock_mhz": reason}
-    assert invalid(_profile(why=why), None, RANKS, {}) == [f"no longer answering: GPU 7 ({reason})"]
+    assert find(_profile(why=why), None, RANKS) == [Disturbance("lost", 7, reason, 0)]
 
 
-def test_what_is_not_supported_is_no_evidence() -> None:
-    """A device without counters, clocks and throttled time is not suspected."""
+def test_values_that_could_not_be_read_are_no_disturbances() -> None:
+    """A device without counters, clocks and throttled time has none."""
     profile = _profile()
     bare = [DeviceProfile(index=0, uuid="GPU-0"), DeviceProfile(index=1, uuid="GPU-1")]
-    assert invalid(msgspec.structs.replace(profile, devices=bare, series=None), profile, RANKS, {}) == []
+    assert find(msgspec.structs.replace(profile, devices=bare, series=None), profile, RANKS) == []
 
 
-def test_kinds_of_evidence_stand_apart_and_devices_together() -> None:
-    """One sentence a kind with all its devices, so that eight GPUs do not fill a screen."""
-    profile = _profile(throttled_s=10.0, counters={"xids": 1.0})
+def test_each_kind_of_disturbance_is_one_sentence_with_its_devices(prose: Prose) -> None:
+    """Eight GPUs do not fill a screen."""
+    profile = _profile(
+        1000.0,
+        throttled_s=10.0,
+        counters={"xids": 1.0, "ecc_uncorrected": 2.0, "compute_processes": 3.0},
+        why={"power_w": "nvmlDeviceGetPowerUsage: GPU is lost"},
+    )
     profile.devices[0] = msgspec.structs.replace(profile.devices[0], throttled_s=20.0)
-    assert invalid(profile, None, RANKS, {}) == [
-        "throttled by power or heat: GPU 4 for 20.0 % of the time, GPU 7 for 10.0 % of the time",
-        "errors of the GPU that the driver logged (Xid, see dmesg): GPU 7 had 1",
-    ]
+    found = find(profile, _profile(), RANKS, {"GPU-1": 3 * GIB})
+    assert [(one.kind, one.index) for one in found[:3]] == [("lost", 7), ("throttled", 4), ("throttled", 7)]
+    assert prose == "\n".join(disturbances.describe(found))
 
 
-def test_the_yardstick_is_the_first_of_the_same_devices_that_knows_their_clocks() -> None:
-    """Neither a case without a profile nor one of other devices, nor one too short to tell."""
-    alone = msgspec.structs.replace(_profile(), devices=_profile().devices[:1], series=None)
-    short, first, second = _profile(samples=2), _profile(1900.0), _profile(1800.0)
-    assert first_alike([None, alone, short, first, second], second) is first
-    assert first_alike([None, alone, short], second) is None
+def test_sentences_on_power_and_heat_are_recognized() -> None:
+    """The gate treats them differently; the third one is from older reports."""
+    for kind in disturbances.TITLES:
+        assert disturbances.is_power(f"{disturbances.TITLES[kind]}: GPU 0") is (kind in {"throttled", "clock"})
+    assert disturbances.is_power("SM clock more than 5 % off that of the session's first case: GPU 7 ran at 990 ...")
 
 
 @pytest.mark.parametrize(
-    ("settings", "kinds"),
+    ("invalid", "latency_s", "reason"),
     [
-        ({}, []),
-        ({"ecc": "1:1"}, ["memory errors that ECC could not correct: GPU 1 had "]),
-        ({"xid": "1:1"}, ["errors of the GPU that the driver logged (Xid, see dmesg): GPU 1 had "]),
-        ({"processes": "2@1"}, ["programs of others at work: GPU 1 has 1 beside 1 of ours"]),
-        ({"lost": "1:80"}, ["no longer answering: GPU 1 (nvmlDevice"]),
+        ([], 0.5, None),
+        (["throttled by power or heat: GPU 1 for 60.0 % of the time"], 0.5, None),
+        (["throttled by power or heat: GPU 1 for 60.0 % of the time", "another: GPU 0."], 0.5, "another: GPU 0"),
+        ([], 0.0, "the time of a batch is 0 s"),
     ],
 )
-def test_what_nvml_tells_becomes_evidence(
-    nvml_stub: Callable[..., dict[str, str]], settings: dict[str, str], kinds: list[str]
-) -> None:
-    """From the calls to the sentence: counts between the marks, processes, and a GPU that goes away."""
-    profiler = Profiler(0.025, environment=nvml_stub(gpus=2, **settings))
-    with profiler.window() as window:
-        recording = profiler._recording
-        assert recording is not None, profiler.why
-        with profiler._changed:
-            assert profiler._changed.wait_for(lambda: len(recording._kept) >= 25, 10)
-    profiler.close()
-    assert window.profile is not None
-    ranks = {device.uuid: 1 for device in window.profile.devices}
-    said = invalid(window.profile, None, ranks, {})
-    assert len(said) == len(kinds)
-    assert all(sentence.startswith(kind) for sentence, kind in zip(said, kinds, strict=True)), said
+def test_times_of_a_disturbed_launch_are_not_used(invalid: list[str], latency_s: float, reason: str | None) -> None:
+    """Throttling alone keeps the times; another disturbance and a latency of 0 s do not."""
+    launch: Launch = make_result().launches[0]
+    launch.profile = msgspec.structs.replace(_profile(), invalid=invalid)
+    launch.batches.latency_s[0] = latency_s
+    assert disturbances.untimed(launch) == reason
+
+
+def test_the_clock_reference_is_the_first_profile_of_the_same_devices_with_all_clocks() -> None:
+    """A case without a profile, one with other devices, and one that was too short are skipped."""
+    alone = msgspec.structs.replace(_profile(), devices=_profile().devices[:1], series=None)
+    short, first, second = _profile(samples=2), _profile(1900.0), _profile(1800.0)
+    assert clock_reference([None, alone, short, first, second], second) is first
+    assert clock_reference([None, alone, short], second) is None

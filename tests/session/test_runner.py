@@ -17,6 +17,7 @@ from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
 from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import (
@@ -232,9 +233,9 @@ def test_a_failed_case_has_the_disturbances_of_its_window(
     profile = result.launches[0].profile
     assert profile is not None
     assert [sentence.partition(":")[0] for sentence in profile.invalid] == [
-        "programs of others at work",
-        "memory errors that ECC could not correct",
-        "errors of the GPU that the driver logged (Xid, see dmesg)",
+        disturbances.TITLES["processes"],
+        disturbances.TITLES["ecc"],
+        disturbances.TITLES["xid"],
     ]
 
 
