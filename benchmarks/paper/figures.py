@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_llmgpu.render.charts.panels import LINKS, LinkName, saw
+from pytest_llmgpu.render.charts.panels import LINKS, LinkName, covers_traffic
 from pytest_llmgpu.render.time_table import wrong
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult
@@ -68,7 +68,7 @@ def seen(counted: Figure, *names: LinkName) -> Figure:
         counted: the figure.
         names: of its links; none: all.
     """
-    return lambda result: counted(result) if saw(result, names or LINKS) else None
+    return lambda result: counted(result) if covers_traffic(result, names or LINKS) else None
 
 
 def busy(result: CaseResult) -> float | None:

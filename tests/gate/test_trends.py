@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import altair
 import msgspec
 import pytest
+from support.chart_data import texts_of
 from support.report_factory import make_failed, make_profile, make_report, make_traffic
 from support.stored_reports import H200, gpus, measured
 from support.verdict_factory import BATCHES, with_launches
@@ -193,7 +193,7 @@ def test_every_change_that_is_counted_has_its_mark() -> None:
     assert "3 worse" in chart.summary
     layers = [part["data"]["values"] for part in (chart.spec, *chart.spec["layer"]) if "data" in part]
     on_axis = [row["c"] for row in layers[0] if "k" in row]
-    at_the_top = [[row["o"] for row in rows] for rows in layers if all("o" in row for row in rows)]
+    at_the_top = [[row["l"] for row in rows] for rows in layers if all("l" in row for row in rows)]
     assert on_axis == ["iok-bs1"]
     mark = "\N{BLACK UP-POINTING TRIANGLE}"
     assert at_the_top == [[f"{mark} mp-bs1: OoM"], [f"{mark} tp-bs1: OoM"]]
@@ -216,7 +216,7 @@ def test_utilisation_is_followed_and_not_judged() -> None:
     ]
     (chart,) = of_trends([_trend("utilization")]).charts
     assert chart.title == "Mean GPU utilisation by report"
-    assert chart.summary.endswith("changes: the gate judges none.")
+    assert chart.summary.endswith("changes: the gate does not judge this metric.")
 
 
 def test_the_machines_calibration_is_in_force() -> None:
@@ -326,13 +326,10 @@ def test_names_of_lines_that_end_together_do_not_meet(lowest: float | None) -> N
     levels = {"mp": 2.0, "tp": 1.0, "iok": 1.001, "other": 1.002, **({} if lowest is None else {"last": lowest})}
     _keep(1, *(_timed(level, strategy=name) for name, level in levels.items()))
     (chart,) = of_trends([_trend()]).charts
-    low, high = map(math.log, chart.spec["encoding"]["y"]["scale"]["domain"])
-    names = chart.spec["layer"][-1]["data"]["values"]
-    places = [axes.HEIGHT * (high - math.log(row["v"])) / (high - low) + row["d"] for row in names]
-    assert [row["s"] for row in names] == sorted(levels, key=levels.__getitem__, reverse=True)
-    assert [row["d"] for row in names[:2]] == [0, 0] or lowest is None
+    texts = texts_of(chart)
+    places = [texts[f"{name}-bs1"][1] for name in sorted(levels, key=levels.__getitem__, reverse=True)]
     assert all(after - place >= axes.LINE - 1 for place, after in itertools.pairwise(places))
-    assert places[-1] <= axes.HEIGHT
+    assert places[-1] <= axes.HEIGHT + axes.LINE / 2
 
 
 def test_what_is_0_throughout_has_no_chart_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

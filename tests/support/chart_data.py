@@ -1,10 +1,12 @@
-"""Charts for tests: what data they hold, and a result with time lines."""
+"""The data and the drawn texts of charts, and a result with time lines."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from pytest_llmgpu.render.charts import Chart, image
 from pytest_llmgpu.report.result import CaseResult, Series
 from support.report_factory import make_profile, make_result
 
@@ -35,3 +37,10 @@ def sampled(points: int = 2000, devices: int = 4, **fields: Any) -> CaseResult:
         ],
     )
     return make_result(profile=make_profile(devices, series=series, duration_s=points / 6, nvlink=1e9), **fields)
+
+
+def texts_of(chart: Chart) -> dict[str, tuple[float, float]]:
+    """Return each text in the drawn chart with its place in pixels, from the left and from the top of its group."""
+    svg = image(chart, "svg", titled=False).decode()
+    found = re.findall(r'<text[^>]* transform="translate\(([^,]+),([^)]+)\)[^>]*>([^<]+)</text>', svg)
+    return {text: (float(x), float(y)) for x, y, text in found}

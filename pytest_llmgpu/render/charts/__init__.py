@@ -1,17 +1,14 @@
-"""The charts of a report, as data: what a page embeds and what pictures are made of.
+"""The charts of a report as Vega-Lite specifications, for the HTML page and for images.
 
-`of_report` returns `Charts`: its `charts` are drawn in their order, each under its `title` with its `summary` as the
-caption and its `headers` and `rows` as the table behind it; its `omitted` are sentences that say what there is no
-chart of, and why. A `spec` is Vega-Lite without `$schema`, which would be an address of the network (`{"mode":
-"vega-lite"}` tells vega-embed), as wide as its container, and without a colour of its own: `theme(dark=...)` is the
-`config` to embed it with.
+`of_report` returns `Charts`. Each chart is shown under its `title`, with its `summary` as the caption and its `headers`
+and `rows` as the table behind it; `omitted` has the reasons for charts that could not be drawn. A `spec` has no
+`$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed); it is as wide as its
+container and has no colours: `theme(dark=...)` is the `config` to draw it with.
 
-Nothing here needs the extra `report` but `image`.
+Only `image` needs the extra `report`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import msgspec
 
@@ -28,36 +25,33 @@ __all__ = ["Chart", "Charts", "Format", "image", "of_case", "of_report", "theme"
 
 
 def of_report(report: Report) -> Charts:
-    """Return every chart of a report.
+    """Return every chart of a report, with its verdicts if it has any.
 
-    Cases that differ in more than strategy and batch size get charts of their own, whose ids end in `-1`, `-2`.
-    Against a baseline it shows what the report's verdicts say.
+    Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
-    found: list[Chart] = []
-    omitted: list[str] = []
     parts = panels(report)
-    for one in baseline_ratios.charts(report.verdicts):
-        measured = "; ".join(panel.measured for panel in parts)
-        _add(one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured), found, omitted)
+    measured = "; ".join(panel.measured for panel in parts)
+    found: list[Chart | str] = [
+        one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured)
+        for one in baseline_ratios.charts(report.verdicts)
+    ]
     for panel in parts:
-        for one in _of_panel(panel):
-            _add(_named(one, panel), found, omitted)
-    return Charts(charts=found, omitted=omitted)
+        for module in (timing, communication, memory, accuracy, balance):
+            found += [_named(one, panel) for one in module.charts(panel)]
+    return Charts(
+        charts=[one for one in found if isinstance(one, Chart)],
+        omitted=[one for one in found if isinstance(one, str)],
+    )
 
 
 def of_case(result: CaseResult, environment: Environment) -> list[Chart]:
-    """Return the time lines of one case, a chart a metric with every GPU in it; none where nothing was sampled.
+    """Return the time lines of one case, one chart per metric; none if nothing was sampled.
 
     Args:
         result: the case.
-        environment: of its report; what kinds of GPUs they are.
+        environment: the environment of its report, which names the GPUs.
     """
     return list(timelines.charts(result, environment))
-
-
-def _of_panel(panel: Panel) -> Iterator[Chart | str]:
-    for room in (timing, communication, memory, accuracy, balance):
-        yield from room.charts(panel)
 
 
 def _named(one: Chart | str, panel: Panel) -> Chart | str:
@@ -65,10 +59,3 @@ def _named(one: Chart | str, panel: Panel) -> Chart | str:
         return f"{panel.caption}: {one}" if panel.suffix else one
     title = f"{one.title}: {panel.caption}" if panel.suffix else one.title
     return msgspec.structs.replace(one, id=f"{one.id}{panel.suffix}", title=title, measured=panel.measured)
-
-
-def _add(one: Chart | str, found: list[Chart], omitted: list[str]) -> None:
-    if isinstance(one, str):
-        omitted.append(one)
-    else:
-        found.append(one)

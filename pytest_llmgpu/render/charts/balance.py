@@ -1,4 +1,4 @@
-"""Whether the GPUs of a case do alike: utilisation and memory of each."""
+"""Utilisation and memory of each GPU of a case: how far the GPUs are apart."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.chart import Chart, Spec, rounded, written
+from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
 from pytest_llmgpu.render.charts.panels import Panel, device_means, memory_of
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import GIB
 
 __all__ = ["charts"]
-
-_GIB = 2**30
-_ASIDE = 0.22  # strategies of one batch size stand so many doublings apart
 
 
 class _Figure(NamedTuple):
@@ -35,73 +33,65 @@ _FIGURES = (
     _Figure(
         "balance-memory",
         "Memory of each GPU",
-        "peak of memory in use",
+        "peak memory in use",
         "GiB",
-        lambda result: {index: value / _GIB for index, value in memory_of(result)[0].items()},
+        lambda result: {index: value / GIB for index, value in memory_of(result)[0].items()},
     ),
 )
 
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
-    """Yield the charts of how alike a panel's GPUs do, or in a sentence why there is none."""
+    """Yield the charts of the balance between a panel's GPUs, or a sentence with the reason why there is none."""
     for figure in _FIGURES:
         found = [(entry, figure.of_devices(entry.result)) for entry in panel.completed]
-        # A case of one device has several where its launches ran on several GPUs, none of them beside another.
+        # A case of one device has several figures if its launches ran on different GPUs. That is no imbalance.
         several = [pair for pair in found if pair[0].result.case.devices > 1 and len(pair[1]) > 1]
         if not several:
             yield f"{figure.title}: {'it was not measured' if panel.several else 'there is one device'}."
             continue
-        rows: list[Spec] = []
-        for entry, of_devices in several:
-            place = panel.place(entry)
-            b = rounded(entry.batch_size * 2 ** (_ASIDE * place))
-            rows += [
-                {"s": entry.title, "n": entry.batch_size, "b": b, "g": index, "v": rounded(value)}
-                for index, value in of_devices.items()
-            ]
-        entry, of_devices = max(several, key=lambda pair: _spread(pair[1]))
+        rows = [
+            {"s": entry.title, "b": entry.batch_size, "g": index, "v": rounded(value)}
+            for entry, of_devices in several
+            for index, value in of_devices.items()
+        ]
+        entry, of_devices = max(several, key=lambda pair: max(pair[1].values()) - min(pair[1].values()))
         low, high = (pick(of_devices, key=of_devices.__getitem__) for pick in (min, max))
         devices = sorted({index for _, values in several for index in values})
         yield Chart(
             id=figure.slug,
             title=figure.title,
             summary=(
-                f"Furthest apart in {entry.title} at batch size {entry.batch_size}: "
-                f"{written(of_devices[low], figure.unit, digits=3)} on GPU {low} and "
-                f"{written(of_devices[high], figure.unit, digits=3)} on GPU {high}."
+                f"Largest difference: {entry.title} at batch size {entry.batch_size}, "
+                f"{formatted(of_devices[low], figure.unit, digits=3)} on GPU {low} and "
+                f"{formatted(of_devices[high], figure.unit, digits=3)} on GPU {high}."
             ),
-            spec=_spec(panel, figure, rows),
+            spec=_spec(panel, f"{figure.axis} ({figure.unit})", rows),
             headers=["strategy", "batch size", *(f"GPU {index} ({figure.unit})" for index in devices)],
             rows=[
-                [entry.title, str(entry.batch_size), *(written(values.get(index)) for index in devices)]
+                [entry.title, str(entry.batch_size), *(formatted(values.get(index)) for index in devices)]
                 for entry, values in several
             ],
         )
 
 
-def _spec(panel: Panel, figure: _Figure, rows: list[Spec]) -> Spec:
-    colour = axes.curves(panel)
+def _spec(panel: Panel, title: str, rows: list[Spec]) -> Spec:
+    shared = {"color": axes.curves(panel), "xOffset": axes.offset(panel)}
     value = {"field": "v", "type": "quantitative"}
     tooltip = [
-        {"field": "s", "type": "nominal", "title": "strategy"},
-        {"field": "n", "type": "quantitative", "title": "batch size"},
-        {"field": "g", "type": "nominal", "title": "GPU"},
-        {**value, "title": f"{figure.axis} ({figure.unit})", "format": axes.NUMBER},
+        axes.text("s", "strategy"),
+        axes.number("b", "batch size"),
+        axes.number("g", "GPU"),
+        axes.number("v", title),
     ]
-    ends = {"y": {**value, "aggregate": "min"}, "y2": {"field": "v", "aggregate": "max"}}
     layers: list[Spec] = [
-        {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"color": colour, **ends}},
+        {
+            "mark": {"type": "rule", "strokeWidth": 1.5},
+            "encoding": {**shared, "y": {**value, "aggregate": "min"}, "y2": {"field": "v", "aggregate": "max"}},
+        },
         {
             "mark": {"type": "point", "size": 45},
-            "encoding": {"color": colour, "shape": axes.shapes(panel), "tooltip": tooltip},
+            "encoding": {**shared, "shape": axes.curves(panel), "tooltip": tooltip},
         },
     ]
-    shared = {
-        "x": axes.batch_sizes([place for row in rows for place in (row["n"], row["b"])]),
-        "y": axes.levels([row["v"] for row in rows], f"{figure.axis}, a point a GPU ({figure.unit})", log=False),
-    }
-    return {**axes.sized(layers, rows), "encoding": shared}
-
-
-def _spread(of_devices: dict[int, float]) -> float:
-    return max(of_devices.values()) - min(of_devices.values())
+    y = axes.levels([row["v"] for row in rows], f"{title}, one point per GPU", log=False)
+    return axes.layered(layers, rows, x=axes.ordinal_batch_sizes(panel), y=y)

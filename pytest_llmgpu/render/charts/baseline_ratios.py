@@ -1,54 +1,55 @@
-"""A report against a baseline: how the time of each case changed, and how sure that is."""
+"""Time compared with a baseline: the ratio of each case with its confidence interval."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.chart import Chart, Spec, rounded, written
+from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
 __all__ = ["charts"]
 
-_STEP = 20  # pixels of a case
-_KINDS = ("not told apart", "slower", "faster")
-"""What is said of a case, in the order of the theme's range `ordinal` and of shapes."""
-_SHAPES = ["circle", "triangle-up", "triangle-down"]
-_SAYS = {"REGRESSED": "slower", "IMPROVED": "faster"}
+_STEP = 20
+"""Pixels of each case."""
+
+_CHANGES = {"no significant change": "circle", "slower": "triangle-up", "faster": "triangle-down"}
+"""Change to its shape, in the order of the colours of the theme's range `ordinal`."""
+
+_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster"}
 
 
 def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
-    """Yield the chart of the changes of time by the gate's verdicts, or in a sentence why there is none."""
+    """Yield the chart of the gate's verdicts on time, or a sentence with the reason why there is none."""
     if verdicts is None or verdicts.baseline is None:
         return
-    title = "Time against the baseline"
-    said = [row for row in verdicts.rows if row.metric == "time"]
-    if not said:
-        yield f"{title}: no case of the report has a counterpart that completed."
+    title = "Time compared with the baseline"
+    of_time = [row for row in verdicts.rows if row.metric == "time"]
+    if not of_time:
+        yield f"{title}: no case of the report has a completed counterpart in the baseline."
         return
-    rows = [row for one in said if (row := _row(one)) is not None]
+    rows = [row for one in of_time if (row := _row(one)) is not None]
     if not rows:
-        yield f"{title}: no case can be compared ({said[0].reason.splitlines()[0].rstrip('.')})."
+        yield f"{title}: no case can be compared ({of_time[0].reason.splitlines()[0].rstrip('.')})."
         return
-    counts = {kind: sum(row["k"] == kind for row in rows) for kind in _KINDS}
-    told = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    counts = {change: sum(row["k"] == change for row in rows) for change in _CHANGES}
+    changes = [change for change in _CHANGES if counts[change]]
+    counted = ", ".join(f"{counts[change]} {change}" for change in changes)
     yield Chart(
         id="ratio",
         title=title,
-        summary=f"Time of each case as a multiple of the baseline's, with its interval; above 1 is slower: {told}.",
-        spec=_spec(rows, [kind for kind in _KINDS if counts[kind]]),
-        headers=["case", "verdict", "time / baseline", "from", "to", "launches a side", "reason"],
+        summary=f"Time / time in the baseline with confidence interval; above 1 is slower: {counted}.",
+        spec=_spec(rows, changes),
+        headers=["case", "verdict", "time / baseline", "from", "to", "launches in each report", "reason"],
         rows=[
             [
                 one.id,
                 one.verdict,
-                written(one.ratio),
-                written(one.low),
-                written(one.high),
+                *(formatted(value) for value in (one.ratio, one.low, one.high)),
                 "-" if one.n is None else str(one.n),
                 one.reason,
             ]
-            for one in said
+            for one in of_time
         ],
     )
 
@@ -56,35 +57,33 @@ def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
 def _row(one: Row) -> Spec | None:
     if one.ratio is None:
         return None
-    row: Spec = {"c": one.id, "r": rounded(one.ratio), "k": _SAYS.get(one.verdict, "not told apart")}
+    row: Spec = {
+        "c": one.id,
+        "r": rounded(one.ratio),
+        "k": _CHANGE_OF_VERDICT.get(one.verdict, "no significant change"),
+    }
     if one.low is not None and one.high is not None:
         row |= {"l": rounded(one.low), "h": rounded(one.high)}
     return {**row, "w": one.verdict, "t": one.reason.splitlines()[0][:160]}
 
 
-def _spec(rows: Sequence[Spec], kinds: list[str]) -> Spec:
+def _spec(rows: Sequence[Spec], changes: list[str]) -> Spec:
     values = [row[name] for row in rows for name in ("r", "l", "h") if name in row]
-    ratio = axes.levels([*values, 1.0], "time / baseline's", log=True, field="r")
-    colour = {
-        "field": "k",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": list(_KINDS), "range": "ordinal"},
-        "legend": {"values": kinds},
-    }
-    shape = {**colour, "scale": {"domain": list(_KINDS), "range": _SHAPES}}
+    scale = {"domain": list(_CHANGES)}
+    colour = {**axes.text("k"), "scale": {**scale, "range": "ordinal"}, "legend": {"values": changes}}
+    shape = {**colour, "scale": {**scale, "range": list(_CHANGES.values())}}
     tooltip = [
-        {"field": "c", "type": "nominal", "title": "case"},
-        {"field": "r", "type": "quantitative", "title": "time / baseline's", "format": axes.NUMBER},
-        {"field": "l", "type": "quantitative", "title": "from", "format": axes.NUMBER},
-        {"field": "h", "type": "quantitative", "title": "to", "format": axes.NUMBER},
-        {"field": "w", "type": "nominal", "title": "verdict"},
-        {"field": "t", "type": "nominal", "title": "reason"},
+        axes.text("c", "case"),
+        axes.number("r", "time / baseline"),
+        axes.number("l", "from"),
+        axes.number("h", "to"),
+        axes.text("w", "verdict"),
+        axes.text("t", "reason"),
     ]
     layers: list[Spec] = [
         {
             "data": {"values": [{"r": 1}]},
-            "mark": {"type": "rule", "style": "limit", "tooltip": "as long as the baseline"},
+            "mark": {"type": "rule", "style": "limit", "tooltip": "the time of the baseline"},
             "encoding": {"y": {"value": 0}, "y2": {"value": "height"}},
         },
         {
@@ -92,13 +91,8 @@ def _spec(rows: Sequence[Spec], kinds: list[str]) -> Spec:
             "mark": {"type": "rule", "strokeWidth": 2},
             "encoding": {"x": {"field": "l", "type": "quantitative"}, "x2": {"field": "h"}, "color": colour},
         },
-        {"mark": {"type": "point"}, "encoding": {"x": ratio, "color": colour, "shape": shape, "tooltip": tooltip}},
+        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": shape, "tooltip": tooltip}},
     ]
-    case = {
-        "field": "c",
-        "type": "nominal",
-        "title": None,
-        "sort": [row["c"] for row in rows],
-        "axis": {"grid": True},
-    }
-    return {**axes.sized(layers, rows, height={"step": _STEP}), "encoding": {"x": ratio, "y": case}}
+    x = axes.levels([*values, 1.0], "time / baseline", log=True, field="r")
+    y = {**axes.text("c"), "sort": [row["c"] for row in rows], "axis": {"grid": True}}
+    return axes.layered(layers, rows, height={"step": _STEP}, x=x, y=y)

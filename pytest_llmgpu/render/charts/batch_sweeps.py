@@ -1,4 +1,4 @@
-"""A figure by batch size and strategy: curves, what did not complete, and the table of both."""
+"""A figure by batch size and strategy: the curves, the cases that did not complete, and the table of both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.chart import Spec, rounded, written
+from pytest_llmgpu.render.charts.chart import Spec, formatted, rounded
 from pytest_llmgpu.render.charts.panels import Entry, Panel
 from pytest_llmgpu.render.time_table import wrong
 
@@ -14,26 +14,22 @@ __all__ = ["Figure", "Point", "curves_of", "points", "table"]
 
 
 Figure = Callable[[Entry], float | None]
-"""A case's figure in the unit of an axis; None where it has none."""
+"""A function that returns a case's figure in the unit of an axis; None where the case has none."""
 
 
 class Point(NamedTuple):
     """One mark of a chart."""
 
     entry: Entry
+    """The result that the mark shows."""
     kind: str
-    """Which of several curves of its strategy it is on: `TX`."""
+    """The curve among several curves of one strategy, such as `TX`."""
     value: float
-    """In the unit of the axis, not rounded: what is rounded twice may differ in its last digit."""
+    """The figure in the unit of the axis, not rounded: rounding twice may change the last digit."""
 
 
 def points(panel: Panel, figures: Mapping[str, Figure]) -> list[Point]:
-    """Return the points of a panel that there are.
-
-    Args:
-        panel: whose completed cases are drawn.
-        figures: by name of the curve, in the axis's unit; None where a case has none.
-    """
+    """Return the points of a panel's completed cases; `figures` maps the name of a curve to its figure."""
     return [
         Point(entry, kind, value)
         for kind, figure in figures.items()
@@ -43,27 +39,17 @@ def points(panel: Panel, figures: Mapping[str, Figure]) -> list[Point]:
 
 
 def curves_of(
-    panel: Panel,
-    drawn: Sequence[Point],
-    *,
-    title: str,
-    unit: str,
-    log: bool = True,
-    within: Sequence[float] = (),
-    sizes: Sequence[float] = (),
-    more: Sequence[Spec] = (),
+    panel: Panel, drawn: Sequence[Point], *, title: str, log: bool = True, more: Sequence[Spec] = (), notes: int = 0
 ) -> Spec:
     """Return the specification of curves over batch sizes.
 
     Args:
-        panel: of the points.
-        drawn: what to draw; above 0 on a logarithmic axis.
-        title: of the figure.
-        unit: of the figure.
-        log: whether its axis is logarithmic.
-        within: other values that have to be seen.
-        sizes: other batch sizes that have to be seen.
-        more: further layers, below the curves.
+        panel: the panel of the points.
+        drawn: the points to draw; their values must be above 0 on a logarithmic axis.
+        title: the title of the figure's axis, with its unit.
+        log: whether that axis is logarithmic.
+        more: further layers, drawn below the curves.
+        notes: the lines of text above the plot that `more` has.
     """
     kinds = list(dict.fromkeys(point.kind for point in drawn))
     rows = [
@@ -75,44 +61,31 @@ def curves_of(
         }
         for point in drawn
     ]
-    failed = axes.failures(panel)
-    everything = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
-    shared = {
-        "x": axes.batch_sizes([*everything, *sizes]),
-        "y": axes.levels(
-            [*(rounded(point.value) for point in drawn), *within], f"{title} ({unit})", log=log, lines=len(failed)
-        ),
-    }
-    colour = axes.curves(panel)
     dash: Spec = {}
-    tooltip = [
-        {"field": "s", "type": "nominal", "title": "strategy"},
-        {"field": "b", "type": "quantitative", "title": "batch size"},
-        {"field": "v", "type": "quantitative", "title": f"{title} ({unit})", "format": axes.NUMBER},
-    ]
+    tooltip = [axes.text("s", "strategy"), axes.number("b", "batch size"), axes.number("v", title)]
     if len(kinds) > 1:
-        channel = {"field": "k", "type": "nominal", "title": None, "scale": {"domain": kinds}}
-        dash = {"strokeDash": {**channel, "scale": {"domain": kinds, "range": [[1, 0], [4, 4]]}}}
-        tooltip.insert(1, {"field": "k", "type": "nominal", "title": "curve"})
-    layers: list[Spec] = [
+        dash = {"strokeDash": {**axes.text("k"), "scale": {"domain": kinds}}}
+        tooltip.insert(1, axes.text("k", "curve"))
+    colour = axes.curves(panel)
+    batch_size = {"field": "b", "type": "quantitative"}
+    layers = [
         *more,
-        {
-            "mark": {"type": "line"},
-            "encoding": {"color": colour, "order": {"field": "b", "type": "quantitative"}, **dash},
-        },
-        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": axes.shapes(panel), "tooltip": tooltip}},
-        *failed,
+        {"mark": {"type": "line"}, "encoding": {"color": colour, "order": batch_size, **dash}},
+        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
+        *axes.failures(panel, first=notes),
     ]
-    return {**axes.sized(layers, rows), "encoding": shared}
+    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
+    y = axes.levels([row["v"] for row in rows], title, log=log)
+    return axes.layered(layers, rows, x=axes.batch_sizes(sizes), y=y)
 
 
 def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Return a figure as a table, batch sizes down and strategies across, with how cases ended without it."""
+    """Return headers and rows of a figure: one row per batch size, one column per strategy, with failed cases."""
     cells: dict[int, dict[str, list[str]]] = {}
     for entry in panel.entries:
         value = figure(entry) if entry.result.outcome == "completed" else None
         ended = {"completed": "-", "oom": "OoM", "skipped_after_oom": "not run"}
-        text = written(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
+        text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
         if wrong(entry.result):
             text += " (wrong answers)"
         cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)

@@ -1,60 +1,61 @@
-"""What a chart is: a picture as data, what it shows in a sentence, and the same figures as a table."""
+"""The record of one chart: a Vega-Lite specification, a summary sentence and the same figures as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-__all__ = ["Chart", "Charts", "Spec", "rounded", "span", "written"]
+__all__ = ["Chart", "Charts", "Spec", "formatted", "rounded", "value_range"]
 
 Spec = dict[str, Any]
-"""A specification of Vega-Lite, or a part of one."""
+"""A Vega-Lite specification, or a part of one."""
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """One chart."""
 
     id: str
-    """Letters, digits and hyphens: names its file, and its place in a page."""
+    """The name of the chart's file and of its place in a page: lower-case letters, digits and hyphens."""
     title: str
+    """The heading of the chart."""
     summary: str
-    """What it shows, in a sentence: its caption, and what a screen reader reads instead of it."""
+    """The sentence that states what the chart shows: the caption, and the text for screen readers."""
     spec: Spec
-    """Vega-Lite with the data inside, as wide as its container. It names no colour but by the styles and ranges of
-    `theme`, so that one specification serves light and dark."""
+    """The Vega-Lite specification with the data inside, as wide as its container. It names no colour except through
+    the styles and ranges of `theme`, so that one specification serves light and dark pages."""
     headers: list[str]
+    """The column headers of the table, with units."""
     rows: list[list[str]]
-    """The same figures as a table, with units in the headers."""
+    """The cells of the table, with the same figures as the chart."""
     measured: str = ""
-    """Model, type, GPUs and dataset, for a picture that stands alone; empty where the title says it."""
+    """Model, dtype, GPUs and dataset for an image that stands alone; empty where the title names them."""
 
 
 class Charts(msgspec.Struct, frozen=True, kw_only=True):
     """The charts of a report."""
 
     charts: list[Chart]
-    """In the order to show them in; ids are unique."""
+    """The charts in display order, with unique ids."""
     omitted: list[str]
-    """What there is no chart of, each with its reason in a sentence."""
+    """One sentence with the reason for each chart that could not be drawn."""
 
 
 def rounded(value: float) -> float:
-    """Return a figure with four digits: what a chart can show, in a third of the bytes."""
+    """Return a figure with four significant digits: a chart shows no more, and the page takes a third of the bytes."""
     return float(f"{value:.4g}")
 
 
-def written(value: float | None, unit: str = "", *, digits: int = 4) -> str:
-    """Return a figure as people read it, with so many digits; a dash for None."""
+def formatted(value: float | None, unit: str = "", *, digits: int = 4) -> str:
+    """Return a figure with a number of significant digits and its unit; a hyphen for None."""
     if value is None:
         return "-"
     text = f"{float(f'{value:.{digits}g}'):,.15g}"
     return f"{text} {unit}" if unit else text
 
 
-def span(values: Iterable[float], unit: str) -> str:
-    """Return the least and the largest of some figures, as a sentence has them."""
-    known = sorted(values)
-    low, high = (written(value, digits=3) for value in (known[0], known[-1]))
-    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
+def value_range(values: Sequence[float], unit: str) -> str:
+    """Return the smallest and the largest value: `0.5 to 2 GB/s`."""
+    ends = dict.fromkeys(formatted(value, digits=3) for value in (min(values), max(values)))
+    return f"{' to '.join(ends)} {unit}"

@@ -1,4 +1,4 @@
-"""Charts as pictures, for a README or a pull request: PNG and SVG by vl-convert, without a browser or a network."""
+"""Charts as PNG and SVG images, drawn by vl-convert without a browser or a network."""
 
 from __future__ import annotations
 
@@ -13,68 +13,69 @@ from pytest_llmgpu.render.charts.theme import theme
 __all__ = ["Format", "formats", "image", "write"]
 
 Format = Literal["png", "svg"]
-"""What a picture can be."""
+"""The format of an image."""
 
-_WIDTH = 720
-_LETTERS = 120  # of a caption's line in that width
-_PADDING = 14  # pixels between a legend's title and its symbols
-_SCALE = 2.0  # sharp on screens of today
+_WIDTH_PX = 720
+_CAPTION_LETTERS = 120
+"""Characters of a line of the caption at that width."""
+_LEGEND_PADDING_PX = 14
+"""Between a legend's title and its symbols in an SVG: a browser may use a wider font than the layout."""
+_SCALE = 2.0
+"""Pixels of a PNG per pixel of the layout, for screens of high resolution."""
 
 
-def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True, width: int = _WIDTH) -> bytes:  # noqa: A002 - what everybody calls it
-    """Return a chart as a picture.
+def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True, width: int = _WIDTH_PX) -> bytes:  # noqa: A002 - the usual name
+    """Return a chart as an image.
 
     Args:
-        chart: what to draw.
-        format: PNG, sharp on screens of today, or SVG.
-        dark: whether it is for a dark ground.
-        titled: whether title and caption are in the picture.
-        width: of the plot, in pixels, to which axes and letters beside it come.
+        chart: the chart to draw.
+        format: `png` or `svg`.
+        dark: whether to draw for a dark background.
+        titled: whether the image includes title and caption.
+        width: width of the plot in pixels, without axes and text beside it.
 
     Raises:
         ValueError: the format is unknown, or the extra `report` is not installed.
     """
-    if format not in get_args(Format):
-        raise ValueError(f"format {format!r}: allowed are {', '.join(get_args(Format))}")
+    formats(format)
     try:
         import vl_convert
     except ImportError:
-        raise ValueError("pictures of charts need vl-convert: pip install 'pytest-llmgpu[report]'") from None
+        raise ValueError("images of charts need vl-convert: pip install 'pytest-llmgpu[report]'") from None
     spec: Spec = {**chart.spec, "width": width, "padding": 16}
     if titled:
-        told = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _LETTERS)]
-        spec["title"] = {"text": chart.title, "subtitle": told}
+        lines = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _CAPTION_LETTERS)]
+        spec["title"] = {"text": chart.title, "subtitle": lines}
     config = theme(dark=dark)
     if format == "svg":
-        # A browser may draw it with a wider font than it is laid out with here: a title would touch what it is of.
-        config["legend"]["titlePadding"] = _PADDING
+        config["legend"]["titlePadding"] = _LEGEND_PADDING_PX
         return vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(spec, config=config, allowed_base_urls=[], scale=_SCALE)
 
 
 def formats(text: str) -> list[Format]:
-    """Return the formats of a list such as `png,svg`; ValueError names one that is unknown."""
+    """Return the formats in a list such as `png,svg`; ValueError names an unknown one."""
     known = get_args(Format)
     chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for one in chosen:
         if one not in known:
-            raise ValueError(f"format {one!r}: allowed are {', '.join(known)}, or several with commas")
+            raise ValueError(f"format {one!r}: allowed are {', '.join(known)}, separated by commas")
     return cast("list[Format]", chosen)
 
 
 def write(charts: Sequence[Chart], folder: Path, chosen: Sequence[Format], *, dark: bool = False) -> Iterator[Path]:
-    """Write each chart in each format, replacing what is there, and yield its path: `memory.png`, `memory-dark.png`.
+    """Write each chart in each format and yield its path: `memory.png`, `memory-dark.png`; existing files are replaced.
 
     Raises:
         ValueError: a file cannot be written, or the extra `report` is not installed.
     """
     for chart in charts:
         for one in chosen:
-            data = image(chart, one, dark=dark)  # before the folder is made: without the extra none is
+            data = image(chart, one, dark=dark)  # before the folder is made: an image that cannot be drawn leaves none
             path = folder / f"{chart.id}{'-dark' if dark else ''}.{one}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             except OSError as error:
-                raise ValueError(f"picture {path}: cannot be written: {error.strerror}") from None
+                raise ValueError(f"image {path}: cannot be written: {error.strerror}") from None
             yield path

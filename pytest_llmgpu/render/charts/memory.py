@@ -1,4 +1,4 @@
-"""Memory by batch size beside what there is of it: what fits, what did not, and what should (the study's figure 6)."""
+"""Memory by batch size with the capacity and the predicted largest batch size (Shin et al. 2024, figure 6)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Iterator
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points
-from pytest_llmgpu.render.charts.chart import Chart, Spec, rounded, written
+from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted
 from pytest_llmgpu.render.charts.panels import Entry, Panel, fmean, memory_of
+from pytest_llmgpu.report.text import GIB
 
 __all__ = ["charts"]
 
-_GIB = 2**30
-_LETTER = 6.5  # width of a letter of a note, in pixels, in the widest of the fonts
-_ASIDE = 5  # pixels between a line and its text
-_FAR = 2.5  # a limit beyond so many times what is in use would press the curves to the ground
+_FAR = 2.5
+"""A capacity above this multiple of the memory in use is not drawn: it would flatten the curves."""
 
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
-    """Yield the chart of a panel's memory, or in a sentence why there is none."""
+    """Yield the chart of a panel's memory, or a sentence with the reason why there is none."""
     title = "Memory by batch size"
     figures: dict[str, Figure] = {"fullest GPU": _fullest}
     if panel.several:
@@ -27,46 +26,38 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     if not drawn:
         yield f"{title}: it was not measured."
         return
-    limit = _limit_gib(panel)
-    near = limit is not None and limit <= _FAR * max(point.value for point in drawn)
+    capacity = _capacity_gib(panel)
+    near = capacity is not None and capacity <= _FAR * max(point.value for point in drawn)
+    predicted = _predicted(panel) if near else []
     layers: list[Spec] = []
-    sizes: list[int] = []
-    predicted = _predicted(panel)
-    within: list[float] = []
-    if limit is not None and near:
-        within = [limit, _ground(min(point.value for point in drawn), limit, len(predicted))]
-        layers = [
-            *axes.limit(limit, f"{written(limit)} GiB of each GPU"),
-            *_predictions(panel, predicted, limit),
-        ]
-        sizes = [size for size, _ in predicted]
+    if capacity is not None and near:
+        layers = [*axes.limit(capacity, f"{formatted(capacity)} GiB per GPU"), *_predictions(panel, predicted)]
+    spec = curves_of(
+        panel,
+        drawn,
+        title=f"memory in use by {_source(panel)} (GiB)",
+        log=False,
+        more=layers,
+        notes=len(predicted),
+    )
     yield Chart(
         id="memory",
         title=title,
-        summary=_summary(panel, limit, near=near),
-        spec=curves_of(
-            panel,
-            drawn,
-            title=f"memory in use by {_source(panel)}",
-            unit="GiB",
-            log=False,
-            within=within,
-            sizes=sizes,
-            more=layers,
-        ),
+        summary=_summary(panel, capacity, near=near),
+        spec=spec,
         headers=[
             "strategy",
             "batch size",
             *(f"{name} (GiB)" for name in figures),
-            "capacity of each GPU (GiB)",
+            "capacity per GPU (GiB)",
             "outcome",
         ],
         rows=[
             [
                 entry.title,
                 str(entry.batch_size),
-                *(written(figure(entry)) for figure in figures.values()),
-                written(limit),
+                *(formatted(figure(entry)) for figure in figures.values()),
+                formatted(capacity),
                 entry.result.outcome,
             ]
             for entry in panel.entries
@@ -74,102 +65,69 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     )
 
 
-def _predicted(panel: Panel) -> list[tuple[int, str]]:
-    """Return the largest batch size that should fit, and whose, in the order of the sizes."""
+def _predicted(panel: Panel) -> list[Spec]:
+    """Return the largest batch size that is predicted to fit, by strategy, in ascending order."""
     titles = {entry.result.case.series: entry.title for entry in panel.entries}
-    return sorted(
+    predicted = sorted(
         (capacity.prediction.max_batch_size, titles[capacity.series])
         for capacity in panel.capacity
         if capacity.prediction is not None and capacity.prediction.max_batch_size > 0
     )
+    return [{"s": title, "b": size, "l": f"{title}: {size:,} predicted to fit"} for size, title in predicted]
 
 
-def _ground(low: float, limit: float, lines: int) -> float:
-    """Return where the axis begins, so that the texts of so many predictions have room below the curves, in GiB."""
-    return max(0.0, min(low, limit) - lines * axes.LINE / axes.HEIGHT * abs(limit - low))
-
-
-def _predictions(panel: Panel, predicted: list[tuple[int, str]], limit: float) -> list[Spec]:
-    """Return a line up to the limit at the largest batch size that should fit, by strategy, then their texts.
-
-    Each text has a line of letters of its own and stands beside its line where there is room for it, which only the
-    browser knows: to the left, else to the right, else at the left edge. Lines of other strategies pass behind it.
-    """
-    shared = {"color": axes.curves(panel), "tooltip": {"field": "t", "type": "nominal", "title": "prediction"}}
-    of_each = [
-        [{"s": title, "b": size, "v": rounded(limit), "t": f"{title}: {size:,} should fit"}]
-        for size, title in predicted
-    ]
+def _predictions(panel: Panel, predicted: list[Spec]) -> list[Spec]:
+    """Return a dotted line at each predicted batch size, and its text in a line of text of its own above the plot."""
+    shared = {"color": axes.curves(panel), "tooltip": axes.text("l", "prediction")}
     rules: list[Spec] = [
         {
-            "data": {"values": rows},
+            "data": {"values": [row]},
             "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 2},
-            "encoding": {**shared, "y": {"field": "v", "type": "quantitative"}, "y2": {"value": "height"}},
+            "encoding": {**shared, "y": {"value": 0}, "y2": {"value": "height"}},
         }
-        for rows in of_each
+        for row in predicted
     ]
-    place, room = "scale('x', datum.b)", f"({_LETTER} * length(datum.t) + {_ASIDE})"
-    on_left, on_right = f"{place} > {room}", f"width - {place} > {room}"
-    texts: list[Spec] = [
-        {
-            "data": {"values": rows},
-            "mark": {
-                "type": "text",
-                "style": style,
-                "align": {"expr": f"{on_left} ? 'right' : 'left'"},
-                "dx": {"expr": f"{on_left} ? -{_ASIDE} : {on_right} ? {_ASIDE} : {_ASIDE} - {place}"},
-                "dy": -9 - axes.LINE * level,
-            },
-            "encoding": {
-                "y": {"value": axes.HEIGHT},
-                "text": {"field": "t", "type": "nominal"},
-                **({} if style == "halo" else shared),
-            },
-        }
-        for level, rows in enumerate(of_each)
-        for style in ("halo", "note")
-    ]
-    return [*rules, *texts]
+    return [*rules, *axes.notes([[row] for row in predicted], **shared)]
 
 
 def _summary(panel: Panel, limit: float | None, *, near: bool) -> str:
-    told = []
+    texts = []
     for title in panel.titles:
         found = [(entry.batch_size, value) for entry in panel.of(title) if (value := _fullest(entry)) is not None]
         if found:
             (small, low), (large, high) = min(found), max(found)
-            grows = f" to {written(high, digits=3)} GiB at {large}" if large > small else ""
-            told.append(f"{title} {written(low, digits=3)} GiB at batch size {small}{grows}")
-    text = f"Peak of the fullest GPU: {', '.join(told)}"
+            grows = f" to {formatted(high, digits=3)} GiB at {large}" if large > small else ""
+            texts.append(f"{title} {formatted(low, digits=3)} GiB at batch size {small}{grows}")
+    text = f"Peak of the fullest GPU: {', '.join(texts)}"
     if limit is not None:
-        text += f"; {written(limit)} GiB of each GPU may be used{'' if near else ', far above this chart'}"
+        text += f"; capacity {formatted(limit)} GiB per GPU{'' if near else ', far above this chart'}"
     sizes = [
         f"{capacity.strategy} {capacity.prediction.max_batch_size:,}"
         for capacity in panel.capacity
         if capacity.prediction is not None
     ]
-    return f"{text}; the largest batch size that should fit: {', '.join(sizes)}." if sizes else f"{text}."
+    return f"{text}; predicted largest batch size: {', '.join(sizes)}." if sizes else f"{text}."
 
 
-def _limit_gib(panel: Panel) -> float | None:
-    """Return what a case may use of each GPU: its cap, else all; None where that is not known or the GPUs differ."""
+def _capacity_gib(panel: Panel) -> float | None:
+    """Return what a case may use of each GPU: its cap, else all of it; None if it is not known or the GPUs differ."""
     case = panel.entries[0].result.case
     if case.gpu_memory_bytes is not None:
-        return case.gpu_memory_bytes / _GIB
+        return case.gpu_memory_bytes / GIB
     sizes = {gpu.memory_bytes for gpu in panel.report.environment.gpus}
     size = sizes.pop() if len(sizes) == 1 and case.device == "cuda" else None
-    return None if size is None else size / _GIB
+    return None if size is None else size / GIB
+
+
+def _source(panel: Panel) -> str:
+    return next(source for entry in panel.completed for found, source in [memory_of(entry.result)] if found)
 
 
 def _fullest(entry: Entry) -> float | None:
     found, _ = memory_of(entry.result)
-    return max(found.values()) / _GIB if found else None
+    return max(found.values()) / GIB if found else None
 
 
 def _mean(entry: Entry) -> float | None:
     found, _ = memory_of(entry.result)
-    return fmean(found) / _GIB if found else None
-
-
-def _source(panel: Panel) -> str:
-    return next((source for entry in panel.completed for found, source in [memory_of(entry.result)] if found), "NVML")
+    return fmean(found) / GIB if found else None

@@ -1,4 +1,4 @@
-"""Which cases stand in one chart, and the figures of each that are drawn."""
+"""Panels: the cases of a report that share a chart, and the figures that are drawn for each of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,21 @@ from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Link
 
-__all__ = ["LINKS", "Entry", "LinkName", "Panel", "counted", "device_means", "fmean", "memory_of", "panels", "saw"]
+__all__ = [
+    "LINKS",
+    "Entry",
+    "LinkName",
+    "Panel",
+    "covers_traffic",
+    "device_means",
+    "fmean",
+    "link_rates",
+    "memory_of",
+    "panels",
+]
 
 LinkName = Literal["nvlink", "pcie"]
-"""A link whose bytes NVML counts."""
+"""The name of a link whose bytes NVML counts."""
 
 LINKS: tuple[LinkName, ...] = get_args(LinkName)
 
@@ -27,62 +38,59 @@ _CARRIERS: dict[Link, frozenset[LinkName]] = {
     "pcie": frozenset(("pcie",)),
     "host": frozenset(("pcie",)),
 }
-"""Whose counters show what took a path."""
+"""The links whose counters include the traffic of a path."""
 
-_SEEN = 0.5  # less than so much of what the program sent, and its traffic took links that were not counted
+_COVERED = 0.5
+"""Counters below this share of what the program sent: its traffic took links that were not counted."""
 
 
 class Entry(NamedTuple):
-    """A result and the curve it is on."""
+    """A result and the curve that it belongs to."""
 
     title: str
-    """Of the curve: `mp`."""
+    """The title of the curve, such as `mp`."""
     result: CaseResult
 
     @property
     def batch_size(self) -> int:
-        """Sequences per forward."""
+        """Return the sequences per forward."""
         return self.result.case.batch_size
 
 
 class Panel(NamedTuple):
-    """What stands in one chart: cases that differ in strategy and batch size only."""
+    """The cases of one chart: they differ only in strategy and batch size."""
 
     entries: list[Entry]
-    """By curve, then batch size."""
+    """The results in the order of their curves, then of their batch sizes."""
     titles: list[str]
-    """Of the curves that are there."""
+    """The titles of the curves that the report has."""
     domain: list[str]
-    """Titles in the order of their colours, also of strategies that are not there."""
+    """All titles in the order of their colours, including strategies that the report lacks."""
     report: Report
+    """The report of the cases."""
     capacity: list[Capacity]
-    """Of these series."""
+    """The measured and predicted largest batch sizes of these series."""
     suffix: str = ""
-    """Of a chart's id, where a report needs several panels."""
+    """The end of the charts' ids where a report has several panels."""
     caption: str = ""
-    """What tells the panel from the others."""
+    """The fields in which the panel differs from the report's other panels."""
     measured: str = ""
-    """Model, type, GPUs and dataset: what a picture says that stands alone."""
+    """Model, dtype, GPUs and dataset, for an image that stands alone."""
 
     @property
     def completed(self) -> list[Entry]:
-        """Entries that have figures."""
+        """Return the entries with figures."""
         return [entry for entry in self.entries if entry.result.outcome == "completed"]
 
     @property
     def failed(self) -> list[Entry]:
-        """Entries that were tried and did not complete."""
+        """Return the entries that ran and did not complete."""
         return [entry for entry in self.entries if entry.result.outcome not in {"completed", "skipped_after_oom"}]
 
     @property
     def several(self) -> bool:
-        """Whether a model is spread over more than one device."""
+        """Return whether a case uses more than one device."""
         return any(entry.result.case.devices > 1 for entry in self.entries)
-
-    def place(self, entry: Entry) -> float:
-        """Return where a curve stands among those that have figures, counted from their middle."""
-        titles = list(dict.fromkeys(one.title for one in self.completed))
-        return titles.index(entry.title) - (len(titles) - 1) / 2
 
     def of(self, title: str) -> list[Entry]:
         """Return the completed entries of one curve."""
@@ -94,9 +102,9 @@ def panels(report: Report) -> list[Panel]:
     groups = blocks(report.cases)
     several = len(groups) > 1
     known = capacities(report)
-    told = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
+    parts = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
     found = []
-    for number, (group, caption, measured) in enumerate(told, 1):
+    for number, (group, caption, measured) in enumerate(parts, 1):
         titles, rows = layout(group)
         entries = [Entry(title, row[title]) for title in titles for row in rows.values() if title in row]
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
@@ -117,20 +125,20 @@ def panels(report: Report) -> list[Panel]:
 
 
 def device_means(result: CaseResult, name: str) -> dict[int, float]:
-    """Return device to the mean of a metric of the profile, over the window and the launches."""
+    """Return the mean of a metric of the profile by device, over the window and the launches."""
     return _by_device(result, lambda launch: _metric_means(launch, name))
 
 
 def memory_of(result: CaseResult) -> tuple[dict[int, float], str]:
-    """Return device to the bytes in use at the peak, and who says so: NVML, else torch."""
+    """Return the peak memory in bytes by device, and its source: NVML, or torch where NVML has no figure."""
     found = _by_device(result, lambda launch: _of_memory(launch.memory, "nvml_used_max_bytes"))
     if found:
         return found, "NVML"
     return _by_device(result, lambda launch: _of_memory(launch.memory, "peak_reserved_bytes")), "torch"
 
 
-def counted(result: CaseResult, way: str, links: Sequence[LinkName] = LINKS) -> dict[int, float]:
-    """Return device to the bytes a second of these links together: what there is of them, in one direction."""
+def link_rates(result: CaseResult, way: str, links: Sequence[LinkName] = LINKS) -> dict[int, float]:
+    """Return the bytes per second by device in one direction, summed over those of the links that were counted."""
     found: dict[int, float] = {}
     for link in links:
         for index, value in device_means(result, f"{link}_{way}_bytes_per_s").items():
@@ -138,19 +146,19 @@ def counted(result: CaseResult, way: str, links: Sequence[LinkName] = LINKS) -> 
     return found
 
 
-def saw(result: CaseResult, links: Sequence[LinkName] = LINKS) -> bool:
-    """Return whether the counters of these links saw what the program sent from GPU to GPU: half of it at least.
+def covers_traffic(result: CaseResult, links: Sequence[LinkName] = LINKS) -> bool:
+    """Return whether the counters of these links include at least half of what the program sent from GPU to GPU.
 
-    True where nothing says otherwise: no counter was read, the program's account is not known, or the links are known
-    to have carried it, whatever the sum (one that a switch computes takes fewer bytes than a ring's).
+    True also where nothing contradicts it: no counter was read, the program's traffic is not known, or the links are
+    known to have carried it, whatever the sum (a reduction in the NVLink switch moves fewer bytes than a ring).
     """
-    traffic, rate, sent = result.traffic, result.sequences_per_s, counted(result, "tx", links)
+    traffic, rate, sent = result.traffic, result.sequences_per_s, link_rates(result, "tx", links)
     if traffic is None or rate is None or not sent:
         return True
     if traffic.path is not None and traffic.path.link is not None and _CARRIERS[traffic.path.link] <= set(links):
         return True
-    # The mean: launches on other GPUs add devices to the counters, and none to the case.
-    return fmean(sent) * result.case.devices >= _SEEN * traffic.wire_bytes_per_sequence * rate
+    # The mean, not the sum: launches on other GPUs add devices to the counters, but none to the case.
+    return fmean(sent) * result.case.devices >= _COVERED * traffic.wire_bytes_per_sequence * rate
 
 
 def fmean(values: dict[int, float]) -> float:

@@ -1,4 +1,4 @@
-"""How charts look: colours, shapes and letters, for light and for dark."""
+"""Colours, shapes and fonts of the charts, for a light and a dark background."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 
 from pytest_llmgpu.render.charts.chart import Spec
 
-__all__ = ["SHAPES", "domain", "theme"]
+__all__ = ["domain", "theme"]
 
 _FIRST = ("mp", "tp", "iok")
-"""Strategies whose colours and shapes are the same in every chart of every report."""
+"""Strategies that have the same colours and shapes in every chart of every report."""
 
-SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
-"""Shapes of the strategies: what is told apart by colour is told apart by shape too."""
+# Strategies differ in shape as well as in colour (WCAG 2.2, 1.4.1).
+_SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
 
-# Okabe and Ito's colours, which people who see few colours tell apart; lighter or darker where the ground asks for it:
-# at least 3 to 1 against it (WCAG 2.2, 1.4.11), letters 4.5 to 1.
+# Okabe and Ito's palette, which readers with colour blindness can distinguish. Some colours are lighter or darker than
+# theirs, for a contrast of at least 3 to 1 with the background (WCAG 2.2, 1.4.11), and of 4.5 to 1 for text.
 _LIGHT = ["#0072b2", "#c25500", "#00805d", "#a0508a", "#8a6d00", "#26749e", "#5a5a5a", "#b3404a"]
 _DARK = ["#56b4e9", "#ff9a4d", "#2fd0a0", "#e59ccb", "#f0e442", "#9ad0ff", "#bdbdbd", "#ff8f98"]
 
-_GROUND = {False: "#ffffff", True: "#16181d"}
+_BACKGROUND = {False: "#ffffff", True: "#16181d"}
 _TEXT = {False: "#24292f", True: "#e6e8eb"}
-_QUIET = {False: "#57606a", True: "#a8b0ba"}
+_MUTED = {False: "#57606a", True: "#a8b0ba"}
 _GRID = {False: "#e3e6ea", True: "#32363d"}
 _LIMIT = {False: "#b3261e", True: "#ff8f85"}
-_GOOD = {False: "#11632e", True: "#6fd08c"}
+_IMPROVED = {False: "#11632e", True: "#6fd08c"}
 
 _FONT = "system-ui, Liberation Sans, Arial, sans-serif"
 
 
 def domain(columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the titles in the order of their colours: mp, tp and iok have theirs whether they are there or not.
+    """Return the titles in the order of their colours; mp, tp and iok keep their places also when they are absent.
 
     Args:
-        columns: title and strategy of each. The first of a strategy has the strategy's colour.
+        columns: title and strategy of each curve. The first title of a strategy gets the strategy's colour.
     """
     places = list(_FIRST)
     for title, strategy in columns:
@@ -47,23 +47,27 @@ def domain(columns: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def theme(*, dark: bool) -> Spec:
-    """Return the `config` of Vega-Lite that a page or a picture draws the charts with.
+    """Return the Vega-Lite `config` with which a page or an image draws the charts.
 
-    The specifications name the ranges `category` (strategies and GPUs) and `ordinal` (what is said of a change: quiet,
-    worse, better, quiet; Vega-Lite has no range of another name) and the styles `limit`, `limit-note` (capacity,
-    a published figure, no change), `note` (letters inside a chart), `halo` (the ground around them) and `quiet`.
+    The specifications use the ranges `category` and `symbol` (strategies and GPUs) and `ordinal` (changes: none,
+    slower, faster; Vega-Lite allows no range of another name) and these styles: `limit` and `limit-note` (capacity, a
+    published figure, no change), `note` (text inside a chart), `halo` (background around such text) and `muted`.
     """
-    text, quiet, grid = _TEXT[dark], _QUIET[dark], _GRID[dark]
+    text, muted, grid = _TEXT[dark], _MUTED[dark], _GRID[dark]
     return {
-        "background": _GROUND[dark],
+        "background": _BACKGROUND[dark],
         "font": _FONT,
         "view": {"stroke": None},
-        "range": {"category": _DARK if dark else _LIGHT, "ordinal": [quiet, _LIMIT[dark], _GOOD[dark], quiet]},
+        "range": {
+            "category": _DARK if dark else _LIGHT,
+            "symbol": _SHAPES,
+            "ordinal": [muted, _LIMIT[dark], _IMPROVED[dark]],
+        },
         "axis": {
             "labelColor": text,
-            "titleColor": quiet,
-            "domainColor": quiet,
-            "tickColor": quiet,
+            "titleColor": muted,
+            "domainColor": muted,
+            "tickColor": muted,
             "gridColor": grid,
             "labelFontSize": 12,
             "titleFontSize": 12,
@@ -76,7 +80,7 @@ def theme(*, dark: bool) -> Spec:
             "orient": "bottom",
             "titleOrient": "left",
             "labelColor": text,
-            "titleColor": quiet,
+            "titleColor": muted,
             "labelFontSize": 12,
             "titleFontSize": 12,
             "titleFontWeight": "normal",
@@ -86,7 +90,7 @@ def theme(*, dark: bool) -> Spec:
         },
         "title": {
             "color": text,
-            "subtitleColor": quiet,
+            "subtitleColor": muted,
             "fontSize": 16,
             "subtitleFontSize": 12,
             "anchor": "start",
@@ -95,13 +99,13 @@ def theme(*, dark: bool) -> Spec:
         },
         "line": {"strokeWidth": 2},
         "point": {"size": 70, "filled": True, "opacity": 1},
-        "rule": {"color": quiet},
+        "rule": {"color": muted},
         "text": {"color": text},
         "style": {
             "limit": {"color": _LIMIT[dark], "stroke": _LIMIT[dark], "strokeDash": [6, 4], "strokeWidth": 1.5},
             "limit-note": {"color": _LIMIT[dark], "fill": _LIMIT[dark], "fontSize": 12},
             "note": {"fontSize": 12},
-            "halo": {"fontSize": 12, "stroke": _GROUND[dark], "strokeWidth": 4, "strokeJoin": "round"},
-            "quiet": {"color": quiet},
+            "halo": {"fontSize": 12, "stroke": _BACKGROUND[dark], "strokeWidth": 4, "strokeJoin": "round"},
+            "muted": {"color": muted},
         },
     }

@@ -1,4 +1,4 @@
-"""Trends as charts: a line a case, report by report, with marks where the gate says that it changed."""
+"""Trends as charts: one line per case over the reports, with a mark where the gate found a change."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from itertools import repeat
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Charts, Spec, rounded
-from pytest_llmgpu.render.charts.theme import SHAPES, domain
+from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.terminal.trends import before, cell
 from pytest_llmgpu.report.metrics import METRICS
+from pytest_llmgpu.report.text import plural
 
 __all__ = ["MARKS", "of_trends"]
 
@@ -21,18 +22,19 @@ MARKS: dict[Change, str] = {
     "better": "\N{BLACK DOWN-POINTING TRIANGLE}",
     "changed": "\N{BLACK DIAMOND}",
 }
-"""What stands at a change, in a chart and in the list below it."""
+"""The mark of a change, in a chart and in the list below it."""
 
-_FEW = 8  # lines that can all be named
+_FEW = 8
+"""Up to this number of lines each line has its name in the chart."""
 _LINEAR = ("accuracy", "memory", "utilization")
-"""Metrics that are not drawn on a logarithmic axis: they move by little."""
+"""Metrics with a linear axis, because they change little."""
 
 _UNMARKED = {"throughput": "marked in the chart of time"}
-"""What stands for the changes of a metric that has them in another chart."""
+"""The text for metrics whose changes are marked in another chart."""
 
 
 def of_trends(trends: Sequence[Trend]) -> Charts:
-    """Return a chart a metric, but for those that are 0 throughout, which a logarithmic axis does not have."""
+    """Return one chart per metric; a metric that is 0 in every report has no place on a logarithmic axis."""
     charts: list[Chart] = []
     omitted: list[str] = []
     for trend in trends:
@@ -66,19 +68,18 @@ def _chart(trend: Trend) -> Chart:
             if one.value is not None and (one.value > 0 or not log):
                 rows.append({**row, "v": rounded(one.value)})
             elif one.change is not None:
-                # Where it has no place on the axis, a change stands at the top edge.
-                text = f"{row['m']} {line.name}: {cell(one, None)}"
-                ended.append({**row, "o": text, "a": axes.side(labels.index(label), range(len(labels)))})
+                # A change without a place on the axis stands above the plot.
+                ended.append({**row, "l": f"{row['m']} {line.name}: {cell(one, None)}"})
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
-    told = ", ".join(f"{count} {change} ({MARKS[change]})" for change, count in counted.items())
+    changes = ", ".join(f"{count} {change} ({MARKS[change]})" for change, count in counted.items())
     judged = next(spec.trended.judged_by for spec in METRICS if spec.trended and spec.trended.name == trend.metric)
-    told = told or ("none that the gate is sure of" if judged else _UNMARKED.get(trend.metric, "the gate judges none"))
+    none = "none is significant" if judged else _UNMARKED.get(trend.metric, "the gate does not judge this metric")
     return Chart(
         id=f"trend-{trend.metric}",
         title=_title(trend),
         summary=(
-            f"{_counted(len(trend.lines), 'case')} over {_counted(len(labels), 'report')} of one machine, "
-            f"oldest first; changes: {told}."
+            f"{plural(len(trend.lines), 'case')} over {plural(len(labels), 'report')} of one machine, "
+            f"oldest first; changes: {changes or none}."
         ),
         spec=_spec(trend, labels, rows, ended, log=log),
         headers=["case", *labels],
@@ -88,92 +89,67 @@ def _chart(trend: Trend) -> Chart:
 
 def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], *, log: bool) -> Spec:
     strategies = list(dict.fromkeys(line.strategy for line in trend.lines))
-    places = domain([(name, name) for name in strategies])
     colour = {
-        "field": "s",
-        "type": "nominal",
-        "title": "strategy",
-        "scale": {"domain": places, "range": "category"},
+        **axes.text("s", "strategy"),
+        "scale": {"domain": domain([(name, name) for name in strategies])},
         "legend": {"values": strategies},
     }
-    shape = {**colour, "scale": {"domain": places, "range": (SHAPES * len(places))[: len(places)]}}
-    tooltip = [
-        {"field": "c", "type": "nominal", "title": "case"},
-        {"field": "x", "type": "nominal", "title": "report"},
-        {"field": "v", "type": "quantitative", "title": trend.title, "format": axes.NUMBER},
-        {"field": "k", "type": "nominal", "title": "change"},
-        {"field": "w", "type": "nominal", "title": "why"},
-    ]
-    above = _lines(ended)
-    level = axes.levels([row["v"] for row in rows], trend.title, log=log, lines=len(above))
+    case, report = axes.text("c", "case"), axes.text("x", "report")
+    why = axes.text("k", "change"), axes.text("w", "reason")
+    tooltip = [case, report, axes.number("v", trend.title), *why]
     layers: list[Spec] = [
-        {
-            "mark": {"type": "line", "strokeWidth": 1.5},
-            "encoding": {"color": colour, "detail": {"field": "c", "type": "nominal"}},
-        },
-        {"mark": {"type": "point", "size": 40}, "encoding": {"color": colour, "shape": shape, "tooltip": tooltip}},
+        {"mark": {"type": "line", "strokeWidth": 1.5}, "encoding": {"color": colour, "detail": case}},
+        {"mark": {"type": "point", "size": 40}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
         {
             "transform": [{"filter": "isValid(datum.k)"}],
             "mark": {"type": "text", "fontSize": 16, "dy": -13},
-            "encoding": {"text": {"field": "m", "type": "nominal"}, "tooltip": tooltip},
+            "encoding": {"text": axes.text("m"), "tooltip": tooltip},
         },
         {
-            "data": {"values": _names(trend, rows, level["scale"]["domain"], log=log)},
+            "data": {"values": _names(trend, rows, log=log)},
             "mark": {"type": "text", "style": "note", "align": "left", "dx": 9, "dy": {"expr": "datum.d"}},
-            "encoding": {"color": colour, "text": {"field": "c", "type": "nominal"}},
+            "encoding": {"color": colour, "text": case},
         },
+        *axes.notes(_lines(ended), x="x", color=colour, tooltip=[case, report, axes.text("l", trend.title), *why]),
     ]
-    text = {"field": "o", "type": "nominal"}
-    layers += [
-        {
-            "data": {"values": line},
-            "mark": axes.EDGE_NOTE,
-            "encoding": {
-                "y": {"value": axes.LINE * number + axes.LINE // 2},
-                "color": colour,
-                "text": text,
-                "tooltip": [*tooltip[:2], {**text, "title": trend.title}, *tooltip[3:]],
-            },
-        }
-        for number, line in enumerate(above)
-    ]
-    report = {
-        "field": "x",
+    x = {
+        **axes.text("x", "report and commit"),
         "type": "ordinal",
-        "title": "report and commit",
         "scale": {"domain": labels},
         "axis": {"labelAngle": -40, "labelOverlap": "greedy"},
     }
-    return {**axes.sized(layers, rows), "encoding": {"x": report, "y": level}}
+    return axes.layered(layers, rows, x=x, y=axes.levels([row["v"] for row in rows], trend.title, log=log))
 
 
-def _names(trend: Trend, rows: Sequence[Spec], domain: Sequence[float], *, log: bool) -> list[Spec]:
-    """Return the last point of the lines that are named: those that changed, or all where they are few.
+def _names(trend: Trend, rows: list[Spec], *, log: bool) -> list[Spec]:
+    """Return the last point of each line that is named: the lines that changed, or all lines if they are few.
 
-    The field `d` of each is how far below its point its name stands, in pixels, so that no two meet.
+    The field `d` is the distance in pixels from a point down to its name, so that no two names overlap.
     """
     changed = {row["c"] for row in rows if "k" in row}
     named = changed or ({line.name for line in trend.lines} if len(trend.lines) <= _FEW else set())
+    levels = [row["v"] for row in rows]
     ends: dict[str, list[Spec]] = {}
     for row in {row["c"]: row for row in rows if row["c"] in named}.values():
         ends.setdefault(row["x"], []).append(row)
     found = []
     for of_report in ends.values():
-        below = sorted(of_report, key=lambda row: -row["v"])
-        places = [_pixels(row["v"], domain, log=log) for row in below]
-        moved = _apart(places)
-        found += [{**row, "d": round(to - at)} for row, at, to in zip(below, places, moved, strict=True)]
+        ordered = sorted(of_report, key=lambda row: -row["v"])
+        places = [_pixels(row["v"], min(levels), max(levels), log=log) for row in ordered]
+        found += [{**row, "d": round(to - at)} for row, at, to in zip(ordered, places, _apart(places), strict=True)]
     return found
 
 
-def _pixels(value: float, domain: Sequence[float], *, log: bool) -> float:
-    """Return how far below the top of the plot a value stands."""
-    low, high, at = (math.log(one) if log else one for one in (*domain, value))
-    return axes.HEIGHT * (high - at) / (high - low)
+def _pixels(value: float, low: float, high: float, *, log: bool) -> float:
+    """Return the distance in pixels from the top of the plot down to a value."""
+    if low == high:
+        return axes.HEIGHT / 2
+    low, high, at = (math.log(one) if log else one for one in (low, high, value))
+    return axes.PADDING + (axes.HEIGHT - 2 * axes.PADDING) * (high - at) / (high - low)
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Return places that ascend, moved a line of letters apart, and up again from below the plot."""
+    """Return ascending places moved at least one line of text apart, and none below the plot."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + axes.LINE) if moved else place)
@@ -185,7 +161,7 @@ def _apart(places: Sequence[float]) -> list[float]:
 
 
 def _lines(rows: Sequence[Spec]) -> list[list[Spec]]:
-    """Return the rows in lines one above the other, each with one of a report at most."""
+    """Return the rows in lines, each with at most one row of a report."""
     lines: list[list[Spec]] = []
     for row in rows:
         free = next((line for line in lines if row["x"] not in {other["x"] for other in line}), None)
@@ -194,10 +170,6 @@ def _lines(rows: Sequence[Spec]) -> list[list[Spec]]:
         else:
             free.append(row)
     return lines
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _cell(one: Figure | None, then: float | None, trend: Trend) -> str:

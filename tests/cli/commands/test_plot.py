@@ -67,7 +67,7 @@ def test_plot_judges_as_the_gate_does(path: Path) -> None:
     for name, level in (("base.json", 1.0), ("head.json", 1.5)):
         dump(make_report([timed(*[level] * 3)]), path.with_name(name))
     Path("lax.toml").write_text("[time]\nmargin = 0.9\n")
-    for more, words in (([], "1 slower"), (["--policy", "lax.toml"], "1 not told apart")):
+    for more, words in (([], "1 slower"), (["--policy", "lax.toml"], "1 no significant change")):
         assert main(["plot", "head.json", "base.json", "--output", "out", "--format", "svg", *more]) == 0
         assert words in Path("out/ratio.svg").read_text("utf-8")
 
@@ -91,7 +91,7 @@ def test_plot_of_a_case_has_its_time_lines(path: Path, capsys: pytest.CaptureFix
 def test_an_unknown_format_is_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is drawn."""
     assert main(["plot", str(path), "--output", "out", "--format", "png,gif"]) == 2
-    assert capsys.readouterr().err == "llmgpu: format 'gif': allowed are png, svg, or several with commas\n"
+    assert capsys.readouterr().err == "llmgpu: format 'gif': allowed are png, svg, separated by commas\n"
     assert not Path("out").exists()
 
 
@@ -102,11 +102,11 @@ def test_without_the_extra_one_line_names_it(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert main(["plot", str(path), "--output", "out"]) == 2
     error = capsys.readouterr().err
-    assert error == "llmgpu: pictures of charts need vl-convert: pip install 'pytest-llmgpu[report]'\n"
+    assert error == "llmgpu: images of charts need vl-convert: pip install 'pytest-llmgpu[report]'\n"
     assert not Path("out").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file is in the way."""
     assert main(["plot", str(path), "--output", str(path), "--format", "svg"]) == 2
-    assert capsys.readouterr().err.startswith(f"llmgpu: picture {path}/time.svg: cannot be written: ")
+    assert capsys.readouterr().err.startswith(f"llmgpu: image {path}/time.svg: cannot be written: ")

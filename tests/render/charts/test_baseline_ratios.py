@@ -39,7 +39,7 @@ def _verdicts(sha: str, ratio: float) -> Verdicts:
 
 
 def test_a_slower_case_has_its_ratio_and_interval() -> None:
-    """By the gate, which pairs batches."""
+    """They are those of the gate's verdict."""
     chart = _ratio(_judged(_report(1.5), _report(1.0)))
     assert chart is not None
     name, verdict, ratio, low, high, launches, _ = chart.rows[0]
@@ -48,15 +48,15 @@ def test_a_slower_case_has_its_ratio_and_interval() -> None:
     assert "2 slower" in chart.summary
 
 
-def test_without_a_baseline_nothing_is_compared() -> None:
-    """And nothing is said to be missing."""
+def test_without_a_baseline_there_is_no_chart_of_ratios() -> None:
+    """Nor is it listed as left out."""
     found = charts.of_report(_report(1.0))
     assert not [line for line in found.omitted if "baseline" in line]
     assert _ratio(_report(1.0)) is None
 
 
-def test_the_verdicts_of_the_report_are_drawn_and_no_others() -> None:
-    """They were made by the policy and the calibration of whoever ran the gate, whatever commit they are against."""
+def test_the_chart_has_the_verdicts_of_the_report() -> None:
+    """They hold whatever policy, calibration and commit they were made with."""
     report = _report(1.5)
     report.verdicts = _verdicts("b", 1.01)
     chart = _ratio(report)
@@ -64,8 +64,8 @@ def test_the_verdicts_of_the_report_are_drawn_and_no_others() -> None:
     assert [row[:3] for row in chart.rows] == [["mp-bs1", "OK", "1.01"]]
 
 
-def test_slower_and_faster_have_colours_of_their_own() -> None:
-    """Those of the strategies mean something else."""
+def test_slower_and_faster_have_their_own_colours() -> None:
+    """They are not the colours of the strategies."""
     chart = _ratio(_judged(_report(1.5), _report(1.0)))
     assert chart is not None
     used = [
@@ -76,8 +76,8 @@ def test_slower_and_faster_have_colours_of_their_own() -> None:
     assert len(charts.theme(dark=False)["range"]["ordinal"]) >= len(kinds)
 
 
-def test_cases_that_cannot_be_paired_have_their_reason() -> None:
-    """Other batches than the baseline's: in the table, where other cases are drawn."""
+def test_a_case_that_cannot_be_compared_is_in_the_table_with_its_reason() -> None:
+    """Its batches differ from the baseline's; the chart has the other cases."""
     report = _report(1.5)
     launches = report.cases[0].launches
     report.cases[0].launches = [msgspec.structs.replace(launch, plan_sha256="0" * 64) for launch in launches]
@@ -87,8 +87,8 @@ def test_cases_that_cannot_be_paired_have_their_reason() -> None:
     assert chart.rows[0][:3] == ["mp-bs1", "NOT_COMPARABLE", "-"]
 
 
-def test_a_baseline_of_other_cases_is_named_as_the_reason() -> None:
-    """Rather than an empty chart."""
+def test_a_baseline_of_other_cases_is_the_reason_for_no_chart() -> None:
+    """An empty chart is not drawn."""
     found = charts.of_report(_judged(make_report([make_result()]), make_report([make_result(strategy="tp")])))
-    (reason,) = [line for line in found.omitted if line.startswith("Time against the baseline")]
-    assert reason.startswith("Time against the baseline: no case")
+    (reason,) = [line for line in found.omitted if line.startswith("Time compared with the baseline")]
+    assert reason.startswith("Time compared with the baseline: no case")

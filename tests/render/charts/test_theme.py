@@ -6,8 +6,8 @@ from pytest_llmgpu.render.charts import theme
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_colour_can_be_told_from_its_ground(dark: bool) -> None:
-    """WCAG 2.2: 3 to 1 for marks, 4.5 to 1 for letters."""
+def test_every_colour_contrasts_with_its_background(dark: bool) -> None:
+    """WCAG 2.2 asks for 3 to 1 for marks and 4.5 to 1 for text."""
     found = theme(dark=dark)
 
     def light(colour: str) -> float:

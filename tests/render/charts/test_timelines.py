@@ -8,8 +8,8 @@ from pytest_llmgpu.render import charts
 from pytest_llmgpu.report.result import Series
 
 
-def test_time_lines_show_every_gpu_and_are_thinned() -> None:
-    """At most 200 points; the table is coarser still."""
+def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
+    """The table has at most 20 lines."""
     found = {chart.id: chart for chart in charts.of_case(sampled(2000), make_report().environment)}
     assert sorted(found) == [f"timeline-{name}" for name in ("memory", "nvlink", "pcie", "power", "utilization")]
     chart = found["timeline-utilization"]
@@ -18,13 +18,13 @@ def test_time_lines_show_every_gpu_and_are_thinned() -> None:
     assert set(rows[0]) == {"t", "0", "1", "2", "3"}
     assert len(chart.rows) == 20
     assert rows[0]["3"] == pytest.approx(rows[0]["0"] + 10)
-    assert "two points are the least and the largest of 20 samples" in chart.summary
+    assert "extremes of 20 samples" in chart.summary
     assert "4 x NVIDIA H200" in chart.summary
 
 
 @pytest.mark.parametrize("points", [1, 2, 199, 200, 201, 202, 203, 1999])
 def test_a_series_of_any_length_is_drawn(points: int) -> None:
-    """Its last bin may be of one sample."""
+    """The last bin may have a single sample."""
     chart = next(iter(charts.of_case(sampled(points, 1), make_report().environment)))
     rows = list(values_of(chart.spec))
     assert min(points, 130) <= len(rows) <= 200
@@ -32,8 +32,8 @@ def test_a_series_of_any_length_is_drawn(points: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 777, 1999])
-def test_a_spike_is_seen_however_short(place: int) -> None:
-    """One sample of 2,000 is at its height, where a mean would flatten it; a GPU without the metric has no line."""
+def test_a_peak_of_one_sample_is_drawn_at_its_height(place: int) -> None:
+    """A mean would flatten it; a GPU without the metric has no line."""
     result = sampled(2000, 2)
     profile = result.launches[0].profile
     assert profile is not None
@@ -48,16 +48,16 @@ def test_a_spike_is_seen_however_short(place: int) -> None:
     assert spike["t"] == pytest.approx(place / 6, abs=20 / 6)
 
 
-def test_gpus_are_told_apart_by_more_than_colour() -> None:
-    """WCAG 2.2, 1.4.1: each has its dashes."""
+def test_gpus_differ_in_more_than_colour() -> None:
+    """Each has its own dashes (WCAG 2.2, 1.4.1)."""
     (chart, *_) = charts.of_case(sampled(30), make_report().environment)
     dashes = chart.spec["layer"][0]["encoding"]["strokeDash"]["scale"]
     assert dashes["domain"] == ["0", "1", "2", "3"]
     assert len(set(map(tuple, dashes["range"]))) == 4
 
 
-def test_what_was_not_read_is_no_figure_of_a_time_line() -> None:
-    """A driver that refreshes slowly leaves gaps, which are neither 0 nor an end."""
+def test_missing_samples_are_gaps_in_a_time_line() -> None:
+    """A driver that refreshes slowly leaves gaps, which are not 0."""
     series = Series(t_s=[0.0, 0.2, 0.4], devices=[{"utilization_pct": [None, 40.0, None]}])
     (chart,) = charts.of_case(make_result(profile=make_profile(1, series=series)), make_report().environment)
     assert [row.get("0") for row in values_of(chart.spec)] == [None, 40.0, None]
@@ -65,7 +65,7 @@ def test_what_was_not_read_is_no_figure_of_a_time_line() -> None:
 
 
 def test_a_case_without_samples_has_no_time_lines() -> None:
-    """On a CPU, or where it never started."""
+    """It ran on a CPU or never started."""
     environment = make_report().environment
     assert charts.of_case(make_result(), environment) == []
     assert charts.of_case(make_failed("skipped_after_oom"), environment) == []
