@@ -177,9 +177,9 @@ def test_wrong_answers_are_marked_and_never_the_best() -> None:
 
 def test_notes_are_aligned_to_the_inside_at_both_edges() -> None:
     """A note at the first batch size starts there and a note at the last one ends there, so that none is cut off."""
-    report = make_report([make_failed("error", batch_size=size) for size in (1, 4)] + [make_result(batch_size=2)])
+    report = make_report([make_failed("interrupted", batch_size=size) for size in (1, 4)] + [make_result(batch_size=2)])
     svg = charts.image(_by_id(report)["time"], "svg", titled=False).decode()
-    assert re.findall(r'text-anchor="(\w+)"[^>]*>mp: error<', svg) == ["start", "end"]
+    assert re.findall(r'text-anchor="(\w+)"[^>]*>mp: interrupted<', svg) == ["start", "end"]
 
 
 def test_a_logarithmic_axis_has_ticks_however_wide_it_is() -> None:
