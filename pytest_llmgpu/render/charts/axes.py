@@ -148,11 +148,15 @@ def limit(value: float, label: str) -> list[Spec]:
     ]
 
 
-def notes(lines: Iterable[Sequence[Spec]], *, x: str = "b", first: int = 0, **encoding: object) -> list[Spec]:
+def notes(
+    lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: Spec | list[Spec], x: str = "b", first: int = 0
+) -> list[Spec]:
     """Return the layers of texts above the plot, one line of text per layer.
 
     Args:
         lines: the rows of each line, from the plot upwards; their text is in the field `l`.
+        color: the colour channel.
+        tooltip: the entries of the tooltip.
         x: the data field of the x axis.
         first: number of the lines of text below these.
         encoding: colour and tooltip.
@@ -167,7 +171,12 @@ def notes(lines: Iterable[Sequence[Spec]], *, x: str = "b", first: int = 0, **en
         {
             "data": {"values": list(rows)},
             "mark": mark,
-            "encoding": {"y": {"value": -LINE * level - LINE // 2}, "text": text("l"), **encoding},
+            "encoding": {
+                "y": {"value": -LINE * level - LINE // 2},
+                "text": text("l"),
+                "color": color,
+                "tooltip": tooltip,
+            },
         }
         for level, rows in enumerate(lines, first)
     ]

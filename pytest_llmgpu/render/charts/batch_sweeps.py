@@ -75,7 +75,7 @@ def curves_of(
         *axes.failures(panel, first=notes),
     ]
     sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
-    y = axes.levels([row["v"] for row in rows], title, log=log)
+    y = axes.levels([rounded(point.value) for point in drawn], title, log=log)
     return axes.layered(layers, rows, x=axes.batch_sizes(sizes), y=y)
 
 

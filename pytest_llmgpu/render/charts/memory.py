@@ -78,16 +78,16 @@ def _predicted(panel: Panel) -> list[Spec]:
 
 def _predictions(panel: Panel, predicted: list[Spec]) -> list[Spec]:
     """Return a dotted line at each predicted batch size, and its text in a line of text of its own above the plot."""
-    shared = {"color": axes.curves(panel), "tooltip": axes.text("l", "prediction")}
+    colour, tooltip = axes.curves(panel), axes.text("l", "prediction")
     rules: list[Spec] = [
         {
             "data": {"values": [row]},
             "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 2},
-            "encoding": {**shared, "y": {"value": 0}, "y2": {"value": "height"}},
+            "encoding": {"color": colour, "tooltip": tooltip, "y": {"value": 0}, "y2": {"value": "height"}},
         }
         for row in predicted
     ]
-    return [*rules, *axes.notes([[row] for row in predicted], **shared)]
+    return [*rules, *axes.notes([[row] for row in predicted], color=colour, tooltip=tooltip)]
 
 
 def _summary(panel: Panel, limit: float | None, *, near: bool) -> str:
