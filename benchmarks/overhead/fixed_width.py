@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from pytest_llmgpu.inference import batching, models
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 
 _ENDING_WORDS = 12
 _WORDS = [a + b for a in ("ba", "de", "fi", "go", "hu", "ka", "le", "mi") for b in ("ron", "set", "tal", "vim", "lop")]
@@ -37,9 +37,9 @@ def write(path: Path, context_words: int, items: int) -> None:
 
 def widths(path: Path) -> set[int]:
     """Return the widths of the batches at batch size 1 under llama-7b's tokenizer, which the other presets share."""
-    dataset = hellaswag.load(str(path), rootdir=path.parent, limit=None)
+    dataset = HellaSwag().load(str(path), rootdir=path.parent, limit=None)
     source = models.resolve("llama-7b", load_format="dummy", texts=dataset.texts(), rootdir=path.parent)
-    requests = batching.encode(dataset.items, models.load_tokenizer(source), longest := 2048)
+    requests = batching.encode(HellaSwag(), dataset.items, models.load_tokenizer(source), longest := 2048)
     assert longest == requests.max_length
     return {batch.width for batch in batching.plan(requests, 1).batches}
 

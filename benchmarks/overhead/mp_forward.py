@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pytest_llmgpu.inference import models, scoring
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -28,7 +28,7 @@ from pytest_llmgpu.strategies.protocol import Loaded
 def main() -> None:
     """Measure and print."""
     arguments = _parse()
-    dataset = hellaswag.load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
+    dataset = HellaSwag().load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
     source = models.resolve(arguments.model, load_format="dummy", texts=dataset.texts(), rootdir=Path.cwd())
     case = Case(
         strategy="mp",
@@ -43,7 +43,9 @@ def main() -> None:
         tokenizer_sha256=source.tokenizer_sha256,
     )
     loaded = LayerParallel().load(case, source)
-    requests = scoring.encode(dataset.items, models.load_tokenizer(source), models.max_length(loaded.config))
+    requests = scoring.encode(
+        HellaSwag(), dataset.items, models.load_tokenizer(source), models.max_length(loaded.config)
+    )
     rows = {size: _compare(loaded, requests, size, arguments.repeats) for size in arguments.batch_sizes}
     facts = {**vars(arguments), "dataset": dataset.name, "devices": case.devices, "torch": torch.__version__}
     print(json.dumps({"facts": facts, "rows": rows}))

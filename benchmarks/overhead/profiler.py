@@ -28,7 +28,7 @@ import torch
 from sampler import stub_environment
 
 from pytest_llmgpu.inference import cuda_graphs, models, scoring
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.profiler import Profiler
 
@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
 def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
     """Load the model and lay out the batches; while entered, the yielded function scores them all once."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    dataset = hellaswag.load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
+    dataset = HellaSwag().load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
     load_format = "auto" if arguments.model == "bundled" else "dummy"
     source = models.resolve(arguments.model, load_format=load_format, texts=dataset.texts(), rootdir=Path.cwd())
     if load_format == "dummy":
@@ -108,7 +108,9 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
         models.materialise(model, lambda _: device, seed=0, dtype=dtype)
     else:
         model = models.checkpoint(source, dtype, device_map={"": arguments.device})
-    requests = scoring.encode(dataset.items, models.load_tokenizer(source), models.max_length(model.config))
+    requests = scoring.encode(
+        HellaSwag(), dataset.items, models.load_tokenizer(source), models.max_length(model.config)
+    )
     plan = scoring.plan(requests, arguments.batch_size, multiple=1 if arguments.eager else cuda_graphs.MULTIPLE)
     with nullcontext() if arguments.eager else cuda_graphs.GraphedDecoder(model, device):
         scoring.warm_up(model, plan, input_device=device, devices=[device])

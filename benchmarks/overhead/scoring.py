@@ -24,7 +24,8 @@ import msgspec
 import torch
 
 from pytest_llmgpu.inference import models, scoring
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.inference.tasks.protocol import Item
 
 RANDOM = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8}
 RANDOM["num_key_value_heads"] = RANDOM["num_attention_heads"]
@@ -35,7 +36,7 @@ def main() -> None:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    dataset = hellaswag.load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
+    dataset = HellaSwag().load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
     preset = "llama-7b" if arguments.model == "random" else arguments.model
     source = models.resolve(preset, load_format="dummy", texts=dataset.texts(), rootdir=Path.cwd())
     if arguments.model == "random":
@@ -43,7 +44,7 @@ def main() -> None:
     model = models.skeleton(source, dtype)
     models.materialise(model, lambda _: device, seed=0, dtype=dtype)
     tokenizer = models.load_tokenizer(source)
-    requests = scoring.encode(dataset.items, tokenizer, models.max_length(model.config))
+    requests = scoring.encode(HellaSwag(), dataset.items, tokenizer, models.max_length(model.config))
     rows = {}
     for batch_size in arguments.batch_sizes:
         plan = scoring.plan(requests, batch_size)
@@ -95,7 +96,7 @@ def bare(model: Any, plan: scoring.Plan, device: torch.device) -> Callable[[], N
 
 
 def lm_eval(
-    model: Any, tokenizer: Any, items: Sequence[hellaswag.Item], batch_size: int
+    model: Any, tokenizer: Any, items: Sequence[Item], batch_size: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return lm-evaluation-harness's scoring, with and without its tokenising."""
     from lm_eval.api.instance import Instance

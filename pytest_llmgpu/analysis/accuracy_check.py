@@ -9,7 +9,7 @@ import msgspec
 
 from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.analysis.sign_test import by_chance
-from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
+from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import (
     LOGLIKELIHOOD_TOLERANCES,
     decode,
@@ -54,17 +54,26 @@ _ROUNDING = 1e-9  # a bar exactly the tolerance below may be a hair above it in 
 
 
 def baseline(
-    *, given: float | None, metric: str, model: str, dataset: str, limit: int | None, load_format: str = "auto"
+    *,
+    given: float | None,
+    metric: str,
+    model: str,
+    dataset: str,
+    limit: int | None,
+    load_format: str = "auto",
+    task: str = DEFAULT_TASK,
 ) -> tuple[float, str] | None:
     """Return the accuracy to hold a model against, as a fraction, and where it comes from; None where none is known.
 
     The given value wins, then the bundled model's registered one, then the published one of a known hub id, which
-    holds for `acc_norm` on the whole of HellaSwag only. Dummy weights have no accuracy.
+    holds for `acc_norm` on the whole of HellaSwag only; both are for the default task. Dummy weights have no accuracy.
     """
     if load_format == "dummy":
         return None
     if given is not None:
         return given, "--llmgpu-accuracy-baseline"
+    if task != DEFAULT_TASK:
+        return None
     if model == dataset == "bundled":
         from pytest_llmgpu.inference.bundled import ACCURACY
 
@@ -188,6 +197,7 @@ def check(
         dataset=case.dataset,
         limit=case.limit,
         load_format=case.load_format,
+        task=case.task,
     )
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
     others = [other for other in (mp, smallest) if other is not None]
@@ -219,7 +229,7 @@ def foreign_numbers(result: CaseResult, mp: CaseResult | None) -> str | None:
     witness = measured(mp) if mp is not None else None
     if mp is not None and witness is not None:
         whose, expected = f"{mp.id}'s", decode(witness.loglikelihoods)
-    elif case.model == case.dataset == "bundled":
+    elif case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
         from pytest_llmgpu.inference import bundled
 
         whose, expected = "those registered for the bundled model", bundled.loglikelihoods()

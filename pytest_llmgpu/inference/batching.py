@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.inference.tasks.protocol import Item, Task
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +109,8 @@ class Plan(msgspec.Struct):
             batch.packed = packed
 
 
-def encode(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Requests:
-    """Tokenise every ending with its context.
+def encode(task: Task, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Requests:
+    """Tokenise every request of every item.
 
     Context and ending are tokenised together and split where the context alone would end, so that a token may not span
     the border in the context only. The tokenizer's default special tokens are added, unless the text brings them.
@@ -118,7 +118,8 @@ def encode(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, max_length
     Raises:
         ValueError: An ending, or a context, that comes to no token; an ending longer than `max_length`.
     """
-    pairs = [_spaces_to_ending(item.context, f" {ending}") for item in items for ending in item.endings]
+    of_items = [task.requests(item) for item in items]
+    pairs = [_spaces_to_ending(*request) for requests in of_items for request in requests]
     tokens = _tokens({text for context, ending in pairs for text in (context, context + ending)}, tokenizer)
     requests = []
     for context, ending in pairs:
@@ -135,7 +136,7 @@ def encode(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, max_length
         requests.append(request)
     return Requests(
         item_ids=tuple(item.id for item in items),
-        endings=tuple(len(item.endings) for item in items),
+        endings=tuple(map(len, of_items)),
         requests=tuple(requests),
         max_length=max_length,
     )

@@ -19,13 +19,12 @@ import msgspec
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests, encode, plan
-from pytest_llmgpu.inference.tasks.hellaswag import accuracy
 from pytest_llmgpu.report.result import Batches
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Plan", "Requests", "Scores", "accuracy", "encode", "plan", "run", "score", "warm_up"]
+__all__ = ["Batch", "Plan", "Requests", "Scores", "encode", "plan", "run", "score", "warm_up"]
 
 
 class Scores(msgspec.Struct, frozen=True):

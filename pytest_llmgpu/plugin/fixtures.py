@@ -5,7 +5,7 @@ Everything but pytest is imported where it is used: this module is loaded with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report.options import Options
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.inference.tasks.hellaswag import Dataset, Item
+    from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
     from pytest_llmgpu.profiling.profiler import Profiler
     from pytest_llmgpu.ranks.worker import ScoreReply
     from pytest_llmgpu.report.result import CaseResult
@@ -44,6 +44,8 @@ OUTCOME = pytest.StashKey[str]()
 """In `item.stash`: outcome of the case that a test measured."""
 _PROPERTIES = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
 """In `item.stash`: id of each case that a test measured to its properties in JUnit's XML."""
+
+_FIXTURES = ("llm", "batch_size", "nvml_profiler", "measure")
 
 Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
@@ -119,6 +121,7 @@ class LLM:
         import pickle
 
         from pytest_llmgpu.ranks import worker
+        from pytest_llmgpu.report.case import DEFAULT_TASK
 
         complaint = None
         try:
@@ -127,8 +130,9 @@ class LLM:
             complaint = f"llm.run needs a function at the top of a module and arguments that pickle: {error}"
         if complaint is not None:
             pytest.fail(complaint, pytrace=False)
-        items = self._session.planner.dataset(self.options)
-        return self._ask(self.request(items, 1), worker.call, fn, args)
+        planner = self._session.planner
+        task = next(iter(tasks_of(self._item, planner.known_tasks)), DEFAULT_TASK)
+        return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
 
     def _ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
         __tracebackhide__ = True
@@ -158,11 +162,61 @@ def make(chosen: Options) -> ModuleType:
     vars(plugin).update(
         llm=strategies(_llm),
         batch_size=sizes(_batch_size),
-        hellaswag=pytest.fixture(name="hellaswag")(_hellaswag),
         nvml_profiler=pytest.fixture(name="nvml_profiler")(_nvml_profiler),
         measure=pytest.fixture(name="measure")(_measure),
     )
     return plugin
+
+
+class TaskFixtures:
+    """A plugin that makes the fixture of each registered task, also for a conftest.py that pytest reads as it collects.
+
+    A registration that is not allowed is refused when the session is made (see `tasks.merge`).
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._made: set[str] = set()
+
+    def pytest_plugin_registered(self, plugin: object) -> None:
+        """Make the fixtures of tasks that a plugin or conftest.py brings; pytest calls it for earlier ones too."""
+        if not hasattr(plugin, "pytest_llmgpu_tasks"):
+            return
+        fixtures = ModuleType("pytest_llmgpu.plugin.fixtures of tasks")
+        for tasks in self._config.hook.pytest_llmgpu_tasks(config=self._config):
+            for name in tasks if isinstance(tasks, Mapping) else ():
+                if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
+                    self._made.add(name)
+                    setattr(fixtures, name, _task_fixture(name))
+        self._config.pluginmanager.register(fixtures)
+
+
+def check_task_names(names: Collection[str]) -> None:
+    """Refuse tasks whose fixtures would hide those of this plugin.
+
+    Raises:
+        ValueError: In one line with the name.
+    """
+    for name in names:
+        if name in _FIXTURES:
+            raise ValueError(
+                f"pytest_llmgpu_tasks: {name!r} is not allowed: a fixture of pytest-llmgpu has this name; "
+                "register the task by another name"
+            )
+
+
+def tasks_of(item: pytest.Item, known: Collection[str]) -> list[str]:
+    """Return the tasks whose fixtures a test uses."""
+    used = item.fixturenames if isinstance(item, pytest.Function) else []
+    return [name for name in known if name in used]
+
+
+def _task_fixture(name: str) -> object:
+    def items(request: pytest.FixtureRequest) -> Dataset:
+        return request.config.stash[SESSION]().planner.dataset(options_of(request.node), name)
+
+    items.__doc__ = f"Items of task {name}, from --llmgpu-dataset: `len({name})`, `{name}[:8]`."
+    return pytest.fixture(name=name)(items)
 
 
 def strategy_names(chosen: Options) -> list[StrategyName]:
@@ -197,11 +251,6 @@ def _batch_size(request: pytest.FixtureRequest) -> int:
 def _llm(request: pytest.FixtureRequest) -> LLM:
     """The model under the chosen strategy, on all its devices; loaded once and kept across batch sizes."""
     return LLM(request.config.stash[SESSION](), request.node, options_of(request.node), str(request.param))
-
-
-def _hellaswag(request: pytest.FixtureRequest) -> Dataset:
-    """The items of --llmgpu-dataset: bundled, HellaSwag from the hub, or a file in its format."""
-    return request.config.stash[SESSION]().planner.dataset(options_of(request.node))
 
 
 def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
@@ -280,7 +329,7 @@ def _find_max_batch(
 
 
 def _check_arguments(items: object, batch_size: object) -> None:
-    from pytest_llmgpu.inference.tasks.hellaswag import Dataset, Item
+    from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
 
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size: {batch_size!r} is not allowed: a whole number of at least 1 is needed")

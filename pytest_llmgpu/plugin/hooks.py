@@ -44,6 +44,13 @@ def pytest_llmgpu_strategies() -> Mapping[str, str]:
     return strategies.BUILT_IN
 
 
+def pytest_llmgpu_tasks() -> Mapping[str, str]:
+    """Register the tasks that come with the package."""
+    from pytest_llmgpu.inference import tasks
+
+    return tasks.BUILT_IN
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse bad options, whatever is collected, and bring the fixtures."""
     config.addinivalue_line(
@@ -58,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_REFUSED] = refused
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
+    config.pluginmanager.register(fixtures.TaskFixtures(config), "llmgpu-task-fixtures")
     if chosen.compare is not None:
         from pytest_llmgpu.plugin import gate_items
 
@@ -202,12 +210,12 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         session.find_baseline(fixtures.options_of(items[0]))
         for item in items:
-            size, wanted = selection.parameter(item, "batch_size"), selection.fixture_names(item)
+            size, used = selection.parameter(item, "batch_size"), selection.fixture_names(item)
             session.expect(
                 selection.group_of(item),
-                item.nodeid if "measure" in wanted else None,
+                item.nodeid if "measure" in used else None,
                 int(size) if isinstance(size, BatchSize) else 1,
-                scores_dataset="hellaswag" in wanted,
+                scored=fixtures.tasks_of(item, session.planner.known_tasks),
                 may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in item.iter_markers("llmgpu")),
             )
     except ValueError as error:
@@ -221,6 +229,7 @@ def _made(config: pytest.Config) -> BenchmarkSession | None:
 
 def _new_session(config: pytest.Config) -> BenchmarkSession:
     from pytest_llmgpu import strategies
+    from pytest_llmgpu.inference import tasks
     from pytest_llmgpu.render.terminal.live import LiveLine
     from pytest_llmgpu.session.session import BenchmarkSession
 
@@ -233,6 +242,8 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
     )
     chosen = options.resolve(config)
     try:
+        known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
+        fixtures.check_task_names(known_tasks)
         return BenchmarkSession(
             rootdir=config.rootpath,
             report_path=_folder_of(config, "llmgpu_json") / chosen.json if chosen.json else None,
@@ -242,6 +253,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             storage_path=_folder_of(config, "llmgpu_storage") / chosen.storage,
             options=chosen,
             known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
+            known_tasks=known_tasks,
             arguments=[str(argument) for argument in config.invocation_params.args],
             live=live,
         )

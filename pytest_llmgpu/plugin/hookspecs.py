@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-__all__ = ["pytest_llmgpu_strategies"]
+__all__ = ["pytest_llmgpu_strategies", "pytest_llmgpu_tasks"]
 
 
 @pytest.hookspec
@@ -45,6 +45,43 @@ def pytest_llmgpu_strategies(config: pytest.Config) -> Mapping[str, str]:  # typ
     `pytest --strategy=mp,slow` measures it beside mp. In an installed package the hook stands in the module that its
     entry point of group `pytest11` names; with `@pytest.hookimpl(optionalhook=True)` on it, that module also works
     where this plugin is not installed.
+
+    Args:
+        config: pytest's; an implementation may leave it out.
+    """
+
+
+@pytest.hookspec
+def pytest_llmgpu_tasks(config: pytest.Config) -> Mapping[str, str]:  # type: ignore[empty-body]  # implemented elsewhere
+    """Return tasks that tests can score: name to `package.module:attribute`.
+
+    A test uses a task by the fixture of its name, which holds the items of `--llmgpu-dataset`. The attribute is a class
+    that is made without arguments, as `pytest_llmgpu.inference.tasks.protocol.Task` describes it; its `name` is the
+    registered one. pytest's process and every rank import its module, so it must import without the test suite. Two
+    places for one name are refused.
+
+    Two files make a task of two choices::
+
+        # right_or_wrong.py, beside conftest.py
+        from pytest_llmgpu.inference.tasks.multiple_choice import MultipleChoice
+        from pytest_llmgpu.inference.tasks.protocol import Item
+
+
+        class RightOrWrong(MultipleChoice):
+            name = "right_or_wrong"
+
+            def item(self, record, place, index):
+                right = record["endings"][int(record["label"])]
+                wrong = record["endings"][int(record["label"]) - 1]
+                prompt = f"{record['ctx']} Choose:"
+                return Item(str(index), prompt, (wrong, right), label=1, task=self.name)
+
+
+        # conftest.py
+        def pytest_llmgpu_tasks():
+            return {"right_or_wrong": "right_or_wrong:RightOrWrong"}
+
+    A test measures it by `measure(llm, right_or_wrong, batch_size)`.
 
     Args:
         config: pytest's; an implementation may leave it out.

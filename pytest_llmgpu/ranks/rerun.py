@@ -16,10 +16,9 @@ from typing import TextIO
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks import hellaswag
-from pytest_llmgpu.inference.tasks.hellaswag import Dataset
+from pytest_llmgpu.inference.tasks.protocol import Dataset, Task
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
@@ -33,8 +32,8 @@ __all__ = ["BatchPrinter", "Rerun", "find", "main"]
 _DESCRIPTION = """\
 Run one case of a report again, for example under a debugger. Batches are printed on stderr, the result as JSON on
 stdout. Start a case of several processes with torchrun --nproc-per-node=N -m pytest_llmgpu.ranks; the first process
-prints. A report keeps the name of your own strategy, and the last component of a dataset or model path outside the
-rootdir: give their places with --strategy, --dataset and --model.
+prints. A report keeps the name of your own strategy or task, and the last component of a dataset or model path outside
+the rootdir: give their places with --strategy, --task, --dataset and --model.
 """
 
 
@@ -49,6 +48,8 @@ class Rerun(msgspec.Struct, frozen=True, kw_only=True):
     """The dataset of the case."""
     strategy: str
     """The place of the strategy as `module:attribute`."""
+    task: str
+    """The place of the task as `module:attribute`."""
 
 
 class BatchPrinter:
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("report", help="the report that has the case")
     parser.add_argument("case_id", help="the id of the case, such as mp-bs8")
     parser.add_argument("--strategy", metavar="MODULE:ATTRIBUTE", help="the place of a strategy that is not built in")
+    parser.add_argument("--task", metavar="MODULE:ATTRIBUTE", help="the place of a task that is not built in")
     parser.add_argument("--dataset", metavar="PATH", help="the dataset file (default: the path in the report)")
     parser.add_argument("--model", metavar="DIR", help="the model directory (default: the path in the report)")
     arguments = parser.parse_args(argv)
@@ -85,13 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.report,
         arguments.case_id,
         strategy=arguments.strategy,
+        task=arguments.task,
         dataset=arguments.dataset,
         model=arguments.model,
     )
     is_first = os.environ.get("RANK", "0") == "0"
     state = RankState(on_batch=BatchPrinter(sys.stderr) if is_first else lambda _: None)
     worker.load(state, rerun.case, rerun.source, rerun.strategy)
-    worker.give(state, rerun.dataset.sha256, rerun.dataset.items)
+    worker.give(state, rerun.dataset.sha256, rerun.dataset.items, rerun.task)
     reply = worker.score(state, rerun.dataset.sha256, rerun.case.batch_size)
     if is_first:
         print(msgspec.json.encode(reply).decode())
@@ -102,6 +105,7 @@ def find(
     case_id: str,
     *,
     strategy: str | None = None,
+    task: str | None = None,
     dataset: str | None = None,
     model: str | None = None,
 ) -> Rerun:
@@ -111,18 +115,20 @@ def find(
         report_path: The report, compressed or not.
         case_id: The id of a case of the report.
         strategy: The place of the strategy (`module:attribute`); None for a built-in strategy.
+        task: The place of the task (`module:attribute`); None for a built-in task.
         dataset: The path of the dataset; None for the one in the report, relative to the working directory.
         model: The directory of the model; None for the one in the report, relative to the working directory.
 
     Raises:
-        SystemExit: The report has no such case; the strategy, model or dataset is missing or differs from the measured
+        SystemExit: The report has no such case; the strategy, task, model or dataset is missing or differs from the measured
             one; or the case needs another number of processes or more GPUs.
     """
     case = _read_case(report_path, case_id)
     place, built = _find_strategy(case, case_id, strategy)
     _check_process_count(built.ranks(case.devices), report_path, case_id)
+    task_place, task_object = _find_task(case, case_id, task)
     try:
-        items = hellaswag.load(dataset or case.dataset, rootdir=Path.cwd(), limit=case.limit)
+        items = task_object.load(dataset or case.dataset, rootdir=Path.cwd(), limit=case.limit)
     except ValueError as error:
         sys.exit(f"{error} (--dataset PATH gives its place)")
     name = model or case.model
@@ -149,7 +155,7 @@ def find(
     except ValueError as error:
         sys.exit(f"{case_id}: {error}")
     _check_gpus(case, case_id)
-    return Rerun(case=case, source=source, dataset=items, strategy=place)
+    return Rerun(case=case, source=source, dataset=items, strategy=place, task=task_place)
 
 
 def _read_case(report_path: str, case_id: str) -> Case:
@@ -179,6 +185,21 @@ def _find_strategy(case: Case, case_id: str, requested: str | None) -> tuple[str
             f"give the place of {case.strategy!r}"
         )
     return place, strategy
+
+
+def _find_task(case: Case, case_id: str, requested: str | None) -> tuple[str, Task]:
+    """Return the place and the object of a case's task; the report has its name only."""
+    try:
+        place = tasks.find(requested or case.task)
+        task = tasks.make(place)
+    except ValueError as error:
+        sys.exit(f"{case_id}: {error} (--task MODULE:ATTRIBUTE gives its place)")
+    if task.name != case.task:
+        sys.exit(
+            f"{case_id}: --task={requested} is task {task.name!r}, but {case.task!r} was measured: "
+            f"give the place of {case.task!r}"
+        )
+    return place, task
 
 
 def _check_process_count(needed: int, report_path: str, case_id: str) -> None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference import models, scoring, tasks
 from pytest_llmgpu.inference.batching import Plan
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import device_memory, graph_trial, traffic
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.graph_trial import Choice
@@ -81,6 +81,7 @@ class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
     """A case between its warm-up and its measurement."""
 
     choice: Choice
+    task: Task
     items: Sequence[Item]
     warmup_s: float
 
@@ -99,8 +100,8 @@ class RankState:
         self.weights_bytes: Sequence[int | None] = ()
         self.loading_peak_bytes: Sequence[int | None] = ()
         self.held_bytes: Sequence[int] = ()
-        self.items: dict[str, Sequence[Item]] = {}
-        """SHA-256 of a dataset to its items."""
+        self.datasets: dict[str, tuple[Task, Sequence[Item]]] = {}
+        """SHA-256 of a dataset to its task and its items."""
         self.requests: dict[str, scoring.Requests] = {}
         """SHA-256 of a dataset to its tokenised items."""
         self.plan: Plan | None = None
@@ -161,9 +162,9 @@ def reset(state: RankState) -> None:
     device_memory.reset(state.devices)
 
 
-def give(state: RankState, sha256: str, items: Sequence[Item]) -> None:
-    """Keep a dataset; later commands refer to it by its hash."""
-    state.items[sha256] = items
+def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> None:
+    """Keep a dataset, whose task is at the place `task`; later commands refer to it by its hash."""
+    state.datasets[sha256] = tasks.make(task), items
 
 
 def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
@@ -182,11 +183,12 @@ def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
     assert state.strategy is not None
     assert state.loaded is not None
     case, strategy, loaded = state.case, state.strategy, state.loaded
+    task, items = state.datasets[sha256]
     state.phase, state.warmed_up = "forward", None
     state.execution.close()  # The case before this one may have been warmed up and never measured.
     if sha256 not in state.requests:
         tokenizer, max_length = models.load_tokenizer(state.source), models.max_length(loaded.config)
-        state.requests[sha256] = scoring.encode(state.items[sha256], tokenizer, max_length)
+        state.requests[sha256] = scoring.encode(task, items, tokenizer, max_length)
     reset(state)
     began_s = time.monotonic()
     with contextlib.ExitStack() as execution:
@@ -212,7 +214,7 @@ def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
         )
         state.execution = execution.pop_all()
     warmup_s = time.monotonic() - began_s
-    state.warmed_up = _WarmedUp(choice=choice, items=state.items[sha256], warmup_s=warmup_s)
+    state.warmed_up = _WarmedUp(choice=choice, task=task, items=items, warmup_s=warmup_s)
 
 
 def measure(state: RankState) -> ScoreReply:
@@ -241,7 +243,7 @@ def measure(state: RankState) -> ScoreReply:
         execution=choice.execution,
         execution_choice=choice.why,
         batches=scores.batches,
-        accuracy=scoring.accuracy(warmed_up.items, scores.loglikelihoods),
+        accuracy=warmed_up.task.score(warmed_up.items, scores.loglikelihoods),
         memory=state.use(),
         workspace=choice.workspace,
     )

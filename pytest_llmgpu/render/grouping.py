@@ -9,7 +9,7 @@ import msgspec
 
 from pytest_llmgpu.analysis import capacity
 from pytest_llmgpu.report.capacity import Capacity
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -89,8 +89,9 @@ def model(case: Case) -> str:
 
 
 def dataset(case: Case) -> str:
-    """Return the name of the dataset, and the number of items if the run was limited."""
-    return f"{case.dataset} dataset" + ("" if case.limit is None else f" (first {case.limit:,} items)")
+    """Return the task unless it is the default, the dataset, and the number of items if the run was limited."""
+    task = "" if case.task == DEFAULT_TASK else f"task {case.task}, "
+    return f"{task}{case.dataset} dataset" + ("" if case.limit is None else f" (first {case.limit:,} items)")
 
 
 def unique(values: Iterable[str]) -> list[str]:

@@ -14,10 +14,13 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Count, Positive
 
-__all__ = ["REFERENCE_STRATEGY", "Case"]
+__all__ = ["DEFAULT_TASK", "REFERENCE_STRATEGY", "Case"]
 
 REFERENCE_STRATEGY = "mp"
 """Strategy that other strategies are compared with."""
+
+DEFAULT_TASK = "hellaswag"
+"""Task of a case or an item that names none, such as the cases of older reports."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +33,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     strategy_options: dict[str, str | int | float | bool | None] = {}
     """Values of the options that only this strategy has."""
     batch_size: Positive
-    """Sequences per forward. A HellaSwag item has 4 sequences."""
+    """Sequences per forward. The task decides how many sequences an item has: in HellaSwag 4."""
     workload: str = "loglikelihood"
     """Computation of a forward. `loglikelihood` computes log-likelihoods of endings given their contexts.
     `loglikelihood_full_logits` does the same with the logits of every position and a KV cache, as
@@ -68,6 +71,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the files of the tokenizer."""
     limit: Count | None = None
     """Number of items scored, from the start of the dataset; null for all items."""
+    task: str = DEFAULT_TASK
+    """Name of the task whose items are scored."""
 
     @property
     def id(self) -> str:
@@ -76,7 +81,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """SHA-256 over every field except `execution`: equal keys are the same measurement."""
+        """SHA-256 over every field except `execution`: equal keys are the same measurement.
+
+        `task` is left out if it is the default, so that older reports keep their keys.
+        """
         return _digest(self._without())
 
     @property
@@ -87,11 +95,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loading(self) -> str:
         """SHA-256 over the fields that loading a model depends on: cases with an equal value share their processes."""
-        return _digest(self._without("batch_size", "dataset", "dataset_sha256", "limit"))
+        return _digest(self._without("batch_size", "dataset", "dataset_sha256", "limit", "task"))
 
     def _without(self, *names: str) -> dict[str, Any]:
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in fields.items() if name not in (*names, "execution")}
+        left_out = {*names, "execution", *(["task"] if self.task == DEFAULT_TASK else [])}
+        return {name: value for name, value in fields.items() if name not in left_out}
 
 
 def _digest(fields: dict[str, Any]) -> str:

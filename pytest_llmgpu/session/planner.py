@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import logits, models
+from pytest_llmgpu.inference import logits, models, tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks import hellaswag
-from pytest_llmgpu.inference.tasks.hellaswag import Dataset, Item
+from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.runner import Request
 from pytest_llmgpu.strategies.protocol import Strategy
@@ -34,9 +33,22 @@ class Planner:
     """
 
     def __init__(
-        self, rootdir: Path, find_machine: Callable[[str, int | None], Machine], known: Mapping[str, str]
+        self,
+        rootdir: Path,
+        find_machine: Callable[[str, int | None], Machine],
+        known: Mapping[str, str],
+        known_tasks: Mapping[str, str] = tasks.BUILT_IN,
     ) -> None:
-        """Make one that knows these strategies by name: name to `module:attribute` (see `strategies.merge`)."""
+        """Make a planner.
+
+        Args:
+            rootdir: Folder that relative paths start from.
+            find_machine: Returns the devices of `--llmgpu-device` and `--llmgpu-devices`.
+            known: Strategies by name: name to `module:attribute` (see `strategies.merge`).
+            known_tasks: Tasks by name, likewise (see `tasks.merge`).
+        """
+        self.known_tasks = known_tasks
+        """Tasks that tests can use, each by the fixture of its name."""
         self._known = known
         # A name in a report stands for one place, chosen by it or not: equal cases are compared.
         self._places = dict(known)
@@ -44,7 +56,8 @@ class Planner:
         self._rootdir = rootdir
         self._find_machine = find_machine
         self._machines: dict[tuple[str, int | None], Machine] = {}
-        self._datasets: dict[tuple[str, int | None], Dataset] = {}
+        self._tasks: dict[str, tuple[str, Task]] = {}
+        self._datasets: dict[tuple[str, str, int | None], Dataset] = {}
         self._sources: dict[tuple[object, ...], ModelSource] = {}
         self._caps: set[tuple[int, tuple[str, ...]]] = set()
         self._period_checked = False
@@ -56,18 +69,28 @@ class Planner:
             self._machines[wanted] = self._find_machine(*wanted)
         return self._machines[wanted]
 
-    def dataset(self, options: Options) -> Dataset:
-        """Return the items that the options choose."""
-        wanted = (options.dataset, options.limit)
+    def dataset(self, options: Options, task: str = DEFAULT_TASK) -> Dataset:
+        """Return the items of a task that the options choose."""
+        wanted = (task, options.dataset, options.limit)
         if wanted not in self._datasets:
+            loader = self._task(task)[1]
             try:
-                self._datasets[wanted] = hellaswag.load(options.dataset, rootdir=self._rootdir, limit=options.limit)
+                loaded = loader.load(options.dataset, rootdir=self._rootdir, limit=options.limit)
             except ValueError as error:
                 raise ValueError(f"--llmgpu-dataset={options.dataset}: {error}") from None
+            if loaded.task != task:
+                raise ValueError(f"task {task!r} loads items of task {loaded.task!r}: Item.task must be {task!r}")
+            self._datasets[wanted] = loaded
         return self._datasets[wanted]
 
     def request(
-        self, options: Options, strategy_name: str, batch_size: int, items: Dataset | Sequence[Item] | None = None
+        self,
+        options: Options,
+        strategy_name: str,
+        batch_size: int,
+        items: Dataset | Sequence[Item] | None = None,
+        *,
+        task: str = DEFAULT_TASK,
     ) -> Request:
         """Return one case with all that is needed to measure it.
 
@@ -75,7 +98,8 @@ class Planner:
             options: Those in force for the test.
             strategy_name: One of `options.strategy`; the case has the strategy's own name.
             batch_size: Sequences per forward.
-            items: What to score; None for what the options choose.
+            items: What to score; None for the items of `task` that the options choose.
+            task: Name of the task where no items are given.
         """
         place, strategy = self._strategy(strategy_name)
         backend, strategy_options = _backend_and_options(strategy, options)
@@ -85,12 +109,14 @@ class Planner:
                 f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
             )
             raise ValueError(f"{chosen_by} needs {backend}: pip install {package}")
-        selected = self.dataset(options)
-        if items is None or items is selected:
-            chosen, limit = selected, options.limit
+        if items is None:
+            chosen = self.dataset(options, task)
         else:
-            chosen, limit = items if isinstance(items, Dataset) else Dataset.of("custom", items), None
-        sequences = sum(len(item.endings) for item in chosen.items)
+            chosen = items if isinstance(items, Dataset) else Dataset.of("custom", items)
+        is_of_options = self._datasets.get((chosen.task, options.dataset, options.limit)) is chosen
+        limit = options.limit if is_of_options else None
+        task_place, its_task = self._task(chosen.task)
+        sequences = sum(len(its_task.requests(item)) for item in chosen.items)
         if batch_size > sequences:
             limited = f" (--llmgpu-limit={limit})" if limit else ""
             # With items of its own a test has chosen the number too, and no flag is to blame.
@@ -125,6 +151,7 @@ class Planner:
                 dataset_sha256=chosen.sha256,
                 tokenizer_sha256=source.tokenizer_sha256,
                 limit=limit,
+                task=chosen.task,
             )
 
         if options.load_format != "dummy" and not models.is_preset(options.model):
@@ -139,6 +166,7 @@ class Planner:
             machine=machine,
             source=source,
             strategy=place,
+            task=task_place,
             items=chosen.items,
             timeout_s=options.timeout,
             load_timeout_s=options.load_timeout,
@@ -162,6 +190,16 @@ class Planner:
             )
         self._strategies[written] = place, strategy
         return place, strategy
+
+    def _task(self, name: str) -> tuple[str, Task]:
+        """Return the place and the object of a task."""
+        if name not in self._tasks:
+            place = tasks.find(name, self.known_tasks)
+            task = tasks.make(place)
+            if task.name != name:
+                raise ValueError(f"task {place} is registered as {name!r} and names itself {task.name!r}")
+            self._tasks[name] = place, task
+        return self._tasks[name]
 
     def _check_processes(self, options: Options, machine: Machine) -> None:
         """Refuse devices that nobody takes: on a CPU they are processes."""

@@ -15,7 +15,7 @@ import msgspec
 
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -47,6 +47,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The model and its tokenizer."""
     strategy: str
     """The place of the case's strategy: `module:attribute`."""
+    task: str
+    """The place of the case's task: `module:attribute`."""
     items: Sequence[Item]
     """The items to score."""
     timeout_s: float
@@ -254,7 +256,7 @@ class Runner:
         """Send the items of a case to the ranks, unless they have them."""
         sha256 = request.case.dataset_sha256
         if sha256 not in group.given:
-            group.ask(worker.give, sha256, request.items, phase="load", timeout_s=request.load_timeout_s)
+            group.ask(worker.give, sha256, request.items, request.task, phase="load", timeout_s=request.load_timeout_s)
             group.given.add(sha256)
 
     def _keep_finished_part(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:

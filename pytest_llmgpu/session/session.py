@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -49,6 +50,7 @@ class BenchmarkSession:
         page_path: Path | None,
         options: Options,
         known: Mapping[str, str],
+        known_tasks: Mapping[str, str] = tasks.BUILT_IN,
         arguments: Sequence[str],
         live: LiveLine,
     ) -> None:
@@ -57,7 +59,7 @@ class BenchmarkSession:
         Raises:
             ValueError: The report cannot be written there, or not be kept in the store; the policy is none.
         """
-        self.planner = Planner(rootdir, environment.machine, known)
+        self.planner = Planner(rootdir, environment.machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, arguments, page_path)
         self.judge: Judge | None = None
         """What the run is judged by, if by anything."""
@@ -84,7 +86,7 @@ class BenchmarkSession:
         self._sigterm = _interrupt_on_sigterm()
 
     def expect(
-        self, group: Group, nodeid: str | None, batch_size: int, *, scores_dataset: bool, may_fit_nowhere: bool
+        self, group: Group, nodeid: str | None, batch_size: int, *, scored: Sequence[str], may_fit_nowhere: bool
     ) -> None:
         """Check a test that will run, in the order of the run.
 
@@ -92,14 +94,15 @@ class BenchmarkSession:
             group: Its strategy and options.
             nodeid: Of a test that measures, else None.
             batch_size: Sequences per forward, 1 where the test chooses for itself.
-            scores_dataset: Whether it takes the items that the options choose; else it brings its own.
+            scored: Tasks whose items, chosen by the options, the test takes; empty where it brings its own.
             may_fit_nowhere: Whether it is marked so; a group is excused only if all of its tests are.
 
         Raises:
             ValueError: It cannot be measured.
         """
         strategy, options = group
-        request = self.planner.request(options, strategy, batch_size if scores_dataset else 1)
+        requests = [self.planner.request(options, strategy, batch_size, task=task) for task in scored]
+        requests = requests or [self.planner.request(options, strategy, 1)]
         if group not in self._groups:
             self._groups.add(group)
             self._excused.add(group)
@@ -107,7 +110,7 @@ class BenchmarkSession:
             self._excused.discard(group)
         if nodeid is not None:
             self._expected.setdefault(group, []).append(nodeid)
-        self._cases.append((request.machine, request.case))
+        self._cases += [(request.machine, request.case) for request in requests]
 
     def find_baseline(self, options: Options) -> None:
         """Read what the run is to be compared with, if anything, before a model is looked for.

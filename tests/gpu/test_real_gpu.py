@@ -18,10 +18,10 @@ from support.report_factory import make_case
 from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import cuda_graphs as graphs
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.ranks import device_memory, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
@@ -190,7 +190,7 @@ class _Ranks:
 @contextmanager
 def _started(folder: Path, strategy: str, devices: int, backend: str, model: str = "bundled") -> Iterator[_Ranks]:
     """While entered, the ranks of a strategy hold a model in float16."""
-    dataset = hellaswag.load("bundled", rootdir=folder, limit=_ITEMS)
+    dataset = HellaSwag().load("bundled", rootdir=folder, limit=_ITEMS)
     load_format = "dummy" if models.is_preset(model) else "auto"
     source = models.resolve(model, load_format=load_format, texts=dataset.texts(), rootdir=folder)
     case = make_case(strategy=strategy, backend=backend, model=source.name, load_format=load_format, devices=devices)
@@ -204,7 +204,9 @@ def _started(folder: Path, strategy: str, devices: int, backend: str, model: str
     group = RankGroup(LocalLauncher(folder), numbers if ranks > 1 else [{}])
     try:
         replies: list[list[DeviceUse]] = group.ask(worker.load, case, source, place, phase="load", timeout_s=_WAIT_S)
-        group.ask(worker.give, dataset.sha256, dataset.items, phase="load", timeout_s=_WAIT_S)
+        group.ask(
+            worker.give, dataset.sha256, dataset.items, tasks.BUILT_IN["hellaswag"], phase="load", timeout_s=_WAIT_S
+        )
         yield _Ranks(group, dataset.sha256, [use for reply in replies for use in reply])
     finally:
         group.kill()

@@ -13,8 +13,8 @@ import torch
 
 from pytest_llmgpu.inference import models, scoring
 from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
-from pytest_llmgpu.inference.tasks import hellaswag
-from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
+from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
 
 with warnings.catch_warnings():
     # Its dependencies warn of each other on import.
@@ -69,7 +69,7 @@ class SideBySide:
 
     def ours(self, items: Sequence[Item], batch_size: int) -> tuple[list[list[float]], list[Any]]:
         """Return our log-likelihoods and input tensors."""
-        plan = scoring.plan(scoring.encode(items, self.tokenizer, self.max_length), batch_size)
+        plan = scoring.plan(scoring.encode(HellaSwag(), items, self.tokenizer, self.max_length), batch_size)
         scores = scoring.score(self.model, plan, input_device=torch.device("cpu"))
         inputs = [batch.packed.split(batch.sizes)[0].view(batch.rows, batch.width) for batch in plan.batches]
         return scores.loglikelihoods, inputs
@@ -81,7 +81,7 @@ class SideBySide:
         assert all(torch.equal(a, b) for a, b in zip(their_inputs, our_inputs, strict=True))
         for a, b in zip(theirs, ours, strict=True):
             assert b == pytest.approx(a, rel=3e-5)
-        expected, chosen = hellaswag.accuracy(items, theirs), hellaswag.accuracy(items, ours)
+        expected, chosen = HellaSwag().score(items, theirs), HellaSwag().score(items, ours)
         assert chosen.predictions == expected.predictions
         assert chosen.predictions_norm == expected.predictions_norm
 
@@ -122,7 +122,7 @@ def test_tricky_requests_score_as_in_lm_eval(random_llama: SideBySide, batch_siz
 
 def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: SideBySide) -> None:
     """The comparison above covers truncation and shared rows for as long as this holds."""
-    requests = scoring.encode(TRICKY, random_llama.tokenizer, LONGEST)
+    requests = scoring.encode(HellaSwag(), TRICKY, random_llama.tokenizer, LONGEST)
     plan = scoring.plan(requests, 1)
     assert max(len(request.tokens) for request in requests.requests) > LONGEST + 1
     assert max(batch.width for batch in plan.batches) == LONGEST
@@ -133,7 +133,7 @@ def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: SideBySi
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_bundled_items_score_as_in_lm_eval(batch_size: int) -> None:
     """The bundled model gives the same numbers and choices on its own dataset."""
-    dataset = hellaswag.load("bundled", rootdir=Path.cwd(), limit=8)
+    dataset = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8)
     _bundled(dataset).compare(dataset.items, batch_size)
 
 
@@ -143,7 +143,7 @@ def test_real_hellaswag_scores_as_in_lm_eval(batch_size: int) -> None:
     path = os.environ.get("LLMGPU_HELLASWAG")
     if not path:
         pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
-    dataset = hellaswag.load(path, rootdir=Path.cwd(), limit=40)
+    dataset = HellaSwag().load(path, rootdir=Path.cwd(), limit=40)
     _bundled(dataset).compare(dataset.items, batch_size)
 
 
@@ -160,7 +160,7 @@ def test_real_hellaswag_scores_as_in_lm_eval(batch_size: int) -> None:
 def test_texts_are_cleaned_as_in_lm_eval(text: str) -> None:
     """WikiHow's brackets and the spaces around them go as they go there."""
     utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm-eval's tasks")
-    assert hellaswag._preprocess(text) == utils.preprocess(text)
+    assert preprocess(text) == utils.preprocess(text)
 
 
 def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_bytes(msgspec.json.encode(record))
     expected = utils.process_docs(datasets.Dataset.from_list([record]))[0]
-    item = hellaswag.load(str(path), rootdir=tmp_path).items[0]
+    item = HellaSwag().load(str(path), rootdir=tmp_path).items[0]
     assert (item.context, list(item.endings), item.label) == (expected["query"], expected["choices"], expected["gold"])
 
 
-def _bundled(dataset: hellaswag.Dataset) -> SideBySide:
+def _bundled(dataset: Dataset) -> SideBySide:
     source = models.resolve("bundled", texts=dataset.texts(), rootdir=Path.cwd())
     model = models.checkpoint(source, torch.float32, device_map={"": "cpu"})
     return SideBySide(model, models.load_tokenizer(source), models.max_length(model.config))

@@ -9,7 +9,8 @@ import torch
 
 from pytest_llmgpu.inference import logits, models, scoring
 from pytest_llmgpu.inference.batching import Request, Requests
-from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.inference.tasks.protocol import Item
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -369,24 +370,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_an_ending_longer_than_the_model_is_refused(tokenizer: Any) -> None:
     """It cannot be scored, and the message names it."""
     with pytest.raises(ValueError, match=r"ending ' xxxxxxxxxx' .* 1 to 8"):
-        scoring.encode([Item("0", "a man", ("x" * 10, "runs"), 0)], tokenizer, 8)
+        scoring.encode(HellaSwag(), [Item("0", "a man", ("x" * 10, "runs"), 0)], tokenizer, 8)
 
 
 def test_no_context_needs_a_token_to_stand_for_it(tokenizer: Any) -> None:
     """Without bos and eos an empty context is an error, with bos it is that token."""
     items = [Item("0", "", ("runs", "man"), 0)]
-    request = scoring.encode(items, tokenizer, 64).requests[0]
+    request = scoring.encode(HellaSwag(), items, tokenizer, 64).requests[0]
     assert request.tokens[: -request.ending] == (tokenizer.bos_token_id,)
     bare = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     bare.bos_token = bare.eos_token = None
     with pytest.raises(ValueError, match="no context, and the tokenizer has no bos or eos"):
-        scoring.encode(items, bare, 64)
+        scoring.encode(HellaSwag(), items, bare, 64)
 
 
 def test_encoding_and_planning_need_no_model(tokenizer: Any) -> None:
     """Every ending of every item becomes one request, in order."""
     items = [Item("a", "a man", ("runs", "a", "man"), 0), Item("b", "runs", ("a", "man"), 1)]
-    requests = scoring.encode(items, tokenizer, 64)
+    requests = scoring.encode(HellaSwag(), items, tokenizer, 64)
     assert (requests.item_ids, requests.endings, len(requests.requests)) == (("a", "b"), (3, 2), 5)
     assert [tokenizer.decode(request.tokens[-request.ending :]) for request in requests.requests] == [
         " runs", " a", " man", " a", " man",

@@ -1,4 +1,4 @@
-"""Strategies of somebody's own, as their users register and choose them: real processes on a CPU."""
+"""Strategies and tasks of users, as they register and choose them: real processes on a CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,20 +60,20 @@ def _own(module: str, name: str) -> str:
     return textwrap.dedent(_OWN.format(module=module, name=name, lower=name.lower()))
 
 
-def _write_the_example(folder: Path) -> None:
-    """Write the files that the hook's docstring shows."""
-    shown = inspect.getdoc(hookspecs.pytest_llmgpu_strategies) or ""
+def _write_the_example(hook: Callable[..., object], folder: Path) -> list[str]:
+    """Write the files that the hook's docstring shows, and return their names."""
+    shown = inspect.getdoc(hook) or ""
     example = textwrap.dedent(re.findall(r"::\n\n((?: {4}.*\n|\n)+)", shown)[0])
     _, *files = re.split(r"^# (\w+\.py).*\n", example, flags=re.MULTILINE)
-    assert files[::2] == ["slow_strategy.py", "conftest.py"]
     for name, text in zip(files[::2], files[1::2], strict=True):
         (folder / name).write_text(text)
+    return files[::2]
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_strategy_beside_the_benchmarks_is_measured_by_name_and_by_place(pytester: pytest.Pytester) -> None:
     """The example of the hook's documentation runs; a place needs no hook; names are the strategies' own."""
-    _write_the_example(pytester.path)
+    assert _write_the_example(hookspecs.pytest_llmgpu_strategies, pytester.path) == ["slow_strategy.py", "conftest.py"]
     pytester.makepyfile(near=_own("near", "Near"), test_it=_BENCHMARK)
     result = pytester.runpytest_inprocess("-s", "-v", "--strategy=slow,near:Near", *_FLAGS)
     assert result.ret == 0
@@ -137,4 +138,84 @@ def test_a_bad_registration_is_refused_before_anything_starts(
     result = pytester.runpytest_inprocess(*flags, *_FLAGS)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
+    assert not (pytester.path / ".llmgpu").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_gpu")
+def test_a_task_beside_the_benchmarks_is_measured(pytester: pytest.Pytester) -> None:
+    """The example of the hook's documentation is measured from end to end, also where pytest finds it late."""
+    folder = pytester.mkdir("benchmarks")
+    assert _write_the_example(hookspecs.pytest_llmgpu_tasks, folder) == ["right_or_wrong.py", "conftest.py"]
+    (folder / "test_it.py").write_text(
+        textwrap.dedent(
+            """
+            def test_right_or_wrong(llm, right_or_wrong, batch_size, measure):
+                assert {len(item.endings) for item in right_or_wrong} == {2}
+                measure(llm, right_or_wrong, batch_size)
+
+            def test_a_part(llm, right_or_wrong, measure):
+                measure(llm, right_or_wrong[:2], 4)
+
+            def test_hellaswag(llm, hellaswag, batch_size, measure):
+                measure(llm, hellaswag, batch_size)
+            """
+        )
+    )
+    flags = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=8", "--llmgpu-batch-sizes=4,16")
+    result = pytester.runpytest_inprocess(*flags)
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines(["* task right_or_wrong, bundled dataset (first 8 items)*"])
+    cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
+    scored = {
+        (one.case.task, one.case.dataset, one.case.batch_size): (
+            sum(one.launches[0].batches.sequences),
+            one.launches[0].accuracy.items if one.launches[0].accuracy is not None else None,
+        )
+        for one in cases
+    }
+    assert scored == {
+        ("right_or_wrong", "custom", 4): (4, 2),
+        ("right_or_wrong", "bundled", 4): (16, 8),
+        ("right_or_wrong", "bundled", 16): (16, 8),
+        ("hellaswag", "bundled", 4): (32, 8),
+        ("hellaswag", "bundled", 16): (32, 8),
+    }
+    assert all(one.outcome == "completed" and one.inference_s for one in cases)
+    for one in (one for one in cases if one.case.task == "right_or_wrong"):
+        assert one.launches[0].accuracy is not None
+        assert one.launches[0].accuracy.labels == [1] * one.launches[0].accuracy.items
+        assert one.accuracy_check is not None
+        assert one.accuracy_check.source is None, "the registered accuracy of the bundled model is that of HellaSwag"
+    assert len({one.case.series for one in cases}) == 3
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("registered", "named"),
+    [
+        ({"a-b": "right_or_wrong:RightOrWrong"}, "'a-b', the name of the task at right_or_wrong:RightOrWrong"),
+        ({"measure": "right_or_wrong:RightOrWrong"}, "'measure' is not allowed: a fixture of pytest-llmgpu has this"),
+        ({"hellaswag": "right_or_wrong:RightOrWrong"}, "task 'hellaswag' is at two places"),
+        ({"pairs": "right_or_wrong.RightOrWrong"}, "'right_or_wrong.RightOrWrong', the place of task 'pairs'"),
+        ({"pairs": "right_or_wrong:RightOrWrong"}, "registered as 'pairs' and names itself 'right_or_wrong'"),
+        ({"pairs": "right_or_wrong:Nothing"}, "task right_or_wrong:Nothing cannot be imported: AttributeError"),
+        ({"pairs": "right_or_wrong:Item"}, "task right_or_wrong:Item cannot be imported: TypeError"),
+        ({"pairs": "json:decoder"}, "task json:decoder lacks name, load, requests, score"),
+        (["pairs"], "['pairs'] is not allowed: a mapping is needed"),
+    ],
+)
+def test_a_bad_task_is_refused_before_anything_starts(
+    pytester: pytest.Pytester, registered: object, named: str
+) -> None:
+    """One line names the registration that is not allowed, and pytest ends with a usage error."""
+    _write_the_example(hookspecs.pytest_llmgpu_tasks, pytester.path)
+    pytester.makeconftest(f"def pytest_llmgpu_tasks():\n    return {registered!r}\n")
+    task = next(iter(registered)) if "pairs" in registered else "hellaswag"  # type: ignore[call-overload,operator]
+    pytester.makepyfile(f"def test_it(llm, {task}, batch_size, measure):\n    measure(llm, {task}, batch_size)\n")
+    result = pytester.runpytest_inprocess(*_FLAGS)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    errors = [line for line in result.errlines if line.startswith("ERROR")]
+    assert len(errors) == 1
+    assert named in errors[0]
     assert not (pytester.path / ".llmgpu").exists()

@@ -11,8 +11,8 @@ import torch
 from support import tiny_model
 from support.report_factory import make_case
 
-from pytest_llmgpu.inference import models
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference import models, tasks
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.ranks import device_memory, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.worker import RankState
@@ -138,12 +138,12 @@ def test_every_case_of_a_sweep_begins_with_a_reset(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(device_memory, "reset", lambda _: events.append("reset"))
     tiny_model.write_model(tmp_path / "tiny")
     tiny_model.write_dataset(tmp_path / "items.jsonl")
-    dataset = hellaswag.load(str(tmp_path / "items.jsonl"), rootdir=tmp_path)
+    dataset = HellaSwag().load(str(tmp_path / "items.jsonl"), rootdir=tmp_path)
     source = models.resolve(str(tmp_path / "tiny"), texts=dataset.texts(), rootdir=tmp_path)
     case = make_case(dtype="float32", device="cpu", devices=1, dataset_sha256=dataset.sha256)
     state = RankState(on_batch=lambda _: None)
     worker.load(state, case, source, f"{__name__}:Preparing")
-    worker.give(state, dataset.sha256, dataset.items)
+    worker.give(state, dataset.sha256, dataset.items, tasks.BUILT_IN["hellaswag"])
     for batch_size in (2, 8, 2):
         events.clear()
         reply = worker.score(state, dataset.sha256, batch_size)

@@ -14,7 +14,7 @@ from support import tiny_model
 from support.report_factory import make_case, make_failed, make_report, make_result
 
 from pytest_llmgpu.inference import logits, models
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.ranks import rerun
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
@@ -38,7 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Case]:
     folder = tmp_path_factory.mktemp("elsewhere")
     tiny_model.write_model(folder / "tiny")
     tiny_model.write_dataset(folder / "items.jsonl")
-    dataset = hellaswag.load(str(folder / "items.jsonl"), rootdir=folder)
+    dataset = HellaSwag().load(str(folder / "items.jsonl"), rootdir=folder)
     source = models.resolve(str(folder / "tiny"), texts=dataset.texts(), rootdir=folder)
     case = make_case(
         batch_size=2,

@@ -29,6 +29,7 @@ _CHANGES: dict[str, Any] = {
     "dataset_sha256": "0" * 64,
     "tokenizer_sha256": "1" * 64,
     "limit": 10,
+    "task": "another",
 }
 
 
@@ -68,5 +69,5 @@ def test_the_key_stays_what_reports_hold() -> None:
 @pytest.mark.parametrize("name", sorted(_CHANGES))
 def test_what_is_scored_does_not_decide_what_is_loaded(name: str) -> None:
     """A loaded model serves every batch size and dataset; anything else needs new processes."""
-    shared = name in {"batch_size", "execution", "dataset", "dataset_sha256", "limit"}
+    shared = name in {"batch_size", "execution", "dataset", "dataset_sha256", "limit", "task"}
     assert (make_case().loading == make_case(**{name: _CHANGES[name]}).loading) is shared

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import logits, models
+from pytest_llmgpu.inference import logits, models, tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks import hellaswag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.ranks import oom, worker
@@ -337,11 +337,11 @@ def test_the_collapse_of_the_study(bundled: ModelSource, monkeypatch: pytest.Mon
     """23 tokens granted at batch size 32: a model that is always right answers at random, and nothing raises."""
     begin_anew(monkeypatch)
     monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
-    items = hellaswag.load("bundled", rootdir=Path.cwd(), limit=40).items
+    items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=40).items
     state = worker.RankState(on_batch=lambda _: None)
     case = msgspec.structs.replace(_CASE, strategy_options={"min_tokens": 1})
     worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
-    worker.give(state, "items", items)
+    worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
     right, collapsed = (worker.score(state, "items", batch_size) for batch_size in (8, 32))
     assert right.accuracy.acc > 0.95
     assert 0.05 < collapsed.accuracy.acc < 0.45, "chance is 0.25"
@@ -357,13 +357,13 @@ def test_the_harness_way_of_scoring_gives_the_kernels_numbers(
 ) -> None:
     """Asked for a cache the kernels keep to their workspace's: more logits are all that is more."""
     replies = []
-    items = hellaswag.load("bundled", rootdir=Path.cwd(), limit=8).items
+    items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8).items
     for workload in logits.WORKLOADS.values():
         begin_anew(monkeypatch)
         state = worker.RankState(on_batch=lambda _: None)
         case = msgspec.structs.replace(_CASE, workload=workload)
         worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
-        worker.give(state, "items", items)
+        worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
         replies.append(worker.score(state, "items", batch_size))
     lean, full = (decode(reply.accuracy.loglikelihoods) for reply in replies)
     assert full == pytest.approx(lean, rel=1e-5)

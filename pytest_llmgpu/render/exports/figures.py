@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.grouping import capacities
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Exported, Figure, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -59,6 +59,8 @@ def describe(case: Case) -> str:
         f"{case.devices} x {case.device}",
         case.dataset if case.limit is None else f"first {case.limit} of {case.dataset}",
     ]
+    if case.task != DEFAULT_TASK:
+        parts.append(f"task {case.task}")
     if case.gpu_memory_bytes is not None:
         parts.append(f"{case.gpu_memory_bytes / 2**30:g} GiB each")
     return one_line(", ".join([*parts, *(f"{key}={value}" for key, value in case.strategy_options.items() if value)]))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.inference.tasks import hellaswag
-from pytest_llmgpu.inference.tasks.hellaswag import Item
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.inference.tasks.protocol import Item
 
 RECORD: dict[str, Any] = {
     "ind": 24,
@@ -29,7 +29,7 @@ def _write(tmp_path: Path, *records: dict[str, Any]) -> str:
 
 def _load(tmp_path: Path, **changes: Any) -> Item:
     record = {name: value for name, value in (RECORD | changes).items() if value is not ...}
-    return hellaswag.load(_write(tmp_path, record), rootdir=tmp_path).items[0]
+    return HellaSwag().load(_write(tmp_path, record), rootdir=tmp_path).items[0]
 
 
 def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
 
 def test_a_dataset_is_a_sequence_of_items() -> None:
     """Whoever measures a part of it slices it."""
-    dataset = hellaswag.load("bundled", rootdir=Path(), limit=10)
+    dataset = HellaSwag().load("bundled", rootdir=Path(), limit=10)
     assert (len(dataset), list(dataset), dataset[0]) == (10, list(dataset.items), dataset.items[0])
     assert dataset[2:4] == dataset.items[2:4]
 
@@ -54,7 +54,7 @@ def test_the_two_parts_of_a_context_win_over_the_whole(tmp_path: Path) -> None:
 def test_a_record_without_ind_is_named_by_its_place(tmp_path: Path) -> None:
     """Items of a file of one's own have ids too."""
     nameless = {name: value for name, value in RECORD.items() if name != "ind"}
-    dataset = hellaswag.load(_write(tmp_path, nameless, nameless), rootdir=tmp_path)
+    dataset = HellaSwag().load(_write(tmp_path, nameless, nameless), rootdir=tmp_path)
     assert [item.id for item in dataset.items] == ["0", "1"]
 
 
@@ -91,7 +91,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[st
     record = {name: value for name, value in (RECORD | changes).items() if value is not ...}
     path = _write(tmp_path, RECORD, record)
     with pytest.raises(ValueError, match=rf"items\.jsonl:2: .*{message}") as caught:
-        hellaswag.load(path, rootdir=tmp_path)
+        HellaSwag().load(path, rootdir=tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -109,53 +109,53 @@ def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes,
     """A file that is no JSON Lines says so in one line."""
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        hellaswag.load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
+        HellaSwag().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     """What exists but cannot be read as a file is an error of one line."""
     with pytest.raises(ValueError, match="cannot be read"):
-        hellaswag.load(str(tmp_path), rootdir=tmp_path)
+        HellaSwag().load(str(tmp_path), rootdir=tmp_path)
 
 
 def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
     """A name gets the names that there are; a misspelt one the name that was meant."""
     with pytest.raises(ValueError, match="'piqa' is unknown: allowed are bundled, hellaswag, or a JSON Lines"):
-        hellaswag.load("piqa", rootdir=tmp_path)
+        HellaSwag().load("piqa", rootdir=tmp_path)
     with pytest.raises(ValueError, match=r"'hellaswg' is unknown \(did you mean hellaswag\?\): allowed are"):
-        hellaswag.load("hellaswg", rootdir=tmp_path)
+        HellaSwag().load("hellaswg", rootdir=tmp_path)
 
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_limit_below_one_is_refused(tmp_path: Path, limit: int) -> None:
     """No items cannot be scored."""
     with pytest.raises(ValueError, match=f"limit {limit} is not allowed"):
-        hellaswag.load("bundled", rootdir=tmp_path, limit=limit)
+        HellaSwag().load("bundled", rootdir=tmp_path, limit=limit)
 
 
 def test_a_limit_keeps_the_first_items_and_reads_no_further(tmp_path: Path) -> None:
     """A bad line after the limit is no error."""
     path = _write(tmp_path, RECORD, RECORD | {"ind": 25}, {"broken": True})
-    assert [item.id for item in hellaswag.load(path, rootdir=tmp_path, limit=2).items] == ["24", "25"]
+    assert [item.id for item in HellaSwag().load(path, rootdir=tmp_path, limit=2).items] == ["24", "25"]
 
 
 def test_the_hash_is_of_the_items_not_of_the_file(tmp_path: Path) -> None:
     """Blank lines and fields that are not scored do not make another dataset; another ending does."""
-    plain = hellaswag.load(_write(tmp_path, RECORD), rootdir=tmp_path).sha256
+    plain = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path).sha256
     (tmp_path / "same.jsonl").write_text("\n" + json.dumps(RECORD | {"split": "val"}) + "\r\n\n")
-    assert hellaswag.load(str(tmp_path / "same.jsonl"), rootdir=tmp_path).sha256 == plain
+    assert HellaSwag().load(str(tmp_path / "same.jsonl"), rootdir=tmp_path).sha256 == plain
     other = RECORD | {"endings": [*RECORD["endings"][:3], "another."]}
-    assert hellaswag.load(_write(tmp_path, other), rootdir=tmp_path).sha256 != plain
+    assert HellaSwag().load(_write(tmp_path, other), rootdir=tmp_path).sha256 != plain
 
 
 def test_a_file_is_shown_relative_to_the_rootdir_else_by_its_name(tmp_path: Path) -> None:
     """No report holds a path of somebody's machine."""
     (tmp_path / "data").mkdir()
     path = _write(tmp_path / "data", RECORD)
-    assert hellaswag.load(path, rootdir=tmp_path).name == "data/items.jsonl"
-    assert hellaswag.load("data/items.jsonl", rootdir=tmp_path).name == "data/items.jsonl"
+    assert HellaSwag().load(path, rootdir=tmp_path).name == "data/items.jsonl"
+    assert HellaSwag().load("data/items.jsonl", rootdir=tmp_path).name == "data/items.jsonl"
     (tmp_path / "elsewhere").mkdir()
-    assert hellaswag.load(path, rootdir=tmp_path / "elsewhere").name == "items.jsonl"
+    assert HellaSwag().load(path, rootdir=tmp_path / "elsewhere").name == "items.jsonl"
 
 
 def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: py
         return [RECORD]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    dataset = hellaswag.load("hellaswag", rootdir=tmp_path)
+    dataset = HellaSwag().load("hellaswag", rootdir=tmp_path)
     assert (dataset.name, len(dataset.items)) == ("hellaswag", 1)
     assert asked == [(("Rowan/hellaswag",), {"split": "validation"})]
 
@@ -182,13 +182,13 @@ def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monke
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"Couldn't reach the hub .*pass a JSON Lines file") as caught:
-        hellaswag.load("hellaswag", rootdir=tmp_path)
+        HellaSwag().load("hellaswag", rootdir=tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_texts_are_all_that_the_model_reads(tmp_path: Path) -> None:
     """A tokenizer can be trained on them."""
-    dataset = hellaswag.load(_write(tmp_path, RECORD), rootdir=tmp_path)
+    dataset = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path)
     assert list(dataset.texts()) == [dataset.items[0].context, *RECORD["endings"]]
 
 
@@ -197,7 +197,7 @@ def test_real_hellaswag_loads_whole(tmp_path: Path) -> None:
     path = os.environ.get("LLMGPU_HELLASWAG")
     if not path:
         pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
-    dataset = hellaswag.load(path, rootdir=tmp_path)
+    dataset = HellaSwag().load(path, rootdir=tmp_path)
     assert len(dataset.items) == 10_042
     assert len({item.id for item in dataset.items}) == 10_042
     assert {len(item.endings) for item in dataset.items} == {4}
@@ -208,7 +208,7 @@ ITEMS = [Item("0", "c", ("aa", "b" * 8), 0), Item("1", "c", ("aa", "bb"), 1), It
 
 def test_acc_goes_by_loglikelihood_and_acc_norm_by_character() -> None:
     """A long ending loses by its sum and may win by its mean; characters are counted, not bytes."""
-    accuracy = hellaswag.accuracy(ITEMS, [[-4.0, -8.0], [-3.0, -2.0], [-3.0, -4.0]])
+    accuracy = HellaSwag().score(ITEMS, [[-4.0, -8.0], [-3.0, -2.0], [-3.0, -4.0]])
     assert (accuracy.predictions, accuracy.predictions_norm) == ([0, 1, 0], [1, 1, 1])
     assert [accuracy.acc, accuracy.acc_norm] == pytest.approx([2 / 3, 2 / 3])
     assert accuracy.stderr == pytest.approx((2 / 3 * 1 / 3 / 2) ** 0.5)
@@ -216,11 +216,11 @@ def test_acc_goes_by_loglikelihood_and_acc_norm_by_character() -> None:
 
 def test_the_first_ending_wins_a_tie() -> None:
     """Equal numbers choose as numpy's argmax does."""
-    assert hellaswag.accuracy(ITEMS[1:2], [[-2.0, -2.0]]).predictions == [0]
+    assert HellaSwag().score(ITEMS[1:2], [[-2.0, -2.0]]).predictions == [0]
 
 
 def test_loglikelihoods_are_kept_as_float32_in_order() -> None:
     """The report's base64 is little-endian float32: items in order, their endings in order."""
-    accuracy = hellaswag.accuracy(ITEMS[:2], [[-0.1, -8.0], [-3.5, -2.25]])
+    accuracy = HellaSwag().score(ITEMS[:2], [[-0.1, -8.0], [-3.5, -2.25]])
     decoded = struct.unpack("<4f", base64.b64decode(accuracy.loglikelihoods))
     assert decoded == pytest.approx((-0.1, -8.0, -3.5, -2.25), rel=1e-7)

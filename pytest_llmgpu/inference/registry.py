@@ -1,0 +1,122 @@
+"""Implementations that are registered by name, each as `module:attribute`, and imported when one is chosen.
+
+Strategies and tasks use it: the built-in ones are a table, a pytest hook adds the ones of users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Registry"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Registry:
+    """The rules for one kind of implementation."""
+
+    kind: str
+    """The word for one implementation in messages, such as `strategy`."""
+    hook: str
+    """The pytest hook that registers implementations."""
+    protocol: str
+    """The module that describes an implementation."""
+    members: tuple[str, ...]
+    """The attributes that an implementation must have; `name` is one of them."""
+    is_name: Callable[[str], bool]
+    """Returns whether a text may be the name of an implementation."""
+    allowed_names: str
+    """The names that `is_name` allows, in words."""
+
+    def merge(self, registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
+        """Return one mapping of name to place from those that the implementations of the hook return.
+
+        Raises:
+            ValueError: One is no mapping, a place is no `module:attribute`, a name is not allowed, or has two places.
+        """
+        merged: dict[str, str] = {}
+        for registration in registrations:
+            if not isinstance(registration, Mapping):
+                raise ValueError(f"{self.hook}: {registration!r} is not allowed: a mapping is needed")  # noqa: TRY004 - one kind of error for all input
+            for name, place in registration.items():
+                if not _is_place(place):
+                    raise ValueError(
+                        f"{self.hook}: {place!r}, the place of {self.kind} {name!r}, is not allowed: "
+                        "package.module:attribute is needed"
+                    )
+                if not self._is_name(name):
+                    raise ValueError(
+                        f"{self.hook}: {name!r}, the name of the {self.kind} at {place}, is not allowed: "
+                        f"{self.allowed_names}"
+                    )
+                if merged.setdefault(name, place) != place:
+                    raise ValueError(f"{self.hook}: {self.kind} {name!r} is at two places, {merged[name]} and {place}")
+        return merged
+
+    def find(self, name: str, known: Mapping[str, str]) -> str:
+        """Return the place of an implementation: `module:attribute`.
+
+        Args:
+            name: A registered name, or itself `module:attribute`.
+            known: Registered names to places, as `merge` returns them.
+
+        Raises:
+            ValueError: No implementation has this name.
+        """
+        if name in known:
+            return known[name]
+        if not _is_place(name):
+            guess = f" (did you mean {':'.join(name.rpartition('.')[::2])}?)" if "." in name and ":" not in name else ""
+            raise ValueError(
+                f"{name!r} is no {self.kind}{guess}: allowed are {', '.join(sorted(known))}, "
+                "or package.module:attribute"
+            )
+        return name
+
+    def make(self, place: str) -> Any:
+        """Return a new object of the implementation at a place that `find` returned.
+
+        Raises:
+            ValueError: It cannot be imported or made, lacks a member, or has a name that is not allowed.
+        """
+        module, _, attribute = place.partition(":")
+        try:
+            found: object = importlib.import_module(module)
+            for name in attribute.split("."):
+                found = getattr(found, name)
+            made = found() if callable(found) else found
+        # The module belongs to a user and can raise anything: a missing library, bad syntax, a failing constructor.
+        except Exception as error:
+            reason = f"{error}".partition("\n")[0]
+            raise ValueError(
+                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{_raised_at(error)}"
+            ) from error
+        lacking = [name for name in self.members if not hasattr(made, name)]
+        if lacking:
+            raise ValueError(f"{self.kind} {place} lacks {', '.join(lacking)} (see {self.protocol})")
+        name = getattr(made, "name")  # noqa: B009 - its type is not known
+        if not self._is_name(name):
+            raise ValueError(f"{self.kind} {place} is named {name!r}: {self.allowed_names}")
+        return made
+
+    def _is_name(self, text: object) -> bool:
+        return isinstance(text, str) and self.is_name(text)
+
+
+def _is_place(text: object) -> bool:
+    module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+
+
+def _raised_at(error: Exception) -> str:
+    """Return the last line of the user's code that raised an error; empty where there is none."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message has the line
+    ours = {__file__, importlib.__file__}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

@@ -1,0 +1,129 @@
+"""Tasks that choose one of several endings: by log-likelihood (`acc`), and by it per character (`acc_norm`).
+
+A task of this kind is a class with a name, a bundled file and a function from a JSON record to an item.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pytest_llmgpu.inference import bundled
+from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, TextRequest
+from pytest_llmgpu.report.derived import encode, proportion_stderr
+from pytest_llmgpu.report.result import Accuracy
+
+__all__ = ["MultipleChoice"]
+
+
+class MultipleChoice:
+    """Reads records, and chooses the ending with the largest log-likelihood; the first wins a tie."""
+
+    name: ClassVar[str]
+    """The name of the task."""
+    datasets: ClassVar[tuple[str, ...]] = ("bundled",)
+    """The names of datasets that are not files, for `records`."""
+
+    def item(self, record: Any, place: str, index: int) -> Item:
+        """Return the item of one record, with this task's name.
+
+        Args:
+            record: The JSON value of the record.
+            place: Where it comes from, such as `items.jsonl:3`.
+            index: How many records came before it.
+
+        Raises:
+            ValueError: The record has no such item; the message begins with the place.
+        """
+        raise NotImplementedError
+
+    def records(self, dataset: str) -> Iterable[tuple[str, Any]]:
+        """Return the place and the JSON value of each record of one of `datasets`."""
+        assert dataset == "bundled", "a subclass knows its other datasets"
+        return read_json_lines(bundled.dataset_path())
+
+    def load(self, dataset: str, *, rootdir: Path, limit: int | None = None) -> Dataset:
+        """Load a dataset by its name or path. Lines after the limit are not read (see `protocol.Task`)."""
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit {limit} is not allowed: a number of items, at least 1")
+        name = dataset
+        if dataset in self.datasets:
+            records = self.records(dataset)
+        else:
+            path = next((path for path in (Path(dataset), rootdir / dataset) if path.exists()), None)
+            if path is None:
+                close = difflib.get_close_matches(dataset, self.datasets, n=1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                raise ValueError(
+                    f"dataset {dataset!r} is unknown{hint}: "
+                    f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
+                )
+            records = read_json_lines(path)
+            inside = path.resolve().is_relative_to(rootdir.resolve())
+            name = path.resolve().relative_to(rootdir.resolve()).as_posix() if inside else path.name
+        items: list[Item] = []
+        for place, record in records:
+            items.append(self.item(record, place, len(items)))
+            if len(items) == limit:
+                break
+        if not items:
+            raise ValueError(f"dataset {dataset} is empty: one JSON object per line is needed")
+        return Dataset.of(name, items)
+
+    def requests(self, item: Item) -> list[TextRequest]:
+        """Return one sequence per ending, with one space between the context and the ending."""
+        return [TextRequest(item.context, f" {ending}") for ending in item.endings]
+
+    def score(self, items: Sequence[Item], loglikelihoods: Sequence[Sequence[float]]) -> Accuracy:
+        """Choose by log-likelihood, and by log-likelihood per character of the ending (see `protocol.Task`)."""
+        per_character = [
+            [value / len(ending) for value, ending in zip(row, item.endings, strict=True)]
+            for item, row in zip(items, loglikelihoods, strict=True)
+        ]
+        predictions, predictions_norm = _choices(loglikelihoods), _choices(per_character)
+        acc, acc_norm = (
+            sum(choice == item.label for choice, item in zip(choices, items, strict=True)) / len(items)
+            for choices in (predictions, predictions_norm)
+        )
+        return Accuracy(
+            acc=acc,
+            acc_norm=acc_norm,
+            items=len(items),
+            predictions=predictions,
+            predictions_norm=predictions_norm,
+            loglikelihoods=encode(value for row in loglikelihoods for value in row),
+            stderr=proportion_stderr(acc_norm, len(items)),
+            labels=[item.label for item in items],
+        )
+
+
+def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
+    """Return the place (`path:line`) and the value of each line of a JSON Lines file; lines are parsed when read.
+
+    Raises:
+        ValueError: The file cannot be read or, when its line is reached, a line is not JSON in UTF-8.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"dataset {path} cannot be read: {error.strerror}") from error
+    numbered = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+    return ((place, _parse(line, place)) for place, line in numbered)
+
+
+def _parse(line: bytes, place: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{place}: not JSON ({error.msg}, column {error.colno}): one object per line is needed"
+        ) from error
+
+
+def _choices(scores: Sequence[Sequence[float]]) -> list[int]:
+    return [max(range(len(row)), key=row.__getitem__) for row in scores]
