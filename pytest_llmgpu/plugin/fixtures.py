@@ -182,13 +182,14 @@ class TaskFixtures:
         """Make the fixtures of tasks that a plugin or conftest.py brings; pytest calls it for earlier ones too."""
         if not hasattr(plugin, "pytest_llmgpu_tasks"):
             return
-        fixtures = ModuleType("pytest_llmgpu.plugin.fixtures of tasks")
         for tasks in self._config.hook.pytest_llmgpu_tasks(config=self._config):
             for name in tasks if isinstance(tasks, Mapping) else ():
                 if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
                     self._made.add(name)
+                    # A module, as in `make`: pytest looks for fixtures on an object's class otherwise.
+                    fixtures = ModuleType(f"pytest_llmgpu.plugin.fixtures of task {name}")
                     setattr(fixtures, name, _task_fixture(name))
-        self._config.pluginmanager.register(fixtures)
+                    self._config.pluginmanager.register(fixtures)
 
 
 def check_task_names(names: Collection[str]) -> None:

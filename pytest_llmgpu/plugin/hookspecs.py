@@ -73,7 +73,7 @@ def pytest_llmgpu_tasks(config: pytest.Config) -> Mapping[str, str]:  # type: ig
             def item(self, record, place, index):
                 right = record["endings"][int(record["label"])]
                 wrong = record["endings"][int(record["label"]) - 1]
-                prompt = f"{record['ctx']} Choose:"
+                prompt = f"Read: {record['ctx']}"
                 return Item(str(index), prompt, (wrong, right), label=1, task=self.name)
 
 
