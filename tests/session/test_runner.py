@@ -10,6 +10,7 @@ import pytest
 from support import report_factory
 from support.prose import Prose
 
+from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -130,6 +131,7 @@ def _request(case: Case, strategy: str = _MP) -> Request:
         machine=_MACHINE,
         source=source,
         strategy=strategy,
+        task=tasks.BUILT_IN["hellaswag"],
         items=(),
         timeout_s=60.0,
         load_timeout_s=60.0,

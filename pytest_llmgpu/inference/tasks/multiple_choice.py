@@ -9,7 +9,7 @@ import difflib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, TextRequest
@@ -22,9 +22,9 @@ __all__ = ["MultipleChoice"]
 class MultipleChoice:
     """Reads records, and chooses the ending with the largest log-likelihood; the first wins a tie."""
 
-    name: ClassVar[str]
+    name: str
     """The name of the task."""
-    datasets: ClassVar[tuple[str, ...]] = ("bundled",)
+    datasets: tuple[str, ...] = ("bundled",)
     """The names of datasets that are not files, for `records`."""
 
     def item(self, record: Any, place: str, index: int) -> Item:
