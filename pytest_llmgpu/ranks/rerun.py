@@ -120,7 +120,7 @@ def find(
         model: The directory of the model; None for the one in the report, relative to the working directory.
 
     Raises:
-        SystemExit: The report has no such case; the strategy, task, model or dataset is missing or differs from the measured
+        SystemExit: The report has no such case; a strategy, task, model or dataset is missing or not the measured
             one; or the case needs another number of processes or more GPUs.
     """
     case = _read_case(report_path, case_id)
