@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def _choose(
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_all_gpus_are_taken_in_cudas_order(device: str) -> None:
-    """Devices are matched by UUID: NVML orders by bus, CUDA as it likes."""
+    """Devices are matched by UUID: NVML's order is that of the PCI bus, CUDA's may differ."""
     chosen = _choose(device)
     assert (chosen.device, chosen.devices) == ("cuda", 4)
     assert [gpu.index for gpu in chosen.gpus] == [3, 2, 1, 0]
@@ -62,12 +63,12 @@ def test_all_gpus_are_taken_in_cudas_order(device: str) -> None:
 
 
 def test_a_count_takes_the_first_gpus() -> None:
-    """Those that torch numbers from 0."""
+    """The chosen GPUs are those that torch numbers from 0."""
     assert [gpu.uuid for gpu in _choose("cuda", 2).gpus] == ["GPU-d", "GPU-c"]
 
 
 def test_different_gpus_are_counted_by_name() -> None:
-    """Nobody takes a mixed machine for an even one."""
+    """The description of a mixed machine has each model."""
     mixed = TorchFacts(
         version="2.13.0", cuda="13.0", devices=[TorchDevice(name=n, uuid=n, memory_bytes=1) for n in ("A", "B", "A")]
     )
@@ -75,15 +76,15 @@ def test_different_gpus_are_counted_by_name() -> None:
 
 
 def test_gpus_are_known_without_nvml() -> None:
-    """Torch's own figures stand in, and what only NVML knows has its reason."""
+    """Torch's values are used, and those that only NVML has are None with a reason."""
     gpu = _choose(devices=1, inventory=_NO_NVML).gpus[0]
     assert (gpu.index, gpu.uuid, gpu.name, gpu.memory_bytes) == (0, "GPU-d", "NVIDIA H200", 10**11)
     assert gpu.why["nvlinks"] == "nvmlInit: NVML Shared Library Not Found"
 
 
 @pytest.mark.parametrize(("visible", "masked"), [(None, ""), ("0,1,2,3", " with CUDA_VISIBLE_DEVICES=0,1,2,3")])
-def test_more_devices_than_there_are_is_refused(visible: str | None, masked: str) -> None:
-    """The message names both numbers, and the mask that may be the reason."""
+def test_too_many_devices_are_refused(visible: str | None, masked: str) -> None:
+    """The message names both numbers, and CUDA_VISIBLE_DEVICES if it is set."""
     with pytest.raises(ValueError, match=rf"^devices 8: CUDA lists 4{masked}; allowed are 1 to 4$"):
         _choose("cuda", 8, visible=visible)
 
@@ -98,13 +99,13 @@ def test_bad_choices_are_refused(device: str, devices: int | None, message: str)
         _choose(device, devices)
 
 
-def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
-    """A laptop runs the default."""
+def test_auto_is_the_cpu_without_a_gpu() -> None:
+    """The default options work on a laptop."""
     chosen = _choose(facts=_CPU_TORCH, inventory=_NO_NVML)
     assert (chosen.device, chosen.devices, chosen.gpus) == ("cpu", 1, [])
 
 
-def test_the_cpu_can_be_asked_for_beside_gpus() -> None:
+def test_the_cpu_can_be_chosen_on_a_machine_with_gpus() -> None:
     """`--llmgpu-device=cpu` is a choice, and its count is passed on to the strategy."""
     chosen = _choose("cpu", 2)
     assert (chosen.device, chosen.devices, chosen.gpus) == ("cpu", 2, [])
@@ -112,8 +113,8 @@ def test_the_cpu_can_be_asked_for_beside_gpus() -> None:
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "-1,0", "NoDevFiles"])
-def test_gpus_hidden_on_purpose_leave_the_cpu(visible: str) -> None:
-    """Who empties CUDA_VISIBLE_DEVICES means the CPU."""
+def test_hidden_gpus_leave_the_cpu(visible: str) -> None:
+    """An empty CUDA_VISIBLE_DEVICES chooses the CPU."""
     assert _choose(facts=_BLIND_TORCH, visible=visible).device == "cpu"
 
 
@@ -137,7 +138,7 @@ def test_gpus_hidden_on_purpose_leave_the_cpu(visible: str) -> None:
 )
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_gpu_that_torch_cannot_use_is_refused(device: str, seen: dict[str, Any], message: str) -> None:
-    """A wheel without CUDA on a GPU machine is no green run on its CPU; the message says how to go on."""
+    """A torch without CUDA on a GPU machine does not run on the CPU by default; the message says what to do."""
     with pytest.raises(ValueError, match=rf"^device {device}: {message}.*, or pass --llmgpu-device=cpu") as caught:
         _choose(device, **seen)
     assert "\n" not in str(caught.value)
@@ -145,15 +146,15 @@ def test_a_gpu_that_torch_cannot_use_is_refused(device: str, seen: dict[str, Any
 
 @pytest.mark.parametrize(("visible", "message"), [(None, "no GPU found"), ("", "hides every GPU: unset it")])
 def test_cuda_without_a_gpu_is_refused(visible: str | None, message: str) -> None:
-    """Asked for by name, CUDA is never replaced by the CPU."""
+    """Device cuda is never replaced by the CPU."""
     inventory = _NO_NVML if visible is None else _FOUR_GPUS
     with pytest.raises(ValueError, match=message):
         _choose("cuda", facts=_BLIND_TORCH, inventory=inventory, visible=visible)
 
 
-def test_the_cpu_is_named() -> None:
-    """The first line of a run says what it runs on."""
-    assert _choose("cpu").describe() == f"CPU, {environment._cores()} cores ({environment._cpu()})"
+def test_a_machine_without_gpus_is_described_by_its_cpu() -> None:
+    """The first line of a run has the cores and the model of the CPU."""
+    assert re.fullmatch(r"CPU, [1-9]\d* cores \(.+\)", _choose("cpu").describe())
 
 
 _FAKE_TORCH = """
@@ -181,16 +182,16 @@ def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "torch.py"
 
 
-def test_the_probe_tells_what_torch_can_use(fake_torch: Path) -> None:
-    """UUIDs are written as NVML writes them, and a library that prints does no harm."""
+def test_the_probe_lists_the_gpus_that_torch_can_use(fake_torch: Path) -> None:
+    """UUIDs have NVML's form, and output of a library on stdout is ignored."""
     fake_torch.write_text(_FAKE_TORCH, encoding="utf-8")
     facts = probe()
     assert (facts.version, facts.cuda, facts.nccl, facts.why) == ("9.9", "13.0", "2.29.1", None)
     assert facts.devices == [TorchDevice(name="NVIDIA H200", uuid=f"GPU-abc-{i}", memory_bytes=1000) for i in range(2)]
 
 
-def test_the_probe_tells_why_cuda_cannot_be_used(fake_torch: Path) -> None:
-    """The first line of torch's own words; no device is listed."""
+def test_the_probe_has_the_reason_why_cuda_cannot_be_used(fake_torch: Path) -> None:
+    """The reason is the first line of torch's error, and no device is listed."""
     broken = "init = staticmethod(lambda: (_ for _ in ()).throw(RuntimeError('driver too old\\nmore')))"
     fake_torch.write_text(_FAKE_TORCH.replace("init = staticmethod(lambda: None)", broken), encoding="utf-8")
     facts = probe()
@@ -198,7 +199,7 @@ def test_the_probe_tells_why_cuda_cannot_be_used(fake_torch: Path) -> None:
 
 
 def test_a_torch_that_does_not_import_is_one_line(fake_torch: Path) -> None:
-    """No traceback reaches the user."""
+    """The user sees no traceback."""
     fake_torch.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')", encoding="utf-8")
     with pytest.raises(ValueError, match=r"^torch cannot be used: ImportError: libcudart.*exit status 1 of") as caught:
         probe()
@@ -206,20 +207,20 @@ def test_a_torch_that_does_not_import_is_one_line(fake_torch: Path) -> None:
 
 
 def test_a_torch_that_hangs_is_one_line(fake_torch: Path) -> None:
-    """A file system that hangs ends in a message."""
+    """A file system that hangs ends in an error message."""
     fake_torch.write_text("import os; os.read(os.pipe()[0], 1)", encoding="utf-8")
     with pytest.raises(ValueError, match=r"took more than 0\.2 s"):
         probe(timeout_s=0.2)
 
 
 def test_a_torch_that_kills_its_process_is_one_line(fake_torch: Path) -> None:
-    """A library built for another processor ends in a message."""
+    """A library built for another processor ends in an error message."""
     fake_torch.write_text("import os; os.kill(os.getpid(), 4)", encoding="utf-8")
     with pytest.raises(ValueError, match=r"no message \(exit status -4 of"):
         probe()
 
 
-def test_looking_at_the_machine_does_not_import_torch() -> None:
+def test_importing_the_module_does_not_import_torch() -> None:
     """Pytest's own process stays light and holds no CUDA context."""
     code = "import sys, pytest_llmgpu.profiling.machine; print(sorted({'torch', 'pynvml', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -227,7 +228,7 @@ def test_looking_at_the_machine_does_not_import_torch() -> None:
 
 
 def test_the_fingerprint_holds_machine_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs and driver are NVML's, CUDA and NCCL torch's, versions those installed, null where not."""
+    """GPUs and driver come from NVML, CUDA and NCCL from torch, and a library that is not installed is None."""
     monkeypatch.setattr(environment, "_DISTRIBUTIONS", ("pytest", "a-distribution-nobody-has"))
     found = fingerprint(_CUDA_TORCH, _FOUR_GPUS, {})
     assert (found.driver, found.cuda, found.nccl, len(found.gpus)) == ("580.1", "13.0", "2.29.1", 4)
@@ -236,8 +237,8 @@ def test_the_fingerprint_holds_machine_and_libraries(monkeypatch: pytest.MonkeyP
     assert found.why == {}
 
 
-def test_what_the_fingerprint_lacks_has_its_reason() -> None:
-    """A CPU build and a machine without NVML leave nulls that explain themselves."""
+def test_missing_parts_of_the_fingerprint_have_a_reason() -> None:
+    """A CPU build and a machine without NVML leave fields None, each with a reason."""
     found = fingerprint(_CPU_TORCH, _NO_NVML, {})
     assert (found.cuda, found.nccl, found.driver) == (None, None, None)
     assert found.why["cuda"] == "torch 2.13.0+cpu is built without CUDA"
@@ -245,7 +246,7 @@ def test_what_the_fingerprint_lacks_has_its_reason() -> None:
 
 
 def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No secret, no home folder, and nothing else of the user's environment."""
+    """The report has no secret, no home folder, and no other variable of the user."""
     monkeypatch.setenv("HOME", "/home/ada")
     kept = {
         "NCCL_DEBUG": "INFO",
@@ -269,6 +270,6 @@ def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.M
 
 
 def test_a_distribution_that_is_not_installed_has_no_version() -> None:
-    """Null, and no error."""
+    """Its version is None; it is no error."""
     assert installed_version("a-distribution-nobody-has") is None
     assert installed_version("pytest") == pytest.__version__

@@ -18,8 +18,8 @@ GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]
 
 
-def ask(environment: dict[str, str], expression: str) -> Any:
-    """Evaluate an expression over `nvml` in a process of that environment."""
+def evaluate(environment: dict[str, str], expression: str) -> Any:
+    """Evaluate an expression over `nvml` in a process with that environment."""
     script = (
         "import msgspec, sys; from pytest_llmgpu.profiling import nvml; assert 'pynvml' not in sys.modules;"
         f"sys.stdout.buffer.write(msgspec.json.encode({expression}))"
@@ -35,8 +35,8 @@ def uuid(index: int) -> str:
 
 @pytest.mark.parametrize("gpus", [1, 4, 8])
 def test_inventory_describes_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> None:
-    """Every GPU is listed with the identity, memory and links that NVML gives."""
-    answer = ask(nvml_stub(gpus=gpus, nvlinks=12), "nvml.inventory()")
+    """Every GPU has the identity, memory and links that NVML gives."""
+    answer = evaluate(nvml_stub(gpus=gpus, nvlinks=12), "nvml.inventory()")
     assert answer["gpus"] == [
         {
             "index": index,
@@ -56,94 +56,94 @@ def test_inventory_describes_every_gpu(nvml_stub: StubEnvironment, gpus: int) ->
     assert answer["topology"] == [["X" if a == b else "NV12" for b in range(gpus)] for a in range(gpus)]
 
 
-def test_inventory_names_pcie_paths_where_there_is_no_nvlink(nvml_stub: StubEnvironment) -> None:
+def test_inventory_names_pcie_paths_without_nvlink(nvml_stub: StubEnvironment) -> None:
     """GPUs without NVLink have a PCIe path between them, and None links with the reason."""
-    answer = ask(nvml_stub(gpus=3), "nvml.inventory()")
+    answer = evaluate(nvml_stub(gpus=3), "nvml.inventory()")
     assert answer["topology"] == [["X", "PIX", "SYS"], ["PIX", "X", "SYS"], ["SYS", "SYS", "X"]]
     assert answer["gpus"][0]["nvlinks"] is None
     assert answer["gpus"][0]["why"] == {"nvlinks": "nvmlDeviceGetNvLinkState: Not Supported"}
 
 
 def test_inventory_counts_the_links_between_two_gpus_without_a_switch(nvml_stub: StubEnvironment) -> None:
-    """Links that end at another GPU join only that pair."""
+    """Links that end at another GPU count for that pair only."""
     environment = nvml_stub(gpus=4, nvlinks=4, nvlinks_direct=1)
-    answer = ask(environment, "nvml.inventory()")
+    answer = evaluate(environment, "nvml.inventory()")
     assert answer["topology"][0] == ["X", "NV4", "SYS", "SYS"]
     assert answer["topology"][2] == ["SYS", "SYS", "X", "NV4"]
 
 
-def test_inventory_says_why_a_field_is_missing(nvml_stub: StubEnvironment) -> None:
-    """A call that NVML refuses makes its field None with the call and the refusal, and spoils nothing else."""
+def test_inventory_has_the_reason_of_a_missing_field(nvml_stub: StubEnvironment) -> None:
+    """A refused call makes its field None with the call and the refusal, and affects no other field."""
     refused = "nvmlDeviceGetMaxPcieLinkGeneration@0,nvmlDeviceGetTopologyCommonAncestor"
-    answer = ask(nvml_stub(gpus=2, unsupported=refused), "nvml.inventory()")
+    answer = evaluate(nvml_stub(gpus=2, unsupported=refused), "nvml.inventory()")
     assert [gpu["pcie_gen"] for gpu in answer["gpus"]] == [None, 5]
     assert answer["gpus"][0]["why"]["pcie_gen"] == "nvmlDeviceGetMaxPcieLinkGeneration: Not Supported"
     assert answer["topology"] is None
     assert answer["why"] == {"topology": "nvmlDeviceGetTopologyCommonAncestor: Not Supported"}
 
 
-def test_inventory_lists_the_others_beside_a_lost_gpu(nvml_stub: StubEnvironment) -> None:
-    """A GPU that fell off the bus is left out with its reason; the others are described."""
-    answer = ask(nvml_stub(gpus=3, lost="1:0"), "nvml.inventory()")
+def test_inventory_leaves_out_a_lost_gpu(nvml_stub: StubEnvironment) -> None:
+    """A lost GPU is left out with its reason; the others are described."""
+    answer = evaluate(nvml_stub(gpus=3, lost="1:0"), "nvml.inventory()")
     assert [gpu["index"] for gpu in answer["gpus"]] == [0, 2]
     assert answer["why"] == {"gpu 1": "nvmlDeviceGetUUID: GPU is lost"}
 
 
 def test_inventory_makes_no_slow_call(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """The 20 ms PCIe call is not among the inventory's."""
+    """The inventory does not make the 20 ms PCIe call."""
     log = tmp_path / "calls"
-    ask(nvml_stub(gpus=2, log=log), "nvml.inventory()")
+    evaluate(nvml_stub(gpus=2, log=log), "nvml.inventory()")
     calls = {line.split()[4] for line in log.read_text().splitlines()}
     assert "nvmlDeviceGetName" in calls
     assert "nvmlDeviceGetPcieThroughput" not in calls
 
 
 def test_a_driver_that_refuses_is_a_reason(nvml_stub: StubEnvironment) -> None:
-    """An nvmlInit that fails gives an empty inventory that says so."""
-    answer = ask(nvml_stub(init=9), "nvml.inventory()")
+    """A failed nvmlInit gives an empty inventory with the reason."""
+    answer = evaluate(nvml_stub(init=9), "nvml.inventory()")
     assert (answer["gpus"], answer["topology"]) == ([], None)
     assert answer["why"]["nvml"] == "nvmlInit: Driver Not Loaded"
 
 
-def test_a_shutdown_that_fails_spoils_nothing(nvml_stub: StubEnvironment) -> None:
-    """What was read stands, even where NVML refuses to be left."""
-    assert len(ask(nvml_stub(gpus=2, shutdown=15), "nvml.inventory()")["gpus"]) == 2
+def test_a_failed_shutdown_is_ignored(nvml_stub: StubEnvironment) -> None:
+    """The inventory is complete if nvmlShutdown fails."""
+    assert len(evaluate(nvml_stub(gpus=2, shutdown=15), "nvml.inventory()")["gpus"]) == 2
 
 
 def test_a_missing_library_is_a_reason(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """Without a loadable libnvidia-ml.so.1 the inventory is empty and no memory is known."""
+    """Without a loadable libnvidia-ml.so.1 the inventory and the used memory are empty."""
     (tmp_path / "libnvidia-ml.so.1").touch()
     environment = {**nvml_stub(), "LD_LIBRARY_PATH": str(tmp_path)}
-    answer = ask(environment, "[nvml.inventory(), nvml.used_bytes(['GPU-1'])]")
+    answer = evaluate(environment, "[nvml.inventory(), nvml.used_bytes(['GPU-1'])]")
     assert answer[0]["why"]["nvml"] == "nvmlInit: NVML Shared Library Not Found"
     assert answer[1] == {}
 
 
 def test_a_missing_pynvml_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pynvml the inventory is empty and names it."""
+    """Without pynvml the inventory is empty with the reason."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pynvml cannot be imported" in inventory().why["nvml"]
     assert used_bytes([uuid(0)]) == {}
 
 
 def test_used_bytes_are_those_of_nvidia_smi(nvml_stub: StubEnvironment) -> None:
-    """Memory in use leaves the driver's reserve out, and a GPU that cannot be read is not in the answer."""
-    answer = ask(nvml_stub(gpus=2), f"nvml.used_bytes([{uuid(1)!r}, 'GPU-none', {uuid(0)!r}])")
+    """Memory in use excludes the driver's reserve, and a GPU that cannot be read is left out."""
+    answer = evaluate(nvml_stub(gpus=2), f"nvml.used_bytes([{uuid(1)!r}, 'GPU-none', {uuid(0)!r}])")
     assert answer == {uuid(0): 10 * GIB, uuid(1): 11 * GIB}
 
 
 def test_used_bytes_survive_gpustat() -> None:
-    """A memory call without the `version` argument, as gpustat leaves it, still answers."""
+    """A memory call without the `version` argument, as gpustat installs it, is supported."""
     patched = SimpleNamespace(nvmlMemory_v2=2, nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle))
     assert memory_v2(patched, 5).used == 5
 
 
-def test_a_driver_without_the_newer_memory_call_is_read_the_old_way(nvml_stub: StubEnvironment) -> None:
-    """Its figure has no reserved share to leave out, and how large that is is not known, with the reason."""
+def test_an_old_driver_is_read_by_the_older_memory_call(nvml_stub: StubEnvironment) -> None:
+    """Its used memory includes the reserve, and the size of the reserve is None with the reason."""
     older = nvml_stub(unsupported="nvmlDeviceGetMemoryInfo_v2")
-    assert ask(older, f"nvml.used_bytes([{uuid(0)!r}])") == {uuid(0): 11 * GIB}
-    (gpu,) = ask(older, "nvml.inventory()")["gpus"]
+    assert evaluate(older, f"nvml.used_bytes([{uuid(0)!r}])") == {uuid(0): 11 * GIB}
+    (gpu,) = evaluate(older, "nvml.inventory()")["gpus"]
     assert (gpu["memory_bytes"], gpu["reserved_bytes"]) == (80 * GIB, None)
     assert gpu["why"]["reserved_bytes"].endswith("Not Supported")
-    lost = ask(nvml_stub(lost="0:0"), f"nvml.used_bytes([{uuid(0)!r}])")
+    lost = evaluate(nvml_stub(lost="0:0"), f"nvml.used_bytes([{uuid(0)!r}])")
     assert lost == {}

@@ -15,7 +15,7 @@ from pytest_llmgpu.report.result import Profile
 
 
 def recording(devices: int = 1) -> Recording:
-    """Return an empty recording from t0 = 100 s, a tick a second, of one instant metric, memory and one of 0.25 s."""
+    """Return an empty recording from t0 = 100 s, a tick per second, of an instant metric, memory and one of 0.25 s."""
     return Recording(
         Header(
             t0_s=100.0,
@@ -30,7 +30,7 @@ def recording(devices: int = 1) -> Recording:
 
 
 def fill(stream: Recording, ks: list[int], late_s: float = 0.0) -> Recording:
-    """Add a tick for each k, its power 10 k, memory 1000 + k, PCIe 5 k."""
+    """Add a tick for each k with power 10 k, memory 1000 + k, PCIe 5 k."""
     for k in ks:
         row: list[float | None] = [10.0 * k, 1000.0 + k, 5.0 * k]
         stream.add(TickRecord(k, 100.0 + k + late_s, [row for _ in stream.header.devices]))
@@ -44,7 +44,7 @@ UNMARKED = dict.fromkeys(
 
 
 def cut(stream: Recording, start_s: float, end_s: float, **held_bytes: int) -> Profile:
-    """Return a profile, held bytes given as gpu0=..."""
+    """Return a profile; held bytes are given as gpu0=..."""
     held = {name.replace("gpu", "GPU-"): size for name, size in held_bytes.items()}
     return stream.profile(start_s, end_s, held, {})
 
@@ -61,8 +61,8 @@ def test_a_slice_has_the_readings_that_began_inside() -> None:
     assert profile.why == {}
 
 
-def test_coverage_is_the_part_of_the_window_that_readings_look_at() -> None:
-    """Readings of 0.25 s a second cover a quarter, and what reaches past the end does not count."""
+def test_coverage_is_the_fraction_of_the_window_that_readings_measure() -> None:
+    """Readings of 0.25 s per second cover a quarter, and a part after the window's end does not count."""
     stream = fill(recording(), list(range(10)))
     assert cut(stream, 101.0, 104.9).devices[0].metrics["pcie_tx_bytes_per_s"].coverage == pytest.approx(1.0 / 3.9)
     assert cut(stream, 101.0, 101.1).devices[0].metrics["pcie_tx_bytes_per_s"].coverage == pytest.approx(1.0)
@@ -88,8 +88,8 @@ def test_lateness_is_of_the_slice() -> None:
     assert cut(stream, 200.1, 200.9).lateness_p99_s == pytest.approx(0.25)
 
 
-def test_held_bytes_are_taken_out_of_memory_alone() -> None:
-    """Each device's own held bytes leave its memory figures and series, and nothing falls below zero."""
+def test_held_bytes_are_subtracted_from_memory_alone() -> None:
+    """Each device's held bytes are subtracted from its memory and its series, and nothing falls below zero."""
     profile = cut(fill(recording(devices=2), [0, 1]), 100.0, 101.5, gpu0=400, gpu1=5000)
     first, second = (device.metrics["memory_used_bytes"] for device in profile.devices)
     assert (first.mean, first.max, second.max) == (600.5, 601.0, 0.0)
@@ -101,8 +101,8 @@ def test_held_bytes_are_taken_out_of_memory_alone() -> None:
 @pytest.mark.parametrize(
     ("start_s", "end_s", "k"), [(101.1, 101.3, 1), (101.6, 101.9, 2), (150.0, 151.0, 3), (90, 91, 0)]
 )
-def test_a_window_between_two_ticks_gets_the_nearest_and_says_so(start_s: float, end_s: float, k: int) -> None:
-    """The reading is there, but as none of the window's own samples and with no coverage."""
+def test_a_window_between_two_ticks_gets_the_nearest_reading(start_s: float, end_s: float, k: int) -> None:
+    """The reading is not one of the window's samples, has no coverage, and the reason names its distance."""
     profile = cut(fill(recording(), [0, 1, 2, 3]), start_s, end_s)
     assert profile.devices[0].metrics["power_w"].mean == 10.0 * k
     assert (profile.samples, profile.lateness_p99_s) == (0, None)
@@ -112,8 +112,8 @@ def test_a_window_between_two_ticks_gets_the_nearest_and_says_so(start_s: float,
     )
 
 
-def test_a_reading_that_could_not_be_had_counts_for_nothing() -> None:
-    """None stays None in the series, leaves the mean alone, and the reason is at hand."""
+def test_a_failed_reading_does_not_count() -> None:
+    """It is None in the series, does not enter the mean, and the reason is kept."""
     stream = fill(recording(), [0])
     stream.add(TickRecord(1, 101.0, [[None, 7.0, None]], {0: {"power_w": "lost", "pcie_tx_bytes_per_s": "lost"}}))
     fill(stream, [2])
@@ -126,7 +126,7 @@ def test_a_reading_that_could_not_be_had_counts_for_nothing() -> None:
     assert cut(stream, 101.9, 102.5).devices[0].why == UNMARKED
 
 
-def test_a_metric_never_had_is_none() -> None:
+def test_a_metric_without_a_reading_is_none() -> None:
     """Mean, maximum and coverage are None, never 0."""
     stream = recording()
     stream.add(TickRecord(0, 100.0, [[None, None, None]], {0: {"pcie_tx_bytes_per_s": "not supported"}}))
@@ -135,7 +135,7 @@ def test_a_metric_never_had_is_none() -> None:
 
 
 def test_a_stream_without_a_tick_is_no_profile() -> None:
-    """A sampler that never came to its first reading is the reason there is no profile."""
+    """A sampler without a first reading is the reason why there is no profile."""
     profile = cut(recording(), 100.0, 101.0)
     assert "profile" in profile.why
     assert profile.series is None
@@ -143,7 +143,7 @@ def test_a_stream_without_a_tick_is_no_profile() -> None:
 
 
 def test_the_series_is_thinned_and_keeps_extremes() -> None:
-    """Of 10,000 ticks at most 2,000 points stay, the one peak and the one dip among them; the mean is of all."""
+    """At most 2,000 of 10,000 points remain, with the largest and the smallest; the mean is over all."""
     stream = recording()
     for k in range(10_000):
         power = {1234: 900.0, 5678: 1.0}.get(k, 300.0)
@@ -159,7 +159,7 @@ def test_the_series_is_thinned_and_keeps_extremes() -> None:
 
 
 def test_memory_stays_bounded_but_for_an_open_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old ticks go and a slice that reaches back says so, calling none of them missed; an open window keeps its own."""
+    """Old ticks are dropped with a reason and do not count as missed; an open window keeps its own."""
     monkeypatch.setattr(module, "HISTORY_BYTES", 5 * (200 + 8 * 3))
     stream = fill(recording(), list(range(20)))
     profile = cut(stream, 100.0, 119.5)
@@ -185,18 +185,18 @@ def test_a_slice_is_settled_once_no_tick_can_change_it() -> None:
 
 
 def spanning(ks: list[int]) -> Recording:
-    """Return a stream of two metrics whose values 10 k speak for the second before the tick, the first counted too."""
+    """Return a stream of two metrics with values 10 k that cover the second before the tick."""
     device = HeaderDevice(0, "GPU-0", {}, ["fields", "ring"], [None, None])
     stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s", "utilization_pct"], [device], spans=True))
     for k in ks:
-        # The ring has something to say at every second tick only.
+        # The ring is read at every second tick only.
         ring = (10.0 * k, 2.0) if k % 2 == 0 else (None, None)
         stream.add(TickRecord(k, 100.0 + k, [[10.0 * k, ring[0]]], {}, [[1.0, ring[1]]], cpu_s=0.25 * k))
     return stream
 
 
 def test_readings_of_spans_count_by_their_part_of_the_window() -> None:
-    """The mean weighs each by its time inside, that of the tick after the end included: nothing is lost."""
+    """The mean weighs each reading by its time inside, that of the tick after the end included."""
     metric = cut(spanning(list(range(8))), 101.5, 104.25).devices[0].metrics["nvlink_tx_bytes_per_s"]
     assert metric.mean == pytest.approx((0.5 * 20 + 30 + 40 + 0.25 * 50) / 2.75)
     assert (metric.max, metric.method) == (50.0, "fields")
@@ -204,7 +204,7 @@ def test_readings_of_spans_count_by_their_part_of_the_window() -> None:
 
 
 def test_a_span_that_is_missing_lowers_the_coverage() -> None:
-    """Time that no reading speaks for is not covered, and a tick with nothing to say is no gap."""
+    """Time without a reading is not covered, and a tick without a reading of the ring is no gap."""
     profile = cut(spanning([0, 1, 2, 4, 5, 6]), 100.0, 106.0)
     assert profile.devices[0].metrics["nvlink_tx_bytes_per_s"].coverage == pytest.approx(5 / 6)
     ring = profile.devices[0].metrics["utilization_pct"]
@@ -215,20 +215,20 @@ def test_a_span_that_is_missing_lowers_the_coverage() -> None:
 
 
 def test_a_window_with_spans_waits_for_the_tick_after_its_end() -> None:
-    """Only that one speaks for the window's last part."""
+    """Only that tick covers the window's last part."""
     stream = spanning([0, 1, 2])
     assert not stream.settled(100.5, 102.0)
     assert stream.settled(100.5, 101.9)
 
 
 def test_a_window_with_spans_waits_for_the_tick_after_its_mark() -> None:
-    """A tick between a window's end and its mark does not hurry: the ring has nothing to say then."""
+    """The ring is not read at a tick between a window's end and its mark."""
     stream = spanning([0, 1, 2])
     assert not stream.settled(100.5, 101.9, orders=1)
     stream.add(TickRecord(3, 103.0, [[0.0, 0.0]], {}, [[1.0, 1.0]], orders=1))
     assert stream.settled(100.5, 101.9, orders=1)
     assert not stream.settled(100.5, 101.9, orders=2)
-    assert fill(recording(), [0, 1, 2]).settled(100.5, 101.9, orders=2), "without spans there is nothing to wait for"
+    assert fill(recording(), [0, 1, 2]).settled(100.5, 101.9, orders=2), "without spans no later tick is needed"
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,10 @@ def test_a_window_with_spans_waits_for_the_tick_after_its_mark() -> None:
         (100.5, 102.5, "nvlink_tx_bytes_per_s", "no sample"),
     ],
 )
-def test_the_nearest_reading_is_no_figure_of_the_window(
+def test_the_nearest_reading_is_no_value_of_the_window(
     start_s: float, end_s: float, metric: str, expected: float | str
 ) -> None:
-    """What was in use at another time is not what the case used; one that reaches into the window speaks for it."""
+    """A reading at another time is not the case's; one that reaches into the window is."""
     profile = cut(fill(recording(), [0, 1, 2]), start_s, end_s)
     found = of_window(profile, profile.devices[0], metric)
     if isinstance(expected, str):
@@ -255,8 +255,8 @@ def test_the_nearest_reading_is_no_figure_of_the_window(
         assert found.mean == expected
 
 
-def test_a_span_of_another_time_is_no_figure_of_the_window() -> None:
-    """Its reason names what gave none; a metric that was refused keeps the reason it has."""
+def test_a_span_of_another_time_is_no_value_of_the_window() -> None:
+    """The reason names the source without a reading; a refused metric keeps its own reason."""
     profile = cut(spanning([0, 1, 2, 3]), 100.2, 100.8)
     assert not isinstance(of_window(profile, profile.devices[0], "nvlink_tx_bytes_per_s"), str)
     late = cut(spanning([0, 1, 2, 3]), 104.5, 104.9)
@@ -264,16 +264,16 @@ def test_a_span_of_another_time_is_no_figure_of_the_window() -> None:
     assert of_window(late, late.devices[0], "utilization_pct") == "ring: no reading covers this window"
 
 
-def test_a_reason_of_another_time_is_not_told_of_a_window_that_is_covered() -> None:
-    """A metric with nothing to say at some ticks keeps its old reasons to itself."""
+def test_a_covered_window_has_no_reason_of_another_time() -> None:
+    """A failure outside the window is no reason of a metric whose readings cover the window."""
     stream = spanning([0, 1, 2, 3])
     stream.add(TickRecord(4, 104.0, [[None, None]], {0: {"utilization_pct": "lost"}}, [[None, None]]))
     assert "utilization_pct" not in cut(stream, 100.0, 102.0).devices[0].why
     assert cut(stream, 102.0, 104.0).devices[0].why["utilization_pct"] == "lost"
 
 
-def test_a_metric_that_has_said_nothing_yet_is_none_with_a_reason() -> None:
-    """A window that no reading speaks for has the nearest value and no coverage, or none and why."""
+def test_a_window_without_coverage_has_the_nearest_value_or_a_reason() -> None:
+    """The nearest value has coverage 0; without any value the metric is None with the reason."""
     profile = cut(spanning([0, 1, 2, 3]), 100.2, 100.8)
     assert profile.devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(10.0)
     late = cut(spanning([0, 1, 2, 3]), 150.0, 151.0).devices[0]
@@ -293,7 +293,7 @@ def marked(*marks: tuple[float, dict[str, float]]) -> Recording:
 
 
 def test_counters_are_those_between_the_marks_at_the_ends() -> None:
-    """Energy is the difference, a rate of bytes is exact and covers all, and other marks do not matter."""
+    """Energy is the difference, a rate of bytes is exact with coverage 1, and other marks do not matter."""
     stream = marked(
         (100.5, {"energy_j": 1.0, "nvlink_tx_bytes": 0.0}),
         (102.02, {"energy_j": 10.0, "nvlink_tx_bytes": 500.0}),
@@ -308,11 +308,11 @@ def test_counters_are_those_between_the_marks_at_the_ends() -> None:
     assert (device.throttled_s, device.why["throttled_s"]) == (None, "throttled_power_s refused")
 
 
-def test_a_rate_of_bytes_is_of_the_window_where_its_marks_enclose_it() -> None:
-    """Devices are idle from a mark to the window: that time would make a short case look slower than its bytes."""
+def test_a_rate_of_bytes_excludes_the_time_between_marks_and_window() -> None:
+    """Devices are idle between a mark and the window: with that time the rate of a short case would be too low."""
     marks = [(101.95, {"nvlink_tx_bytes": 0.0}), (104.09, {"nvlink_tx_bytes": 3000.0})]
     metric = cut(marked(*marks), 102.0, 104.0).devices[0].metrics["nvlink_tx_bytes_per_s"]
-    assert (metric.mean, metric.max) == (1500.0, 1500.0), "readings of a second say 20 to 40 where idle time is in them"
+    assert (metric.mean, metric.max) == (1500.0, 1500.0), "readings of a second are 20 to 40 with idle time in them"
     assert cut(marked(*marks), 101.9, 104.0).devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(
         3000 / 2.14
     )
@@ -337,10 +337,10 @@ def test_a_rate_of_bytes_is_of_the_window_where_its_marks_enclose_it() -> None:
         ({}, {}, None, "throttled_power_s refused"),
     ],
 )
-def test_throttled_time_is_of_what_was_counted_at_both_ends(
+def test_throttled_time_needs_counters_at_both_ends(
     first: dict[str, float], last: dict[str, float], throttled_s: float | None, why: str | None
 ) -> None:
-    """Heat that is not told is not zero without a word, and one refused at an end alone is not a difference."""
+    """A missing part is named as such, and a counter that is missing at one end gives no difference."""
     device = cut(marked((102.0, first), (105.0, last)), 102.0, 105.0).devices[0]
     assert (device.throttled_s, device.why.get("throttled_s")) == (throttled_s, why)
     assert not {*THROTTLED} & (device.counters.keys() | device.why.keys())
@@ -356,14 +356,14 @@ def test_throttled_time_is_of_what_was_counted_at_both_ends(
     ],
 )
 def test_a_window_without_its_marks_has_no_counter(start_s: float, end_s: float, why: str) -> None:
-    """Energy is None with the reason, never that of another stretch."""
+    """Energy is None with the reason, never that of another time."""
     stream = marked((102.0, {"energy_j": 10.0}), (105.0, {"energy_j": 310.0}), (108.0, {"energy_j": 5.0}))
     device = cut(stream, start_s, end_s).devices[0]
     assert (device.energy_j, device.why["energy_j"]) == (None, why)
 
 
-def test_a_mark_of_many_devices_is_at_the_end_for_all_of_them() -> None:
-    """However long the others take, one that was asked first or last has its counters."""
+def test_a_mark_of_many_devices_counts_for_each_of_them() -> None:
+    """The first and the last device have their counters, however long the others take."""
     devices = [HeaderDevice(index, f"GPU-{index}", {}, ["fields"], [None]) for index in range(2)]
     stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], devices, spans=True))
     for number, t_s in enumerate(([101.75, 101.95], [105.05, 105.25]), 1):
@@ -377,26 +377,26 @@ def test_a_mark_of_many_devices_is_at_the_end_for_all_of_them() -> None:
 
 
 def test_a_mark_is_near_to_a_window_when_its_reading_ended_there() -> None:
-    """The driver may be slow to answer: what it said was read before the window began, and nothing lies between."""
+    """With a slow driver the end of the reading counts, if nothing lies between it and the window."""
     stream = spanning(list(range(20)))
     for number, (asked_s, answered_s) in enumerate(((101.6, 101.95), (105.01, 105.3)), 1):
         stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"energy_j": 10.0 * number}], [{}]))
     assert cut(stream, 102.0, 105.0).devices[0].energy_j == 10.0
     assert cut(stream, 102.1, 105.0).devices[0].energy_j is None, "too early"
-    assert cut(stream, 101.7, 105.0).devices[0].energy_j is None, "it may have been read as late as 101.95"
+    assert cut(stream, 101.7, 105.0).devices[0].energy_j is None, "the reading may have ended as late as 101.95"
     assert cut(stream, 101.9, 105.0).devices[0].energy_j == 10.0
 
 
-def test_a_rate_is_of_the_window_only_where_its_first_counter_was_read_before_it() -> None:
-    """Asked before its start and answered after it, some of the window's bytes may be missing."""
+def test_a_rate_uses_the_time_of_the_marks_if_the_first_was_read_late() -> None:
+    """If the reading ended after the window's start, some of the window's bytes may be missing."""
     stream = spanning(list(range(20)))
     for number, (asked_s, answered_s) in enumerate(((101.96, 102.04), (105.0, 105.01)), 1):
         stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"nvlink_tx_bytes": 3040.0 * number}], [{}]))
     assert cut(stream, 102.0, 105.0).devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(1000.0)
 
 
-def test_errors_are_counted_and_processes_are_the_most_of_both_ends() -> None:
-    """A program that is there at one end of the window only is seen; what was before the window is not counted."""
+def test_errors_are_counted_and_processes_are_the_larger_of_both_ends() -> None:
+    """A program at one end of the window only is counted; errors before the window are not."""
     stream = marked(
         (102.0, {"ecc_uncorrected": 5.0, "xids": 1.0, "compute_processes": 3.0}),
         (105.0, {"ecc_uncorrected": 7.0, "xids": 1.0, "compute_processes": 1.0}),
@@ -414,8 +414,8 @@ def test_errors_are_counted_and_processes_are_the_most_of_both_ends() -> None:
     }
 
 
-def test_bytes_that_were_not_counted_have_a_reason_where_there_is_nvlink() -> None:
-    """A window without its marks says so of the bytes; a GPU without NVLink says so of the metric, once."""
+def test_missing_counts_of_bytes_have_a_reason_with_nvlink() -> None:
+    """A window without marks has a reason for the bytes; a GPU without NVLink has one for the metric only."""
     with_nvlink = cut(spanning([0, 1, 2]), 100.0, 102.0).devices[0]
     assert with_nvlink.counters == {}
     assert with_nvlink.why["nvlink_tx_bytes"] == "the counter was not read at the window's start"
@@ -426,7 +426,7 @@ def test_bytes_that_were_not_counted_have_a_reason_where_there_is_nvlink() -> No
 
 
 def test_the_samplers_own_cpu_seconds_are_those_of_the_window() -> None:
-    """They are taken from the ticks inside, and None where there are fewer than two."""
+    """They come from the ticks inside, and are None with fewer than two."""
     stream = spanning(list(range(10)))
     assert stream.cpu_s(102.0, 106.0) == pytest.approx(1.0)
     assert stream.cpu_s(102.5, 103.5) is None

@@ -1,4 +1,4 @@
-"""When the cumulative counters of a mark are read."""
+"""The times at which the cumulative counters of a mark are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pytest_llmgpu.profiling.sampler.marking import Marking
 
 
 class Devices:
-    """Devices whose counters take as long as the test says, at a time that passes only then."""
+    """Devices whose counters take the time that the test sets, on a clock that advances only then."""
 
     def __init__(self, count: int, *, take_s: float, period_s: float = 0.1) -> None:
         self.now_s = 0.0
@@ -17,22 +17,22 @@ class Devices:
         self.marking = Marking([self] * count, period_s, lambda: self.now_s, self.written.append)
 
     def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Take the time; return a count."""
+        """Let the time pass and return a count."""
         self.now_s += self.take_s
         return {"energy_j": self.now_s}, {}
 
     def steps(self, due_s: float) -> int:
-        """Return how many devices are asked before a tick that is due then, and let it pass."""
-        asked = 0
+        """Return how many devices are read before a tick that is due then, and let the tick pass."""
+        read = 0
         while self.marking.step(due_s):
-            asked += 1
+            read += 1
         self.now_s = max(self.now_s, due_s)
         self.marking.ticked()
-        return asked
+        return read
 
 
-def test_no_tick_waits_for_a_device_that_answers_in_time() -> None:
-    """Eight devices of 15 ms share two periods, and every tick begins when it is due."""
+def test_no_tick_waits_for_a_device_with_the_expected_time() -> None:
+    """Eight devices of 15 ms are read over two periods, and every tick begins when it is due."""
     devices = Devices(8, take_s=0.015)
     devices.marking.request()
     assert devices.steps(0.1) == 6
@@ -44,20 +44,20 @@ def test_no_tick_waits_for_a_device_that_answers_in_time() -> None:
     assert devices.steps(0.3) == 0
 
 
-def test_a_period_shorter_than_a_reading_ends_marks_all_the_same() -> None:
-    """One device is asked after every tick, whatever it takes."""
+def test_marks_are_completed_with_a_period_shorter_than_a_reading() -> None:
+    """One device is read after every tick in any case."""
     devices = Devices(3, take_s=0.05, period_s=0.01)
     devices.marking.request()
     assert [devices.steps(devices.now_s + 0.01) for _ in range(4)] == [1, 1, 1, 0]
     assert len(devices.written) == 1
 
 
-def test_the_first_reading_does_not_run_into_a_tick_either() -> None:
-    """Before anything was measured, a device is expected to take 20 ms: an order just before a tick waits for it."""
+def test_the_first_reading_does_not_delay_a_tick() -> None:
+    """Before the first reading 20 ms are expected: a request shortly before a tick waits for it."""
     devices = Devices(1, take_s=0.015, period_s=1 / 6)
     devices.marking.step(0.1)
     devices.steps(0.1)
-    devices.marking.step(0.2)  # nothing is ordered
+    devices.marking.step(0.2)  # nothing is requested
     devices.marking._after_tick = False
     devices.now_s = 0.185
     devices.marking.request()
@@ -65,7 +65,7 @@ def test_the_first_reading_does_not_run_into_a_tick_either() -> None:
     assert devices.steps(0.3) == 1
 
 
-def test_marks_come_in_the_order_of_their_orders() -> None:
+def test_marks_are_in_the_order_of_their_requests() -> None:
     """Each has a number and its own reading of every device."""
     devices = Devices(2, take_s=0.001)
     devices.marking.request()

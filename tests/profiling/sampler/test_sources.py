@@ -1,4 +1,4 @@
-"""Sources that lose nothing: wraps, gaps, idle rings, and the choice among them."""
+"""Sources that cover time without gaps: wraps, gaps, idle rings, and the choice of a source."""
 
 # ruff: noqa: N802 - names of pynvml's
 
@@ -29,7 +29,7 @@ class Refusal(Exception):  # noqa: N818 - stands for NVMLError
 
 
 class FakeNvml:
-    """The calls of the sources, answered by what the test sets; time passes only when told to."""
+    """The calls of the sources, with values that the test sets and a clock that it advances."""
 
     NVMLError = Refusal
     NVML_ERROR_NOT_SUPPORTED = 3
@@ -47,7 +47,7 @@ class FakeNvml:
         self.gpm: dict[int, float] = {}
         self.rate = 0
         self.lost = False
-        self.asked: list[Any] = []
+        self.requested: list[Any] = []
         self.taken: list[float] = []
 
     def clock(self) -> float:
@@ -55,10 +55,10 @@ class FakeNvml:
         return self.now_s
 
     def nvmlDeviceGetFieldValues(self, handle: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
-        """Return what `fields` says; None is a refusal."""
+        """Return the values of `fields`; None is a refusal."""
         del handle
         self._alive()
-        self.asked += ids
+        self.requested += ids
         answers = []
         for entry in ids:
             field = entry[0] if isinstance(entry, tuple) else entry
@@ -87,7 +87,7 @@ class FakeNvml:
         return SimpleNamespace(gpu=self.rate)
 
     def nvmlGpmQueryDeviceSupport(self, handle: object) -> SimpleNamespace:
-        """Say whether there is GPM."""
+        """Return whether there is GPM."""
         del handle
         return SimpleNamespace(isSupportedDevice=int(bool(self.gpm)))
 
@@ -103,11 +103,11 @@ class FakeNvml:
         self.taken.append(self.now_s)
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        """Return an empty question."""
+        """Return an empty request."""
         return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(98)])
 
     def nvmlGpmMetricsGet(self, question: Any) -> None:
-        """Answer with `gpm`; a metric it lacks is refused. Samples too near to each other are an error of the test."""
+        """Set the values of `gpm`; a metric it lacks is refused. Samples too close together are an error."""
         assert question.sample2[0] - question.sample1[0] >= 0.1
         for metric in question.metrics[: question.numMetrics]:
             metric.nvmlReturn = 0 if metric.metricId in self.gpm else 3
@@ -119,47 +119,47 @@ class FakeNvml:
 
 
 def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
-    """Return counters of a Gen5 x16 link that begin there."""
+    """Return the counters of a Gen5 x16 link that start at these values."""
     nvml.fields = {197: values.get("tx"), 198: values.get("rx")}
     return ByteCounters(nvml, None, nvml.clock, 69e9)
 
 
 def test_a_byte_counter_that_wraps_loses_nothing() -> None:
-    """Bytes across any number of wraps are counted, whether looked at by polls or by readings."""
+    """Bytes across any number of wraps are counted, by polls and by readings."""
     nvml = FakeNvml()
     source = counters(nvml, tx=WRAP - GIB, rx=0)
     for step in range(1, 11):
         nvml.now_s += 0.04
         nvml.fields = {197: (WRAP - GIB + step * 2 * GIB) % WRAP, 198: step}
         source.poll()
-    spoken = source.read(nvml.now_s)
-    assert spoken is not None
-    assert spoken.seconds == pytest.approx(0.4)
-    assert spoken.values["pcie_tx_bytes_per_s"] * spoken.seconds == pytest.approx(20 * GIB)
-    assert spoken.values["pcie_rx_bytes_per_s"] * spoken.seconds == pytest.approx(10)
+    average = source.read(nvml.now_s)
+    assert average is not None
+    assert average.seconds == pytest.approx(0.4)
+    assert average.values["pcie_tx_bytes_per_s"] * average.seconds == pytest.approx(20 * GIB)
+    assert average.values["pcie_rx_bytes_per_s"] * average.seconds == pytest.approx(10)
 
 
-def test_a_byte_counter_looked_at_too_late_leaves_that_time_out() -> None:
-    """After a gap in which it may have wrapped twice the gap is not spoken for, and alone it is a reason."""
+def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out() -> None:
+    """The average does not cover the gap, and a reading of the gap alone is a reason."""
     nvml = FakeNvml()
     source = counters(nvml, tx=0, rx=0)
     nvml.now_s += 0.2
     nvml.fields = {197: 5, 198: 5}
-    spoken = source.read(nvml.now_s)
-    assert spoken is not None
-    assert (spoken.values, spoken.seconds) == ({}, 0.0)
-    assert "may have wrapped" in spoken.why["pcie_tx_bytes_per_s"]
+    average = source.read(nvml.now_s)
+    assert average is not None
+    assert (average.values, average.seconds) == ({}, 0.0)
+    assert "may have wrapped" in average.why["pcie_tx_bytes_per_s"]
     nvml.now_s += 0.03
     nvml.fields = {197: 35, 198: 5}
-    spoken = source.read(nvml.now_s)
-    assert spoken is not None
-    assert spoken.values["pcie_tx_bytes_per_s"] == pytest.approx(1000)
-    assert spoken.seconds == pytest.approx(0.03)
+    average = source.read(nvml.now_s)
+    assert average is not None
+    assert average.values["pcie_tx_bytes_per_s"] == pytest.approx(1000)
+    assert average.seconds == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(("limit", "poll_s"), [(None, 0.036), (69e9, 0.037), (8e9, 0.04), (133e9, 0.019)])
-def test_a_faster_link_is_looked_at_more_often(limit: float | None, poll_s: float) -> None:
-    """Polls are at most 40 ms apart and leave time before the counter can wrap."""
+def test_a_faster_link_is_polled_more_often(limit: float | None, poll_s: float) -> None:
+    """Polls are at most 40 ms apart and come before the counter can wrap."""
     nvml = FakeNvml()
     nvml.fields = {197: 0, 198: 0}
     source = ByteCounters(nvml, None, nvml.clock, limit)
@@ -167,127 +167,127 @@ def test_a_faster_link_is_looked_at_more_often(limit: float | None, poll_s: floa
     assert source.poll_due_s == 100.0 + source.poll_s
 
 
-def test_a_counter_refused_at_the_start_is_not_asked_again() -> None:
-    """One direction alone is a source of one metric; none is no source; one refused later is a reason."""
+def test_a_counter_refused_at_the_start_is_not_read_again() -> None:
+    """One direction alone is a source of one metric, none is no source, and a later refusal is a reason."""
     nvml = FakeNvml()
     source = counters(nvml, rx=0)
     assert list(source.metrics) == ["pcie_rx_bytes_per_s"]
-    nvml.asked.clear()
+    nvml.requested.clear()
     nvml.now_s += 0.01
     nvml.fields = {}
-    spoken = source.read(nvml.now_s)
-    assert nvml.asked == [198]
-    assert spoken is not None
-    assert spoken.why == {"pcie_rx_bytes_per_s": "nvmlDeviceGetFieldValues [198]: refusal 3"}
+    average = source.read(nvml.now_s)
+    assert nvml.requested == [198]
+    assert average is not None
+    assert average.why == {"pcie_rx_bytes_per_s": "nvmlDeviceGetFieldValues [198]: refusal 3"}
     with pytest.raises(Refusal):
         counters(FakeNvml())
 
 
 def test_nvlink_counts_over_a_refusal() -> None:
-    """Kibibytes over all links become bytes per second; a device away for a tick loses nothing."""
+    """Kibibytes over all links become bytes per second; a refused tick loses no bytes."""
     nvml = FakeNvml()
     nvml.fields = {138: 1000, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
-    assert nvml.asked == [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)]
+    assert nvml.requested == [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)]
     nvml.lost = True
     with pytest.raises(Refusal):
         source.read(101.0)
     nvml.lost = False
     nvml.fields = {138: 5000, 139: 2000}
     assert source.totals() == {"nvlink_tx_bytes": 5000 * 1024, "nvlink_rx_bytes": 2000 * 1024}
-    spoken = source.read(102.0)
-    assert spoken is not None
-    assert spoken.seconds == 2.0
-    assert spoken.values == {"nvlink_tx_bytes_per_s": 2000 * 1024, "nvlink_rx_bytes_per_s": 1000 * 1024}
+    average = source.read(102.0)
+    assert average is not None
+    assert average.seconds == 2.0
+    assert average.values == {"nvlink_tx_bytes_per_s": 2000 * 1024, "nvlink_rx_bytes_per_s": 1000 * 1024}
 
 
 def test_nvlink_is_read_once_a_second_or_where_a_window_ends() -> None:
-    """A tick in between costs no call and loses no byte; the answer speaks for all the time since the one before."""
+    """A tick in between makes no call, and the next average covers all the time since the one before."""
     nvml = FakeNvml()
     nvml.fields = {138: 0, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
-    nvml.asked.clear()
+    nvml.requested.clear()
     nvml.fields = {138: 600, 139: 0}
     assert source.read(100.5) is None
-    assert nvml.asked == []
-    spoken = source.read(100.5, window_ended=True)
-    assert spoken is not None
-    assert (spoken.seconds, spoken.values["nvlink_tx_bytes_per_s"]) == (0.5, 1200 * 1024)
+    assert nvml.requested == []
+    average = source.read(100.5, window_ended=True)
+    assert average is not None
+    assert (average.seconds, average.values["nvlink_tx_bytes_per_s"]) == (0.5, 1200 * 1024)
     nvml.fields = {138: 1600, 139: 0}
     assert source.read(101.4) is None
-    spoken = source.read(101.5)
-    assert spoken is not None
-    assert (spoken.seconds, spoken.values["nvlink_tx_bytes_per_s"]) == (1.0, 1000 * 1024)
+    average = source.read(101.5)
+    assert average is not None
+    assert (average.seconds, average.values["nvlink_tx_bytes_per_s"]) == (1.0, 1000 * 1024)
 
 
-def test_an_nvlink_counter_that_goes_back_is_a_reason() -> None:
+def test_an_nvlink_counter_that_was_reset_is_a_reason() -> None:
     """A counter that was reset gives no rate, and the next reading counts from there."""
     nvml = FakeNvml()
     nvml.fields = {138: 1000, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
     nvml.fields = {138: 10, 139: 0}
-    spoken = source.read(101.0)
-    assert spoken is not None
-    assert set(spoken.why) == {"nvlink_tx_bytes_per_s"}
+    average = source.read(101.0)
+    assert average is not None
+    assert set(average.why) == {"nvlink_tx_bytes_per_s"}
     nvml.fields = {138: 11, 139: 0}
-    spoken = source.read(102.0)
-    assert spoken is not None
-    assert spoken.values["nvlink_tx_bytes_per_s"] == 1024
+    average = source.read(102.0)
+    assert average is not None
+    assert average.values["nvlink_tx_bytes_per_s"] == 1024
 
 
-def test_gpm_samples_stay_apart_and_speak_for_the_time_between() -> None:
-    """A tick that comes too soon leaves its time to the next; PCIe is in bytes, activity in percent."""
+def test_gpm_averages_cover_the_time_between_samples() -> None:
+    """A tick that comes too early takes no sample; PCIe is in bytes, activity in percent."""
     nvml = FakeNvml()
     nvml.gpm = {20: 3.0, 21: 4.0, 2: 50.0, 5: 25.0}
     source = Gpm(nvml, None, nvml.clock)
     nvml.now_s = 100.09
     assert source.read(100.09) is None
     nvml.now_s = 100.15
-    spoken = source.read(100.15)
-    assert spoken is not None
-    assert spoken.seconds == pytest.approx(0.15)
-    assert spoken.values == {
+    average = source.read(100.15)
+    assert average is not None
+    assert average.seconds == pytest.approx(0.15)
+    assert average.values == {
         "pcie_tx_bytes_per_s": 3 << 20,
         "pcie_rx_bytes_per_s": 4 << 20,
         "sm_active_pct": 50.0,
         "tensor_active_pct": 25.0,
     }
-    assert spoken.why == {"dram_active_pct": "nvmlGpmMetricsGet [10]: refusal 3"}
+    assert average.why == {"dram_active_pct": "nvmlGpmMetricsGet [10]: refusal 3"}
     assert nvml.taken == [100.0, 100.15]
 
 
-def test_gpm_without_a_figure_is_a_reason() -> None:
-    """What is no number is told, not written."""
+def test_a_gpm_value_that_is_no_number_is_a_reason() -> None:
+    """NaN is a reason, not a value."""
     nvml = FakeNvml()
     nvml.gpm = {2: float("nan")}
     source = Gpm(nvml, None, nvml.clock)
     nvml.now_s = 101.0
-    spoken = source.read(101.0)
-    assert spoken is not None
-    assert spoken.values == {}
-    assert spoken.why["sm_active_pct"] == "nvmlGpmMetricsGet [2]: gave nan"
+    average = source.read(101.0)
+    assert average is not None
+    assert average.values == {}
+    assert average.why["sm_active_pct"] == "nvmlGpmMetricsGet [2]: gave nan"
 
 
 def test_the_ring_gives_every_new_sample_once_weighted_by_its_time() -> None:
-    """Samples seen before count no more, and a sample of 200 ms counts twice one of 100 ms."""
+    """Old samples do not count again, and a sample of 200 ms has twice the weight of one of 100 ms."""
     nvml = FakeNvml()
     nvml.ring = [(900_000, 99), (1_000_000, 100)]
     source = SampleRing(nvml, None, nvml.clock)
     assert source.read(100.5) is None
     nvml.ring += [(1_100_000, 10), (1_300_000, 40)]
-    spoken = source.read(101.0)
-    assert spoken is not None
-    assert spoken.values == {"utilization_pct": pytest.approx(30.0)}
-    assert spoken.seconds == 1.0
+    average = source.read(101.0)
+    assert average is not None
+    assert average.values == {"utilization_pct": pytest.approx(30.0)}
+    assert average.seconds == 1.0
     nvml.ring += [(1_400_000, 70)]
-    spoken = source.read(101.2, window_ended=True)
-    assert spoken is not None
-    assert spoken.values == {"utilization_pct": 70.0}
-    assert spoken.seconds == pytest.approx(0.2)
+    average = source.read(101.2, window_ended=True)
+    assert average is not None
+    assert average.values == {"utilization_pct": 70.0}
+    assert average.seconds == pytest.approx(0.2)
 
 
 def test_an_empty_ring_is_an_idle_gpu() -> None:
-    """No sample in a second is no activity, unless the other call contradicts; in less it is not known yet."""
+    """A second without a sample is idle unless the other call contradicts; less than a second gives no value yet."""
     nvml = FakeNvml()
     source = SampleRing(nvml, None, nvml.clock)
     assert source.read(100.3, window_ended=True) is None
@@ -296,8 +296,8 @@ def test_an_empty_ring_is_an_idle_gpu() -> None:
     assert source.read(102.0) == ({"utilization_pct": 80.0}, 1.0, {})
 
 
-def test_the_first_sample_after_an_idle_stretch_does_not_stand_for_it() -> None:
-    """A sample speaks for a second at most."""
+def test_the_first_sample_after_an_idle_period_does_not_cover_it() -> None:
+    """A sample covers a second at most."""
     nvml = FakeNvml()
     nvml.ring = [(1_000_000, 0)]
     source = SampleRing(nvml, None, nvml.clock)
@@ -305,24 +305,24 @@ def test_the_first_sample_after_an_idle_stretch_does_not_stand_for_it() -> None:
     assert source.read(162.0) == ({"utilization_pct": 30.0}, 2.0, {})
 
 
-def test_a_ring_that_ran_over_speaks_for_what_it_still_holds() -> None:
-    """After a minute in which nobody read it, 71 samples of 0.2 s are 15 s, not all of the minute."""
+def test_a_ring_that_ran_over_covers_its_remaining_samples() -> None:
+    """A minute after the last reading, 71 samples of 0.2 s cover 15 s, not the whole minute."""
     nvml = FakeNvml()
     nvml.ring = [(1_000_000, 0)]
     source = SampleRing(nvml, None, nvml.clock)
     nvml.ring = [(47_000_000 + 200_000 * number, 100) for number in range(71)]
-    spoken = source.read(160.0)
-    assert spoken is not None
-    assert spoken.values == {"utilization_pct": pytest.approx(100.0)}
-    assert spoken.seconds == pytest.approx(15.0)
+    average = source.read(160.0)
+    assert average is not None
+    assert average.values == {"utilization_pct": pytest.approx(100.0)}
+    assert average.seconds == pytest.approx(15.0)
     nvml.ring = [(61_000_000 + 200_000 * number, 50) for number in range(1, 5)]
-    spoken = source.read(161.0)
-    assert spoken is not None
-    assert spoken.seconds == 1.0, "the newest sample is not of just now, and nothing is lost"
+    average = source.read(161.0)
+    assert average is not None
+    assert average.seconds == 1.0, "the newest sample is up to a second old, and no time is lost"
 
 
 def test_a_ring_that_is_refused_is_no_source() -> None:
-    """Only an empty ring is idle; any other refusal goes on."""
+    """Only an empty ring is idle; any other refusal is raised."""
     nvml = FakeNvml()
     nvml.lost = True
     with pytest.raises(Refusal):
@@ -330,7 +330,7 @@ def test_a_ring_that_is_refused_is_no_source() -> None:
 
 
 def device(nvml: FakeNvml, **calls: Any) -> Device:
-    """Return a device with calls beside those of the sources."""
+    """Return a device with more calls than those of the sources."""
     link = {"nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5, "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16}
     for name, call in (link | calls).items():
         setattr(nvml, name, call)
@@ -338,13 +338,13 @@ def device(nvml: FakeNvml, **calls: Any) -> Device:
 
 
 @pytest.mark.parametrize(("code", "kept"), [(999, True), (15, True), (3, False), (13, False), (4, False), (25, False)])
-def test_only_a_refusal_that_lasts_drops_a_metric(code: int, kept: bool) -> None:
-    """One bad answer at the start does not cost the metric for the session; a call that is not there is asked once."""
-    asked: list[int] = []
+def test_only_a_permanent_refusal_drops_a_metric(code: int, kept: bool) -> None:
+    """A single failure at the start does not drop the metric; a call that does not exist is made once."""
+    requested: list[int] = []
 
     def power(_: object) -> int:
-        asked.append(code)
-        if len(asked) == 1:
+        requested.append(code)
+        if len(requested) == 1:
             raise Refusal(code)
         return 300_000
 
@@ -353,13 +353,13 @@ def test_only_a_refusal_that_lasts_drops_a_metric(code: int, kept: bool) -> None
     sampler = Sampler([one])
     rounds = [sampler.round(100.0).values[0][METRICS.index("power_w")] for _ in range(2)]
     assert rounds == ([300.0] * 2 if kept else [None] * 2)
-    assert len(asked) == (3 if kept else 1)
+    assert len(requested) == (3 if kept else 1)
     assert one.why == {"power_w": f"nvmlDeviceGetPowerUsage: refusal {code}"}
 
 
 @pytest.mark.parametrize(("code", "opened"), [(999, True), (3, False)])
 def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> None:
-    """A better source is not given up for the session because of one answer that need not last."""
+    """A single failure that may not be permanent does not drop a source for the session."""
     refusals = [Refusal(code)]
     nvml = FakeNvml()
     nvml.fields = {138: 0, 139: 0}
@@ -377,7 +377,7 @@ def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> 
 
 
 def test_a_poll_that_is_refused_is_the_reason_of_its_own_metrics() -> None:
-    """What another source gives has nothing to do with it."""
+    """The metrics of other sources are not affected."""
     nvml = FakeNvml()
     one = device(nvml)
     source = counters(nvml, tx=0, rx=0)
@@ -388,8 +388,8 @@ def test_a_poll_that_is_refused_is_the_reason_of_its_own_metrics() -> None:
     assert one.why == {"pcie_tx_bytes_per_s": "nvmlDeviceGetFieldValues [197, 198]: refusal 15"}
 
 
-def test_the_smallest_period_leaves_a_round_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five times the shortest round of three: the first is slow, and one may be interrupted."""
+def test_the_smallest_period_is_five_times_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest of three rounds counts: the first is slow, and one may be interrupted."""
     nvml = FakeNvml()
     took_s = iter((0.5, 0.002, 0.1, 0.0, 0.5, 0.002, 0.1))
 
@@ -412,12 +412,12 @@ def _refuse(*_: object) -> None:
 
 
 def test_metrics_have_one_column_each() -> None:
-    """No column is there twice."""
+    """No column exists twice."""
     assert len(set(METRICS)) == len(METRICS) == 11
 
 
-def test_the_paper_reads_nothing_else() -> None:
-    """Counters are left alone by the paper's profiler, with the reason."""
+def test_polling_reads_nothing_else() -> None:
+    """The method polling does not read counters, and gives the reason."""
     device = Device(cast("Any", SimpleNamespace(NVMLError=Refusal, **_link())), None, 0, "GPU-0", "polling")
     assert not device.open()
     device.choose()
