@@ -20,7 +20,7 @@ from pytest_llmgpu.gate.timing.pairing import Timed
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import Row, Verdict
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row, Verdict
 
 __all__ = ["Said", "said"]
 
@@ -202,7 +202,7 @@ class _Court:
             return ""
         soft = software_differences(self.base.environment, self.head.environment)
         more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
-        return f"Also changed: {'; '.join(soft[:_NAMED])}{more}." if soft else ""
+        return f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
 
 
 def _device(result: CaseResult) -> str:

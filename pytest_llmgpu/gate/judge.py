@@ -19,7 +19,7 @@ from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import BETTER, COMPARED, WORSE, Armed, Baseline, Candidate, Row, Verdicts
+from pytest_llmgpu.report.verdicts import BETTER, COMPARED, DIFFERS, WORSE, Armed, Baseline, Candidate, Row, Verdicts
 
 __all__ = ["judge"]
 
@@ -66,7 +66,7 @@ def _judge(
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
         other = other_devices(base.cases, head.cases)
-        warnings = [*other, *(f"differs from the baseline: {text}" for text in soft), *warnings]
+        warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *warnings]
     unarmed = said.unarmed + said.left_out
     unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
     armed = Armed(

@@ -1,4 +1,4 @@
-"""What a whole report comes to: pass or fail in one sentence, and what is wrong, worst first, with what to do next."""
+"""The conclusion of a whole report: its status, the figures behind it, and the problems, worst first."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
+from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
-from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 
-__all__ = ["Conclusion", "Problem", "conclude"]
+__all__ = ["Conclusion", "Problem", "conclude", "describe"]
 
 Status = Literal["pass", "unclear", "fail"]
 
-_SHOWN = 3  # cases of one problem that are told in full
+_MOST_TEXTS = 3  # cases of a problem whose text is shown
 _SEVERITIES = ("failure", "warning", "info")  # worst first
-_NO_ROOM = frozenset(("oom", "skipped_after_oom"))
-_WORDS = {
-    "completed": "completed",
+_OUT_OF_MEMORY = frozenset(("oom", "skipped_after_oom"))
+_OUTCOMES = {
     "oom": "out of memory",
     "skipped_after_oom": "not run after out of memory",
     "timeout": "timed out",
@@ -32,156 +31,181 @@ _WORDS = {
     "error": "failed",
     "interrupted": "interrupted",
 }
-_NEXT_BY_VERDICT = {
-    "MISSING": "Measure it again; set allow_missing in the policy if it was taken out on purpose.",
+_NEXT_STEPS = {
+    "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
     "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
-    "INVALID": "Measure again with nothing else on the GPUs.",
+    "INVALID": "Measure again with no other process on the GPUs.",
     "INCONCLUSIVE": "Measure again with more launches: --llmgpu-launches.",
 }
+"""The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
+
 _Unfit = tuple[CaseResult, Finding]
-"""A series of which no batch size fitted: one of its cases, and what is said of its memory."""
+"""A series without a batch size that fits into memory: one of its cases, and the finding about its memory."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings of one kind."""
+    """Findings or verdicts of one kind."""
 
     severity: Literal["failure", "warning", "info"]
+    """The severity of the problem."""
     label: str
-    """What kind it is: `accuracy-collapsed`, `time REGRESSED`."""
-    told: list[tuple[str, str]]
-    """Id of a case to what is the matter with it, of the first ones."""
+    """The code of the finding (`accuracy-collapsed`), or the metric and the verdict (`time REGRESSED`)."""
+    texts: list[tuple[str, str]]
+    """The id of each of the first cases, and the text about it."""
     more: list[str] = []
-    """Ids of the cases with the same that are not told."""
+    """The ids of the other cases."""
     next_step: str
+    """The next step for the reader."""
 
 
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """A report in one sentence, and its problems."""
+    """The status of a report and the figures behind it."""
 
     status: Status
-    """`unclear`: the run is not whole, or too little of it could be compared."""
-    sentence: str
+    """`unclear` means that the run is incomplete or that too little was compared."""
+    outcomes: dict[str, int]
+    """The number of cases per outcome."""
+    wrong: int
+    """The number of cases with wrong answers."""
+    complete: bool
+    """False if the run ended early."""
+    pytest_exit_status: int | None
+    """The exit status of pytest; None if the run did not reach its end."""
+    compared: int | None
+    """The number of comparisons with the baseline; None if nothing was compared."""
+    classes: dict[RowClass, int]
+    """The number of verdicts per class; `FAILS` without those of `failing_unclear`."""
+    failing_unclear: int
+    """The number of verdicts that fail the gate because a required comparison was not possible or not decided."""
     problems: list[Problem]
-    """Worst first."""
+    """The problems, worst first."""
 
 
 def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | None = None) -> Conclusion:
-    """Return what a report comes to.
+    """Return the conclusion of a report.
 
     Args:
-        report: what was measured.
-        verdicts: what the gate says of it; None where nothing was compared.
-        policy: the gate's, which decides what fails; None: the one that the verdicts carry.
+        report: the report.
+        verdicts: the verdicts of the gate on it; None if it was not compared.
+        policy: the policy that decides which verdicts fail; None for the policy of the verdicts.
     """
     policy = policy or policy_of(verdicts)
-    rows = [] if verdicts is None else [row for row in worst_first(verdicts.rows) if fails(row, policy)]
+    rows = [] if verdicts is None else worst_first(verdicts.rows)
+    failing = [row for row in rows if classify(row, policy) is RowClass.FAILS]
+    failing_unclear = sum(row.verdict in UNCLEAR for row in failing)
+    classes = collections.Counter(classify(row, policy) for row in rows)
+    classes[RowClass.FAILS] -= failing_unclear
     unfit = _unfit(report)
     found = [*_of_findings(report.cases, unfit), *_of_memory(unfit)]
-    problems = sorted([*found, *_of_rows(rows)], key=_order)
-    judged = 0 if verdicts is None else exit_status(verdicts, policy)
-    status = _status(report, judged, broken=any(problem.severity == "failure" for problem in found))
-    worst = next((problem for problem in problems if problem.severity == "failure"), None)
-    told = [_measured(report, explained=worst is not None)]
-    if verdicts is not None and verdicts.baseline is not None:
-        told.append(_compared(verdicts, rows))
+    return Conclusion(
+        status=_status(
+            report,
+            ExitStatus.PASSED if verdicts is None else exit_status(verdicts, policy),
+            broken=any(problem.severity == "failure" for problem in found),
+        ),
+        outcomes=collections.Counter(result.outcome for result in report.cases),
+        wrong=sum(result.accuracy_check is not None and result.accuracy_check.ok is False for result in report.cases),
+        complete=report.session.complete,
+        pytest_exit_status=report.session.exit_status,
+        compared=None if verdicts is None or verdicts.baseline is None else verdicts.armed.compared,
+        classes=classes,
+        failing_unclear=failing_unclear,
+        problems=sorted([*found, *_of_rows(failing)], key=_order),
+    )
+
+
+def describe(conclusion: Conclusion) -> str:
+    """Return the conclusion in up to three sentences: the cases, the comparisons, and the worst problem."""
+    worst = next((problem for problem in conclusion.problems if problem.severity == "failure"), None)
+    sentences = [_cases(conclusion, explained=worst is not None)]
+    if conclusion.compared is not None:
+        sentences.append(_comparisons(conclusion))
     if worst is not None:
-        name, text = worst.told[0]
-        told.append(f"Worst: {name}: {text.splitlines()[0].partition('; ')[0].rstrip('.')}.")
-    return Conclusion(status=status, sentence=" ".join(told), problems=problems)
+        name, text = worst.texts[0]
+        sentences.append(f"Worst: {name}: {text.splitlines()[0].partition('; ')[0].rstrip('.')}.")
+    return " ".join(sentences)
 
 
-def _status(report: Report, judged: int, *, broken: bool) -> Status:
-    """Return the status, of the gate's exit status and of whether a finding says that something failed."""
-    if judged == ExitStatus.REGRESSED or broken or report.session.exit_status == 1:
+def _status(report: Report, gate: ExitStatus, *, broken: bool) -> Status:
+    if gate is ExitStatus.REGRESSED or broken or report.session.exit_status == 1:
         return "fail"
     whole = report.session.complete and not report.session.interrupted and not report.session.exit_status
-    if judged or not whole or not any(result.outcome == "completed" for result in report.cases):
+    if gate or not whole or not any(result.outcome == "completed" for result in report.cases):
         return "unclear"
     return "pass"
 
 
-def _measured(report: Report, *, explained: bool) -> str:
-    if not report.cases:
+def _cases(conclusion: Conclusion, *, explained: bool) -> str:
+    total, completed = sum(conclusion.outcomes.values()), conclusion.outcomes.get("completed", 0)
+    if not total:
         return "No case was measured."
-    counts = collections.Counter(result.outcome for result in report.cases)
-    total = len(report.cases)
-    wrong = sum(result.accuracy_check is not None and result.accuracy_check.ok is False for result in report.cases)
-    if counts["completed"] == total:
+    if completed == total:
         text = f"All {total} cases completed" if total > 1 else "The case completed"
     else:
-        first = f"{counts.pop('completed', 0)} of {total} cases completed"
-        text = ", ".join([first, *(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())])
-    if wrong:
-        text += f"; {wrong} answered wrongly"
-    if report.session.exit_status and not explained:
-        text += f"; pytest ended with exit status {report.session.exit_status}"
-    if not report.session.complete:
-        text += "; the run was not complete"
-    return f"{text}."
+        failed = [f"{count} {_OUTCOMES[name]}" for name, count in conclusion.outcomes.items() if name != "completed"]
+        text = ", ".join([f"{completed} of {total} cases completed", *failed])
+    if conclusion.wrong:
+        text += f"; {conclusion.wrong} with wrong answers"
+    if conclusion.pytest_exit_status and not explained:
+        text += f"; pytest ended with exit status {conclusion.pytest_exit_status}"
+    return f"{text}." if conclusion.complete else f"{text}; the run is incomplete."
 
 
-def _compared(verdicts: Verdicts, failing: Sequence[Row]) -> str:
-    counts = collections.Counter(row.verdict for row in verdicts.rows)
-    better = sum(counts[verdict] for verdict in BETTER)
-    worse = sum(row.verdict not in UNCLEAR for row in failing)
-    untold = len(failing) - worse
-    allowed = sum(row.verdict in WORSE for row in verdicts.rows) - sum(row.verdict in WORSE for row in failing)
-    parts = [f"{verdicts.armed.compared} comparisons with the baseline: {worse} worse"]
-    if allowed:
+def _comparisons(conclusion: Conclusion) -> str:
+    parts = [f"{conclusion.compared} comparisons with the baseline: {conclusion.classes[RowClass.FAILS]} worse"]
+    if allowed := conclusion.classes.get(RowClass.ALLOWED):
         parts.append(f"{allowed} worse but allowed")
-    parts.append(f"{better} better")
-    if untold:
-        parts.append(f"{untold} not compared that have to be")
+    parts.append(f"{conclusion.classes.get(RowClass.BETTER, 0)} better")
+    if conclusion.failing_unclear:
+        parts.append(f"{conclusion.failing_unclear} required but unclear")
     return f"{', '.join(parts)}."
 
 
 def _of_findings(cases: Iterable[CaseResult], unfit: Sequence[_Unfit]) -> Iterator[Problem]:
-    """Yield the problems of the cases' findings, but for those that `_of_memory` tells."""
-    told = [finding for _, finding in unfit]
+    """Yield the problems of the findings, except the findings of `unfit`."""
     kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
     for result in cases:
         for finding in result.findings:
-            if any(finding is other for other in told):
-                continue
-            kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
+            if not any(finding is other for _, other in unfit):
+                kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
     for (_, code, next_step), found in kinds.items():
         yield Problem(
             severity=found[0][1].severity,
             label=code,
-            told=[(name, finding.text) for name, finding in found[:_SHOWN]],
-            more=[name for name, _ in found[_SHOWN:]],
+            texts=[(name, finding.text) for name, finding in found[:_MOST_TEXTS]],
+            more=[name for name, _ in found[_MOST_TEXTS:]],
             next_step=next_step,
         )
 
 
 def _unfit(report: Report) -> list[_Unfit]:
-    """Return the series of which no batch size fitted where tests failed for it: where it is expected, they pass."""
+    """Return the series without a batch size that fits, if tests failed; a test that expects this does not fail."""
     by_series: dict[str, list[CaseResult]] = {}
     for result in report.cases:
         by_series.setdefault(result.case.series, []).append(result)
-    ended = [found for found in by_series.values() if {result.outcome for result in found} <= _NO_ROOM]
-    return [_room(found) for found in ended] if report.session.exit_status == 1 else []
+    unfit = [found for found in by_series.values() if {result.outcome for result in found} <= _OUT_OF_MEMORY]
+    return [_memory_finding(found) for found in unfit] if report.session.exit_status == 1 else []
 
 
-def _room(series: Sequence[CaseResult]) -> _Unfit:
-    """Return what is said of the memory of a series that never fitted: its own finding, with what can be done here."""
+def _memory_finding(series: Sequence[CaseResult]) -> _Unfit:
+    """Return the finding about the memory of a series that never fitted; a new one if its cases have none."""
     for result in series:
         for finding in result.findings:
             if finding.code == "out-of-memory":
                 return result, finding
     smaller = "smaller batch sizes, " if min(result.case.batch_size for result in series) > 1 else ""
     text = f"No selected batch size of {series[0].case.strategy} fits."
-    next_step = f"Take {smaller}more GPUs or a smaller model."
+    next_step = f"Use {smaller}more GPUs or a smaller model."
     return series[0], Finding(code="out-of-memory", severity="info", text=text, next_step=next_step)
 
 
 def _of_memory(unfit: Iterable[_Unfit]) -> Iterator[Problem]:
-    """Yield a problem for each next step."""
+    """Yield one problem per next step."""
     steps: dict[str, list[tuple[str, str]]] = {}
     for result, finding in unfit:
         steps.setdefault(finding.next_step, []).append((result.id, finding.text))
-    for next_step, told in steps.items():
-        yield Problem(severity="failure", label="nothing-fits", told=told, next_step=next_step)
+    for next_step, texts in steps.items():
+        yield Problem(severity="failure", label="nothing-fits", texts=texts, next_step=next_step)
 
 
 def _of_rows(rows: Iterable[Row]) -> Iterator[Problem]:
@@ -192,12 +216,12 @@ def _of_rows(rows: Iterable[Row]) -> Iterator[Problem]:
         yield Problem(
             severity="failure",
             label=f"{metric} {verdict}",
-            told=[(row.id, row.reason) for row in found[:_SHOWN]],
-            more=[row.id for row in found[_SHOWN:]],
-            next_step=_NEXT_BY_VERDICT.get(verdict) or spec_of(metric).next_step,
+            texts=[(row.id, row.reason) for row in found[:_MOST_TEXTS]],
+            more=[row.id for row in found[_MOST_TEXTS:]],
+            next_step=_NEXT_STEPS.get(verdict) or spec_of(metric).next_step,
         )
 
 
 def _order(problem: Problem) -> tuple[int, bool]:
-    """Worst first; what could not be told stands behind what got worse."""
+    """Return the sort key: by severity, and regressions before missing or undecided comparisons."""
     return (_SEVERITIES.index(problem.severity), problem.label.rpartition(" ")[2] in UNCLEAR)

@@ -11,8 +11,10 @@ from pytest_llmgpu.report.metrics import JUDGED, MetricName
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = [
+    "ALSO_CHANGED",
     "BETTER",
     "COMPARED",
+    "DIFFERS",
     "SEVERITY",
     "UNCLEAR",
     "WORSE",
@@ -55,6 +57,12 @@ UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID",
 
 COMPARED: frozenset[Verdict] = WORSE | BETTER | {"INCONCLUSIVE", "OK"}
 """Verdicts that compare the candidate with the baseline; the others state why that was not possible."""
+
+DIFFERS = "differs from the baseline: "
+"""Start of a warning that lists a difference between the environments of both reports."""
+
+ALSO_CHANGED = "Also changed: "
+"""Start of the line of a reason that lists the same differences."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):

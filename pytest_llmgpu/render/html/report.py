@@ -25,7 +25,7 @@ from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, templates
 from pytest_llmgpu.render.html.verdict_groups import grouped
-from pytest_llmgpu.render.summary import conclude
+from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.render.time_table import make_time_table
 from pytest_llmgpu.report.report import Report
@@ -110,32 +110,31 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
     style, script = asset("page.css") + colored, asset("page.js")
     specs = {chart.id: chart.spec for chart in drawn.charts}
     verdicts = report.verdicts
-    return (
-        templates()
-        .get_template("page.html")
-        .render(
-            policy_header=_content_security_policy([library, script], [style]),
-            library=library,
-            script=script,
-            style=style,
-            name=name or "pytest-llmgpu",
-            report=report,
-            conclusion=conclude(report, verdicts, policy),
-            open_problems=_OPEN_PROBLEMS,
-            logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
-            tables=list(_tables(report)),
-            charts=drawn.charts,
-            omitted=drawn.omitted,
-            cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in timelines],
-            verdicts=verdicts,
-            groups=None if verdicts is None else grouped(verdicts, policy),
-            notes=[] if verdicts is None else verdict_tables.notes(verdicts),
-            machine=facts.machine(report, baseline),
-            libraries=facts.libraries(report, baseline),
-            options=facts.options(report, baseline),
-            command=[shlex.quote(word) for word in ("pytest", *report.argv)],
-            data=_json({"config": config, "charts": specs, "cases": timelines}),
-        )
+    conclusion = conclude(report, verdicts, policy)
+    template = templates().get_template("page.html")
+    return template.render(
+        policy_header=_content_security_policy([library, script], [style]),
+        library=library,
+        script=script,
+        style=style,
+        name=name or "pytest-llmgpu",
+        report=report,
+        conclusion=conclusion,
+        sentence=describe(conclusion),
+        open_problems=_OPEN_PROBLEMS,
+        logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
+        tables=list(_tables(report)),
+        charts=drawn.charts,
+        omitted=drawn.omitted,
+        cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in timelines],
+        verdicts=verdicts,
+        parts=[] if verdicts is None else grouped(verdicts, policy),
+        notes=[] if verdicts is None else verdict_tables.notes(verdicts),
+        machine=facts.machine(report, baseline),
+        libraries=facts.libraries(report, baseline),
+        options=facts.options(report, baseline),
+        command=[shlex.quote(word) for word in ("pytest", *report.argv)],
+        data=_json({"config": config, "charts": specs, "cases": timelines}),
     )
 
 

@@ -1,4 +1,4 @@
-"""The gate's rows for a page: in parts by what they ask of people, in each by metric, and equal ones as one line."""
+"""The verdicts for the page: parts by their effect on the gate, groups by metric and verdict, lines by reason."""
 
 from __future__ import annotations
 
@@ -9,69 +9,80 @@ import msgspec
 from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdict, Verdicts, worst_first
 
-__all__ = ["Group", "Line", "grouped"]
+__all__ = ["Group", "Line", "Part", "grouped"]
+
+_MARKS = {RowClass.FAILS: "failure", RowClass.BETTER: "ok", RowClass.UNCHANGED: "ok"}
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """Rows with the same reason."""
 
     ids: list[str]
-    """Of the cases."""
+    """The ids of the cases."""
     reason: str
-    """With the change and its interval, where there are some."""
+    """The reason of the verdict, with the change and its interval if there are any."""
     known: str | None
-    """Why the policy lets it pass."""
+    """The reason of the policy's `known` entry that accepts the rows; None if there is none."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one metric with the same verdict."""
+    """Rows with the same metric and verdict."""
 
     metric: MetricName
+    """The metric of the rows."""
     verdict: Verdict
-    fails: bool
-    """Whether it makes its tests fail."""
+    """The verdict of the rows."""
     lines: list[Line]
+    """The rows by reason."""
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return sum(len(line.ids) for line in self.lines)
 
 
-_TITLES = {
-    RowClass.FAILS: "Fails",
-    RowClass.ALLOWED: "Worse, but allowed",
-    RowClass.BETTER: "Better",
-    RowClass.UNCLEAR: "Not told",
-    RowClass.NEW: "Not told",
-    RowClass.UNCHANGED: "Without a change",
-}
-_ALSO = "Also changed: "
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one class."""
+
+    title: str
+    """The title of the part."""
+    mark: str
+    """The colour of its verdicts: `failure`, `warning` or `ok`."""
+    groups: list[Group]
+    """The rows by metric and verdict, the worst first; empty if the class has no row."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return sum(group.count for group in self.groups)
 
 
-def grouped(verdicts: Verdicts, policy: Policy) -> list[tuple[str, list[Group]]]:
-    """Return the rows under the titles of their parts, what fails first; in each part by severity."""
-    # What differs from the baseline stands above the rows, once.
-    above = any(warning.startswith("differs from the baseline: ") for warning in verdicts.warnings)
-    parts: dict[str, dict[tuple[MetricName, Verdict], list[Row]]] = {title: {} for title in _TITLES.values()}
+def grouped(verdicts: Verdicts, policy: Policy) -> list[Part]:
+    """Return the rows by class; the class that fails the gate comes first."""
+    listed_above = any(warning.startswith(DIFFERS) for warning in verdicts.warnings)
+    classes: dict[RowClass, dict[tuple[MetricName, Verdict], list[Row]]] = {one: {} for one in RowClass}
     for row in worst_first(verdicts.rows):
-        parts[_TITLES[classify(row, policy)]].setdefault((row.metric, row.verdict), []).append(row)
+        classes[classify(row, policy)].setdefault((row.metric, row.verdict), []).append(row)
     return [
-        (title, [_group(rows, fails=title == "Fails", above=above) for rows in found.values()])
-        for title, found in parts.items()
+        Part(
+            title=one.value.capitalize(),
+            mark=_MARKS.get(one, "warning"),
+            groups=[_group(rows, listed_above=listed_above) for rows in found.values()],
+        )
+        for one, found in classes.items()
     ]
 
 
-def _group(rows: Sequence[Row], *, fails: bool, above: bool) -> Group:
+def _group(rows: Sequence[Row], *, listed_above: bool) -> Group:
+    """Return a group; differences that the page lists above the rows are removed from the reasons."""
     lines: dict[tuple[str, str | None], list[str]] = {}
     for row in rows:
-        told = [line for line in row.reason.splitlines() if not (above and line.startswith(_ALSO))]
-        lines.setdefault(("\n".join(told), row.known), []).append(row.id)
+        kept = [line for line in row.reason.splitlines() if not (listed_above and line.startswith(ALSO_CHANGED))]
+        lines.setdefault(("\n".join(kept), row.known), []).append(row.id)
     return Group(
         metric=rows[0].metric,
         verdict=rows[0].verdict,
-        fails=fails,
         lines=[Line(ids=ids, reason=reason, known=known) for (reason, known), ids in lines.items()],
     )

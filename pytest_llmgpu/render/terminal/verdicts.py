@@ -1,4 +1,4 @@
-"""The gate's verdicts as text for people: a table by case, worst first, then the reasons and how much was compared."""
+"""The verdicts of the gate as text: a table by case, worst first, then the reasons and the number of comparisons."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from tabulate import tabulate
 
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
@@ -14,12 +15,13 @@ from pytest_llmgpu.gate.stats.intervals import POWER
 from pytest_llmgpu.gate.timing.verdicts import apart
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
+from pytest_llmgpu.report.text import plural, printable, signed_percent
 from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
 
-__all__ = ["MOST_CASES", "conclusion", "notes", "table"]
+__all__ = ["MOST_CASES", "GateResult", "conclusion", "describe", "gate_result", "notes", "table"]
 
 MOST_CASES = 50
-"""Cases that a table shows unless it is asked for all, and at least as many reasons."""
+"""The default limit on the cases of a table, and on its reasons."""
 
 _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
 _STYLES: dict[Verdict, str] = {
@@ -28,80 +30,131 @@ _STYLES: dict[Verdict, str] = {
     **dict.fromkeys(BETTER, _GREEN),
 }
 _TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
-_INDENT = 4
-_NAMED = 3
-"""Most cases that a note names."""
+_INDENT = " " * 4
+_MOST_NAMES = 3  # cases that a note names
 
-_CONCLUSIONS = {
-    ExitStatus.REGRESSED: "REGRESSED",
-    ExitStatus.INCONCLUSIVE: "INCONCLUSIVE, and the policy fails on it",
-    ExitStatus.NOT_COMPARABLE: "NOT COMPARABLE",
-    ExitStatus.NOTHING_COMPARED: "NOT ARMED: a gate that compares nothing is not green",
-}
+
+class GateResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of the gate in figures."""
+
+    status: ExitStatus
+    """The exit status of the gate."""
+    has_baseline: bool
+    """False if the gate had no baseline."""
+    gated: int
+    """The number of compared rows that can fail the gate."""
+    gated_unarmed: int
+    """The number of rows that the policy gates and that were not compared."""
+    failing_rows: int
+    """The number of rows that fail the gate."""
+    failing_cases: int
+    """The number of cases with such a row."""
+    failing: frozenset[Verdict]
+    """The verdicts of these rows."""
+    interrupted: bool
+    """True if the outcome of a case fails the gate."""
+    inconclusive: int
+    """The number of gated rows with too few launches to decide."""
+    invalid: int
+    """The number of gated rows whose measurement was disturbed."""
+    known: int
+    """The number of rows that a `known` entry of the policy accepts."""
+    undetected: float | None
+    """The largest slowdown that the inconclusive times may hide, as a fraction; None if there is none."""
+
+
+def gate_result(verdicts: Verdicts, policy: Policy) -> GateResult:
+    """Return the result of the gate under a policy."""
+    failing = [row for row in verdicts.rows if fails(row, policy)]
+    gated = [row for row in verdicts.rows if row.gated]
+    inconclusive = [row for row in gated if row.verdict == "INCONCLUSIVE"]
+    changes = [row.smallest_change for row in inconclusive if row.metric == "time" and row.smallest_change is not None]
+    return GateResult(
+        status=exit_status(verdicts, policy),
+        has_baseline=verdicts.baseline is not None,
+        gated=verdicts.armed.gated,
+        gated_unarmed=verdicts.armed.gated_unarmed,
+        failing_rows=len(failing),
+        failing_cases=len({(row.key, row.id) for row in failing}),
+        failing=frozenset(row.verdict for row in failing),
+        interrupted=any(row.metric == "outcome" for row in failing),
+        inconclusive=len(inconclusive),
+        invalid=sum(row.verdict == "INVALID" for row in gated),
+        known=sum(row.known is not None for row in verdicts.rows),
+        undetected=max(changes, default=None),
+    )
+
+
+def describe(result: GateResult) -> str:
+    """Return the result of the gate as one line."""
+    if result.failing_rows:
+        verb = "fails" if result.failing_rows == 1 else "fail"
+        rows, cases = plural(result.failing_rows, "row"), plural(result.failing_cases, "case")
+        return f"{_word(result)}: {rows} of {cases} {verb} the gate"
+    parts = [f"{plural(result.gated, 'row')} gated"]
+    if result.status is not ExitStatus.PASSED:
+        parts += [f"{result.gated_unarmed:,} not compared"] if result.gated_unarmed else []
+        return f"{_word(result)}: {', '.join(parts)}"
+    if result.inconclusive:
+        hidden = "" if result.undetected is None else f" (may hide a slowdown up to {_pct(result.undetected)})"
+        parts.append(f"{result.inconclusive:,} inconclusive{hidden}")
+    parts += [f"{result.invalid:,} invalid"] if result.invalid else []
+    parts += [f"{result.known:,} known"] if result.known else []
+    return f"{_word(result)}: {', '.join(parts)}"
+
+
+def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
+    """Return the result of the gate as one line, with its colour."""
+    result = gate_result(verdicts, policy)
+    unclear = result.inconclusive or result.invalid
+    return painter(color)(describe(result), _RED if result.status else _YELLOW if unclear else _GREEN)
 
 
 def table(verdicts: Verdicts, color: bool = False, most: int | None = MOST_CASES) -> str:
-    """Return all that was said: the table by case, the reasons of what is not OK, and how much was compared.
+    """Return the table by case, the reason of each row that is not OK, and the number of comparisons.
 
-    The worst case comes first; within a case its outcome, then time, accuracy, traffic and memory.
+    The worst case comes first. The rows of a case are in the order of the table of metrics.
 
     Args:
-        verdicts: what a gate said.
-        color: whether colours may be used.
-        most: cases, and reasons, that are shown; None for all.
+        verdicts: the verdicts of the gate.
+        color: True if the text may have colours.
+        most: the limit on cases and on reasons; None for no limit.
     """
     paint = painter(color)
     cases = _by_case(verdicts.rows)
     shown = cases[:most]
     parts = [_table(shown, paint)] if shown else []
     if left := cases[len(shown) :]:
-        parts.append(f"and {_cases(len(left))} more, the worst of them {left[0][0].verdict}")
+        parts.append(f"and {plural(len(left), 'more case')}; their worst verdict is {left[0][0].verdict}")
     parts.append("\n".join(_reasons(worst_first(verdicts.rows), paint, most)))
-    parts.append("\n".join(_account(verdicts)))
+    parts.append("\n".join(_comparisons(verdicts)))
     return "\n\n".join(filter(None, parts))
 
 
-def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
-    """Return in one line how the gate ends and why."""
-    status = exit_status(verdicts, policy)
-    failing = [row for row in verdicts.rows if fails(row, policy)]
-    inconclusive = sum(row.gated and row.verdict == "INCONCLUSIVE" for row in verdicts.rows)
-    invalid = sum(row.gated and row.verdict == "INVALID" for row in verdicts.rows)
-    if failing:
-        which = _cases(len({(row.key, row.id) for row in failing}))
-        text = f"{_rows(len(failing))} of {which} {'fails' if len(failing) == 1 else 'fail'} the gate"
-    elif status:
-        missed = verdicts.armed.gated_unarmed
-        text = f"{_rows(verdicts.armed.gated)} gated" + (f", {missed:,} that should be could not" if missed else "")
-    else:
-        known = sum(row.known is not None for row in verdicts.rows)
-        parts = [f"{_rows(verdicts.armed.gated)} gated"]
-        parts += [f"{inconclusive:,} inconclusive{_unseen(verdicts)}"] if inconclusive else []
-        parts += [f"{invalid:,} invalid"] if invalid else []
-        parts += [f"{known:,} known"] if known else []
-        text = ", ".join(parts)
-    word = _CONCLUSIONS.get(status, "PASSED" if verdicts.baseline is not None else "PASSED without a baseline")
-    kinds = {row.verdict for row in failing}
-    if status == ExitStatus.REGRESSED and len(kinds) == 1:
-        (word,) = kinds
-    elif status == ExitStatus.REGRESSED and kinds.isdisjoint(WORSE):
-        word = "MISSING"  # and not comparable: that is no slowdown
-    elif status == ExitStatus.INCONCLUSIVE and any(row.metric == "outcome" for row in failing):
-        word = "INVALID"  # a case was interrupted, which no policy lets pass
-    elif status == ExitStatus.INCONCLUSIVE and kinds == {"INVALID"}:
-        word = "INVALID, and the policy fails on it"
-    return painter(color)(f"{word}: {text}", _RED if status else _YELLOW if inconclusive or invalid else _GREEN)
+def notes(verdicts: Verdicts) -> list[str]:
+    """Return the notes on all verdicts: the effect of the correction by Holm, and the warnings of the gate."""
+    return [*_corrected(verdicts.rows), *verdicts.warnings]
 
 
-def _unseen(verdicts: Verdicts) -> str:
-    """Return how much slower a case may be that passes because nothing could be told of its time."""
-    untold = [row for row in verdicts.rows if row.gated and row.metric == "time" and row.verdict == "INCONCLUSIVE"]
-    changes = [row.smallest_change for row in untold if row.smallest_change is not None]
-    return f" (a slowdown of less than {_digits(100 * max(changes))} % may pass)" if changes else ""
+def _word(result: GateResult) -> str:
+    """Return the word for the result, with the setting of the policy that decided it."""
+    if result.status is ExitStatus.REGRESSED:
+        if len(result.failing) == 1:
+            return next(iter(result.failing))
+        return "MISSING" if result.failing.isdisjoint(WORSE) else "REGRESSED"  # MISSING and NOT_COMPARABLE together
+    if result.status is ExitStatus.INCONCLUSIVE:
+        word = "INVALID" if result.interrupted or result.failing == {"INVALID"} else "INCONCLUSIVE"
+        return word if result.interrupted else f'{word} (the policy has on_inconclusive = "fail")'
+    if result.status is ExitStatus.NOTHING_COMPARED:
+        reason = "no baseline" if not result.has_baseline else "the policy has require_armed" if result.gated else ""
+        return f"NOT ARMED ({reason})" if reason else "NOT ARMED"
+    if result.status is ExitStatus.NOT_COMPARABLE:
+        return "NOT COMPARABLE"
+    return "PASSED" if result.has_baseline else "PASSED without a baseline"
 
 
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each case in the order of the metrics, the worst case first."""
+    """Return the rows of each case in the order of the metrics; the worst case comes first."""
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
         cases.setdefault((row.key, row.id), []).append(row)
@@ -110,7 +163,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _table(cases: Sequence[Sequence[Row]], paint: Painter) -> str:
     body = [
-        (_plain(row.id) if number == 0 else "", row.metric, _verdict(row, paint), *_figures(row))
+        (printable(row.id) if number == 0 else "", row.metric, _verdict(row, paint), *_figures(row))
         for case in cases
         for number, row in enumerate(case)
     ]
@@ -129,104 +182,76 @@ def _verdict(row: Row, paint: Painter) -> str:
 
 
 def _figures(row: Row) -> tuple[str, str, str, str]:
-    """Return what was, what is, the change and its interval."""
-    was, now = (_figure(row, value) for value in (row.base, row.head))
-    if spec_of(row.metric).points:
-        # Differences, in points. Of items lost less those won: its sign is that of a loss.
-        change = None if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
-        low, high = (None if end is None else 0.0 - 100 * end for end in (row.high, row.low))  # never -0.0
-        interval = "" if low is None or high is None else f"{low:+.2f} to {high:+.2f} pt"
-        return was, now, change or "", interval
+    """Return the value of the baseline, the value of the candidate, the change and its interval."""
+    spec = spec_of(row.metric)
+    was, now = ("" if value is None else spec.written(value) for value in (row.base, row.head))
+    if spec.points:
+        change = "" if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
+        # The interval is of items lost minus items won: a loss is a negative change. `0.0 -` prevents -0.0.
+        ends = [None if end is None else 0.0 - 100 * end for end in (row.high, row.low)]
+        interval = "" if None in ends else f"{ends[0]:+.2f} to {ends[1]:+.2f} pt"
+        return was, now, change, interval
     if row.ratio is None:
         return was, now, "", ""
     interval = ""
     if row.low is not None and row.high is not None and row.low < row.high:
-        interval = f"{_pct(row.low)} to {_pct(row.high)} %"
+        interval = f"{signed_percent(row.low - 1).removesuffix(' %')} to {signed_percent(row.high - 1)}"
+    change = signed_percent(row.ratio - 1)
     if row.metric == "time" and row.base and row.head is not None and apart(row.head / row.base, row.ratio):
-        # The sums before it say otherwise, which the reason explains: a few odd batches move them.
-        return was, now, f"{_pct(row.ratio)} % a batch", interval
-    return was, now, "same" if row.base == row.head else f"{_pct(row.ratio)} %", interval
-
-
-def _figure(row: Row, value: float | None) -> str:
-    return "" if value is None else spec_of(row.metric).written(value)
-
-
-def _pct(ratio: float) -> str:
-    change = 100 * (ratio - 1)
-    # A float of hundreds of digits is no help: time that grew a million times is told by its seconds.
-    return f"{change:+.1f}" if abs(change) < 1e6 else f"{change:+.1e}"  # noqa: PLR2004
+        # A few slow batches changed the sum, but not the typical batch. The reason explains it.
+        return was, now, f"{change} per batch", interval
+    return was, now, "same" if row.base == row.head else change, interval
 
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
-    """Yield why each row is not OK, worst first; those that are told the same share it."""
-    told: dict[tuple[Verdict, str, str, str | None], list[str]] = {}
+    """Yield the reason of each row that is not OK, worst first; rows with the same reason share it."""
+    found: dict[tuple[Verdict, str, str, str | None], list[str]] = {}
     for row in rows:
         if row.verdict != "OK":
-            told.setdefault((row.verdict, row.metric, row.reason, row.known), []).append(row.id)
-    for number, ((verdict, metric, reason, known), ids) in enumerate(told.items()):
+            found.setdefault((row.verdict, row.metric, row.reason, row.known), []).append(row.id)
+    for number, ((verdict, metric, reason, known), ids) in enumerate(found.items()):
         if number == most:
-            yield f"and {len(told) - number:,} reasons more"
+            yield f"and {plural(len(found) - number, 'more reason')}"
             return
         first, *also = dict.fromkeys(ids)
-        name = f"{_plain(first)} and {_cases(len(also))} more" if also else _plain(first)
-        yield f"{paint(verdict, _STYLES.get(verdict, _BOLD))}  {name}: {metric}"
-        lines = reason.splitlines() + ([f"Known: {known}"] if known is not None else [])
-        for line in lines:
-            indent = " " * _INDENT
-            text = textwrap.fill(_plain(line), WIDTH, initial_indent=indent, subsequent_indent=indent)
-            yield text
+        more = f" and {plural(len(also), 'more case')}" if also else ""
+        yield f"{paint(verdict, _STYLES.get(verdict, _BOLD))}  {printable(first)}{more}: {metric}"
+        for line in [*reason.splitlines(), *([f"Known: {known}"] if known is not None else [])]:
+            yield textwrap.fill(printable(line), WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
 
-def _account(verdicts: Verdicts) -> Iterator[str]:
-    """Yield how much was compared, what it could have shown, and what else to know."""
+def _comparisons(verdicts: Verdicts) -> Iterator[str]:
+    """Yield the number of comparisons, the smallest detectable slowdown, and the notes."""
     armed = verdicts.armed
-    yield f"{_rows(armed.compared)} compared, {armed.gated:,} of them gated; {sum(armed.unarmed.values()):,} not armed"
+    missing = sum(armed.unarmed.values())
+    yield f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated; {missing:,} not compared"
     for reason, count in armed.unarmed.items():
-        yield f"    {count:,} x {_plain(reason)}"
+        yield f"{_INDENT}{count:,} x {printable(reason)}"
     changes = sorted(row.smallest_change for row in verdicts.rows if row.smallest_change is not None)
     if changes:
-        least, typical, largest = (100 * c for c in (changes[0], statistics.median(changes), changes[-1]))
-        of = f"{_digits(largest)} %"
-        of = of if _digits(least) == _digits(largest) else f"{_digits(least)} to {of}"
-        median = "" if len(changes) < 3 else f", half of the cases {_digits(typical)} %"  # noqa: PLR2004 - else an end
-        yield f"smallest slowdown that these launches show with {100 * POWER:.0f} % probability: {of}{median}"
-    for warning in notes(verdicts):
-        yield textwrap.fill(f"note: {_plain(warning)}", WIDTH, subsequent_indent="    ")
+        least, typical, largest = map(_pct, (changes[0], statistics.median(changes), changes[-1]))
+        span = largest if least == largest else f"{least.removesuffix(' %')} to {largest}"
+        median = "" if len(changes) < 3 else f", median {typical}"  # noqa: PLR2004 - two values have no middle one
+        yield f"smallest slowdown detected with {100 * POWER:.0f} % probability: {span}{median}"
+    for note in notes(verdicts):
+        yield textwrap.fill(f"note: {printable(note)}", WIDTH, subsequent_indent=_INDENT)
 
 
-def notes(verdicts: Verdicts) -> list[str]:
-    """Return what else to know of the verdicts, a sentence or more each."""
-    return [*_of_families(verdicts.rows), *verdicts.warnings]
-
-
-def _of_families(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield which rows have another verdict than their interval says, and why."""
-    said: dict[tuple[MetricName, Verdict], list[str]] = {}
+def _corrected(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which rows have another verdict without the correction by Holm."""
+    found: dict[tuple[MetricName, Verdict], list[str]] = {}
     for row in rows:
         if row.alone is not None:
-            said.setdefault((row.metric, row.alone), []).append(row.id)
+            found.setdefault((row.metric, row.alone), []).append(row.id)
     parts = []
-    for (metric, verdict), ids in said.items():
-        more = f" and {_cases(len(ids) - _NAMED)} more" if len(ids) > _NAMED else ""
-        parts.append(f"{metric} of {', '.join(ids[:_NAMED])}{more} would be {verdict}")
+    for (metric, verdict), ids in found.items():
+        more = f" and {plural(len(ids) - _MOST_NAMES, 'more case')}" if len(ids) > _MOST_NAMES else ""
+        parts.append(f"{metric} of {', '.join(ids[:_MOST_NAMES])}{more} is {verdict}")
     if parts:
-        yield f"by the interval alone {'; '.join(parts)}. Rows are judged together (Holm): each has to be surer."
+        yield f"without the correction for multiple comparisons (Holm) {'; '.join(parts)}"
 
 
-def _digits(number: float) -> str:
-    """Return a number of percent with two digits at least, and none of an exponent."""
-    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}"  # noqa: PLR2004 - from there on it has three
-
-
-def _cases(count: int) -> str:
-    return f"{count:,} case{'s' * (count != 1)}"
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"
-
-
-def _plain(text: str) -> str:
-    """Return text that a terminal only shows: a report may come from anywhere."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+def _pct(fraction: float) -> str:
+    """Return a percentage with two digits at least and no exponent."""
+    number = 100 * fraction
+    return f"{number:.2g} %" if number < 99.5 else f"{number:,.0f} %"  # noqa: PLR2004 - three digits from here on

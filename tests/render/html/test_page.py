@@ -16,7 +16,7 @@ from pytest_llmgpu.render.charts.theme import theme
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.verdicts import Armed, Row, Verdicts
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Armed, Row, Verdicts
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
 """Colours of text."""
@@ -93,35 +93,35 @@ def test_verdicts_are_grouped_by_their_effect_on_the_gate() -> None:
         _row("d", "REGRESSED", gated=False),
         _row("e", "REGRESSED"),
         _row("f", "REGRESSED", known="accepted"),
+        _row("g", "NEW"),
     ]
     parts = {
-        title: [name for group in groups for line in group.lines for name in line.ids]
-        for title, groups in grouped(_verdicts(rows), Policy())
+        part.title: [name for group in part.groups for line in group.lines for name in line.ids]
+        for part in grouped(_verdicts(rows), Policy())
     }
     assert parts == {
         "Fails": ["e"],
         "Worse, but allowed": ["d", "f"],
         "Better": ["b"],
-        "Not told": ["c"],
-        "Without a change": ["a"],
+        "Unclear": ["c"],
+        "Unchanged": ["a"],
+        "New": ["g"],
     }
 
 
 def test_rows_with_the_same_metric_and_verdict_are_one_group() -> None:
     """Cases with the same reason share a line."""
     rows = [_row("a", "MISSING"), _row("b", "MISSING"), _row("c", "MISSING", reason="lost"), _row("d", "NEW")]
-    groups = [group for _, part in grouped(_verdicts(rows), Policy()) for group in part]
+    groups = [group for part in grouped(_verdicts(rows), Policy()) for group in part.groups]
     assert [(group.verdict, group.count) for group in groups] == [("MISSING", 3), ("NEW", 1)]
     assert [(line.ids, line.reason) for line in groups[0].lines] == [(["a", "b"], "because"), (["c"], "lost")]
 
 
-@pytest.mark.parametrize(
-    ("warnings", "reason"), [(["differs from the baseline: x"], "a."), ([], "a.\nAlso changed: x.")]
-)
+@pytest.mark.parametrize(("warnings", "reason"), [([f"{DIFFERS}x"], "a."), ([], f"a.\n{ALSO_CHANGED}x.")])
 def test_differences_of_the_environment_are_shown_once(warnings: list[str], reason: str) -> None:
     """If a warning above the rows names them, the rows do not."""
-    rows = [_row("a", "REGRESSED", reason="a.\nAlso changed: x.")]
-    [group] = [group for _, part in grouped(_verdicts(rows, warnings), Policy()) for group in part]
+    rows = [_row("a", "REGRESSED", reason=f"a.\n{ALSO_CHANGED}x.")]
+    [group] = [group for part in grouped(_verdicts(rows, warnings), Policy()) for group in part.groups]
     assert [line.reason for line in group.lines] == [reason]
 
 

@@ -5,14 +5,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.prose import Prose
 from support.report_factory import make_answers, make_failed, make_memory, make_report
 from support.verdict_factory import make_invalid, make_traffic, with_latencies, with_launches
 
+from pytest_llmgpu.gate.classify import ExitStatus
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Known, Policy
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.render.terminal.cases import WIDTH
-from pytest_llmgpu.render.terminal.verdicts import conclusion, table
+from pytest_llmgpu.render.terminal.verdicts import conclusion, gate_result, table
 from pytest_llmgpu.report.metrics import JUDGED
 from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -27,10 +29,10 @@ def _full(slower: float = 1.0, calls: int = 64, wrong: int = 0, **fields: Any) -
     return result
 
 
-def _spoilt() -> CaseResult:
+def _disturbed() -> CaseResult:
     result = _full()
     for launch in result.launches:
-        make_invalid(launch, "a stranger's process")
+        make_invalid(launch, "another process on the GPU")
     return result
 
 
@@ -45,8 +47,8 @@ def _lines(text: str, word: str) -> list[str]:
     return [line for line in text.splitlines() if word in line]
 
 
-def test_the_worst_case_comes_first_and_its_outcome_before_numbers() -> None:
-    """Cases by their worst row; within a case outcome, time, accuracy, traffic and memory in that order."""
+def test_the_worst_case_comes_first() -> None:
+    """Cases are sorted by their worst row; the rows of a case are in the order of the table of metrics."""
     sizes = [_full(batch_size=size) for size in (1, 2, 4)]
     found, _ = _judge(sizes, [sizes[0], _full(1.05, batch_size=2), make_failed("crashed", batch_size=4)])
     head, _, *rows = table(found).split("\n\n")[0].splitlines()
@@ -59,7 +61,7 @@ def test_the_worst_case_comes_first_and_its_outcome_before_numbers() -> None:
 
 
 def test_a_row_shows_both_figures_their_change_and_its_interval() -> None:
-    """In the units that people read; what is the same says so."""
+    """The figures have units; equal figures have the word `same`."""
     found, _ = _judge([_full()], [_full(1.05, calls=65, wrong=20)])
     text = table(found).split("\n\n")[0]
     assert _lines(text, "time")[0].split()[2:] == [
@@ -75,40 +77,36 @@ def test_a_row_shows_both_figures_their_change_and_its_interval() -> None:
 
 
 def test_every_row_that_is_not_ok_has_its_reason() -> None:
-    """In words, worst first, those that are told the same together; what is OK needs none."""
+    """The worst comes first, rows with the same reason share it, and rows that are OK have none."""
     sizes = [_full(batch_size=size) for size in (1, 2)]
     failure = Failure(phase="forward", message="gone")
     broken = [make_failed("crashed", failure, batch_size=size) for size in (1, 2)]
     text = table(_judge([*sizes, _full(batch_size=4)], [*broken, _full(calls=65, batch_size=4)])[0])
     reasons = text.split("\n\n")[1].splitlines()
-    assert reasons[:3] == ["FAILED  mp-bs1 and 1 case more: outcome", "    crashed.", "    gone"]
+    assert reasons[:3] == ["FAILED  mp-bs1 and 1 more case: outcome", "    crashed.", "    gone"]
     assert reasons[3] == "REGRESSED  mp-bs4: traffic"
     assert "all_reduce 128 -> 130 calls" in reasons[4]
     assert "OK  " not in text.split("\n\n")[1]
 
 
-def test_how_much_was_compared_and_could_be_shown_is_told() -> None:
-    """Rows compared, gated, and not armed with the reason; the smallest slowdown of these launches; notes."""
+def test_the_end_counts_the_comparisons(prose: Prose) -> None:
+    """It has the rows compared, gated and not compared with their reasons, the smallest slowdown, and the notes."""
     found, _ = _judge([with_launches([1.0] * 3)], [with_launches([1.0] * 3)])
     found = msgspec.structs.replace(found, warnings=["differs from the baseline: driver 1 -> 2"])
-    account = table(found).split("\n\n")[-1].splitlines()
-    assert account[0] == "2 rows compared, 1 of them gated; 3 not armed"
-    assert "    1 x memory: memory was not measured" in account
-    assert account[-2].startswith("smallest slowdown that these launches show with 95 % probability: 2.3 %")
-    assert account[-1] == "note: differs from the baseline: driver 1 -> 2"
+    assert prose == table(found).split("\n\n")[-1]
 
 
-def test_sums_beside_another_change_are_explained() -> None:
-    """Equal sums of batches that became slower and others that became faster are not the same."""
+def test_a_change_per_batch_is_marked_if_the_sum_differs() -> None:
+    """Equal sums of slower and faster batches do not mean equal times; the reason explains it."""
     head = with_latencies([[0.9] * 19 + [2.9]])
     found = judge(make_report([with_latencies([[1.0] * 20])]), make_report([head]), Policy(), today=TODAY)
     text = table(found)
-    assert "-10.0 % a batch" in _lines(text, "time")[0]
+    assert "-10.0 % per batch" in _lines(text, "time")[0]
     assert "Time in all changed by +0.0 %: not all batches changed alike." in " ".join(text.split())
 
 
-def test_a_verdict_that_its_interval_does_not_explain_is_noted() -> None:
-    """Exactly where rows that are judged together make it another; silent elsewhere."""
+def test_a_verdict_that_the_correction_changed_is_noted() -> None:
+    """Rows are corrected for multiple comparisons (Holm); there is a note only if that changes a verdict."""
     sizes = [2**power for power in range(5)]
     noise = Calibration(typical=0.01)
 
@@ -122,36 +120,36 @@ def test_a_verdict_that_its_interval_does_not_explain_is_noted() -> None:
     text = judged(1.065)
     assert "+2.2 to +" in _lines(text, "mp-bs1 ")[0]
     assert "INCONCLUSIVE" in _lines(text, "mp-bs1 ")[0]
-    note = "note: by the interval alone time of mp-bs1 would be REGRESSED. Rows are judged together (Holm):"
-    assert note in " ".join(text.split())
-    assert text.count("by the interval alone") == 1
-    assert "by the interval alone" not in judged(1.0)
-    assert "by the interval alone" not in judged(1.2)
+    [note] = _lines(text, "Holm")
+    assert note.endswith("time of mp-bs1 is REGRESSED")
+    assert "Holm" not in judged(1.0)
+    assert "Holm" not in judged(1.2)
 
 
-def test_many_cases_are_cut_with_a_word_on_the_rest() -> None:
-    """The worst are shown, and how many are not; all of them where asked for."""
+def test_a_long_table_is_cut() -> None:
+    """The worst cases are shown with the number of the others; without a limit all are shown."""
     sizes = [_full(batch_size=2**power) for power in range(6)]
     found, _ = _judge(sizes, [_full(1.05, batch_size=1), *sizes[1:]])
     text = table(found, most=2)
     assert text.count("mp-bs") == 3  # two rows and a reason
-    assert "and 5 cases more, the worst of them OK" in text
+    assert "and 5 more cases; their worst verdict is OK" in text
     assert all(f"mp-bs{2**power} " in table(found, most=None) for power in range(6))
 
 
-def test_what_cannot_fail_the_gate_is_marked() -> None:
-    """A known regression with its reason, and a metric that is only reported."""
+def test_rows_that_cannot_fail_the_gate_are_marked() -> None:
+    """A known regression has its reason, and a metric that is not gated is marked."""
     known = Known(case="mp-bs1", metric="time", reason="bug 7", expires=TODAY)
     found, rules = _judge([_full()], [_full(1.05, wrong=1)], known=[known])
     text = table(found)
     assert "REGRESSED (known)" in _lines(text, "time")[0]
     assert "REGRESSED (not gated)" in _lines(text, "predictions")[0]
     assert "    Known: bug 7" in text.splitlines()
-    assert conclusion(found, rules) == "PASSED: 4 rows gated, 1 inconclusive, 1 known"
+    result = gate_result(found, rules)
+    assert (result.status, result.gated, result.inconclusive, result.known) == (ExitStatus.PASSED, 4, 1, 1)
 
 
 def test_text_of_a_report_cannot_drive_the_terminal() -> None:
-    """Ids and messages may come from anywhere: what would move the cursor or break a line is shown as a blank."""
+    """Control characters of ids and messages are replaced by spaces."""
     result = make_failed("crashed", Failure(phase="load", message="a\x1b[2Jb\rc"))
     result.id = "mp\n\x1b[31m"
     text = table(_judge([_full()], [result])[0])
@@ -161,14 +159,14 @@ def test_text_of_a_report_cannot_drive_the_terminal() -> None:
 
 
 def test_text_fits_the_terminal() -> None:
-    """However long a reason is."""
+    """A long reason is wrapped."""
     result = make_failed("crashed", Failure(phase="load", message="word " * 100))
     text = table(_judge([_full()], [result])[0])
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_colours_are_the_only_difference_that_colour_makes() -> None:
-    """Without them the text is the same."""
+def test_colour_changes_no_text() -> None:
+    """Without the styles the coloured text is the plain text."""
     found, rules = _judge([_full()], [_full(1.05)])
     for plain, painted in (
         (table(found), table(found, color=True)),
@@ -176,41 +174,44 @@ def test_colours_are_the_only_difference_that_colour_makes() -> None:
     ):
         assert "\x1b[31m" in painted
         for style in ("\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"):
-            painted = painted.replace(style, "")  # noqa: PLW2901 - peeled
+            painted = painted.replace(style, "")  # noqa: PLW2901 - one style removed after the other
         assert painted == plain
 
 
 @pytest.mark.parametrize(
-    ("head", "policy", "said"),
+    ("head", "policy", "status", "word"),
     [
-        ([_full()], {}, "PASSED: 4 rows gated"),
-        ([_full(1.05, calls=65)], {}, "REGRESSED: 2 rows of 1 case fail the gate"),
-        ([_full(1.02)], {"on_inconclusive": "fail"}, "INCONCLUSIVE, and the policy fails on it: 1 row of 1 case fail"),
-        ([_full(1.02)], {}, "PASSED: 4 rows gated, 1 inconclusive"),
-        ([_full(), make_failed("interrupted", batch_size=2)], {}, "INVALID: 1 row of 1 case fails the gate"),
-        (
-            [_spoilt()],
-            {"on_inconclusive": "fail"},
-            "INVALID, and the policy fails on it: 1 row of 1 case fails the gate",
-        ),
-        ([_full(dtype="float32")], {}, "NOT COMPARABLE: 1 row of 1 case fails the gate"),
-        ([_full(), _full(batch_size=2)], {"require_armed": True}, "NOT ARMED: "),
+        ([_full()], {}, ExitStatus.PASSED, "PASSED"),
+        ([_full(1.05, calls=65)], {}, ExitStatus.REGRESSED, "REGRESSED"),
+        ([_full(1.02)], {"on_inconclusive": "fail"}, ExitStatus.INCONCLUSIVE, "INCONCLUSIVE (the policy"),
+        ([_full(1.02)], {}, ExitStatus.PASSED, "PASSED"),
+        ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.INCONCLUSIVE, "INVALID"),
+        ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.INCONCLUSIVE, "INVALID (the policy"),
+        ([_full(dtype="float32")], {}, ExitStatus.NOT_COMPARABLE, "NOT COMPARABLE"),
+        ([_full(), _full(batch_size=2)], {"require_armed": True}, ExitStatus.NOTHING_COMPARED, "NOT ARMED"),
     ],
 )
-def test_the_conclusion_says_how_the_gate_ends(head: list[CaseResult], policy: dict[str, Any], said: str) -> None:
-    """One line, in words for each exit status."""
-    text = conclusion(*_judge([_full()], head, **policy))
-    assert text.startswith(said)
-    assert "\n" not in text
+def test_the_conclusion_has_a_word_for_each_exit_status(
+    head: list[CaseResult], policy: dict[str, Any], status: ExitStatus, word: str, prose: Prose
+) -> None:
+    """It is one line with the figures behind it."""
+    found, rules = _judge([_full()], head, **policy)
+    text = conclusion(found, rules)
+    assert gate_result(found, rules).status is status
+    assert text.startswith(word)
+    assert prose == text
 
 
-def test_what_was_not_compared_at_all_is_no_slowdown() -> None:
-    """One case is gone and another is another measurement: nothing has regressed that anybody knows of."""
-    text = conclusion(*_judge([_full(), _full(batch_size=4)], [_full(dtype="float32")]))
-    assert text.startswith("MISSING: 2 rows of 2 cases fail the gate")
+def test_cases_that_were_not_compared_are_not_called_regressed() -> None:
+    """One case is missing and the other one does not compare."""
+    found, rules = _judge([_full(), _full(batch_size=4)], [_full(dtype="float32")])
+    assert gate_result(found, rules).failing == {"MISSING", "NOT_COMPARABLE"}
+    assert conclusion(found, rules).startswith("MISSING: ")
 
 
-@pytest.mark.parametrize(("allowed", "said"), [(True, "PASSED without a baseline: "), (False, "NOT ARMED: ")])
-def test_no_baseline_is_no_plain_pass(allowed: bool, said: str) -> None:
-    """Even where it is allowed, the line says so."""
-    assert conclusion(*_judge(None, [_full()], allow_no_baseline=allowed)).startswith(said)
+@pytest.mark.parametrize(
+    ("allowed", "word"), [(True, "PASSED without a baseline: "), (False, "NOT ARMED (no baseline): ")]
+)
+def test_a_gate_without_a_baseline_does_not_simply_pass(allowed: bool, word: str) -> None:
+    """The line names the missing baseline even if the policy permits it."""
+    assert conclusion(*_judge(None, [_full()], allow_no_baseline=allowed)).startswith(word)
