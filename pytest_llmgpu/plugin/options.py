@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.report.options import Options, _destination, _flag
+from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
 
 __all__ = ["EXPECT_OOM", "declare", "refuse_idle", "resolve"]
 
@@ -32,15 +32,15 @@ def declare(parser: pytest.Parser) -> None:
         metavar = field.metadata["metavar"]
         action = "append" if field.name == "strategy" else "store" if metavar else "store_true"
         group.addoption(
-            _flag(field),
-            dest=_destination(field),
+            flag_of(field),
+            dest=ini_key_of(field),
             default=None,
             action=action,
             help=shown,
             **({"metavar": metavar} if metavar else {}),
             **({"nargs": "?", "const": field.metadata["bare"]} if field.metadata["bare"] is not None else {}),
         )
-        parser.addini(_destination(field), f"default of {_flag(field)}", type="string", default=None)
+        parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type="string", default=None)
 
 
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
@@ -59,13 +59,13 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         given = {**marker.kwargs, **given}
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Options):
-        flag, ini = config.getoption(_destination(field), None), config.getini(_destination(field))
+        flag, ini = config.getoption(ini_key_of(field), None), config.getini(ini_key_of(field))
         if flag is not None:
-            raw, source = flag, _flag(field)
+            raw, source = flag, flag_of(field)
         elif given.get(field.name) is not None:
             raw, source = given[field.name], f"@pytest.mark.llmgpu({field.name}=...)"
         elif ini is not None:
-            raw, source = ini, _destination(field)
+            raw, source = ini, ini_key_of(field)
         else:
             continue
         text = ",".join(map(str, raw)) if isinstance(raw, (list, tuple)) else str(raw)
@@ -84,8 +84,8 @@ def refuse_idle(config: pytest.Config, chosen: Options) -> None:
     Raises:
         pytest.UsageError: In one line with what is missing.
     """
-    given = [field for field in dataclasses.fields(Options) if config.getoption(_destination(field), None) is not None]
-    idle = [_flag(field) for field in given if field.name in _OF_THE_GATE]
+    given = [field for field in dataclasses.fields(Options) if config.getoption(ini_key_of(field), None) is not None]
+    idle = [flag_of(field) for field in given if field.name in _OF_THE_GATE]
     if idle and chosen.compare is None:
         raise pytest.UsageError(f"{idle[0]}: there is nothing to judge this run by: --llmgpu-compare=REF is needed")
 
@@ -105,10 +105,10 @@ def refuse_unread(config: pytest.Config, measured: Collection[str], built_in: Co
     """
     for field in dataclasses.fields(Options):
         owner = field.name.partition("_")[0]
-        given = config.getoption(_destination(field), None) is not None
+        given = config.getoption(ini_key_of(field), None) is not None
         if given and owner in built_in and owner not in measured:
             names = ", ".join(sorted(measured))
-            raise pytest.UsageError(f"{_flag(field)}: is for strategy {owner}, and this run measures {names}")
+            raise pytest.UsageError(f"{flag_of(field)}: is for strategy {owner}, and this run measures {names}")
 
 
 def _check_marker(marker: pytest.Mark) -> None:

@@ -1,4 +1,4 @@
-"""The numbers derived from what was recorded; nothing here is stored that could not be derived again."""
+"""Figures derived from recorded ones. All of them can be derived again from a report."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = [
 ]
 
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
-"""Largest rounding, as a fraction of |log-likelihood|, that padding and kernels of another shape or order may cause."""
+"""Largest rounding difference that padding and other kernels may cause, as a fraction of the log-likelihood."""
 
 _LEAST_FOREIGN = 1e-3
-"""Least typical difference of log-likelihoods that is not put down to rounding, whatever the dtype."""
+"""Typical differences of log-likelihoods up to this fraction are explained by rounding for every dtype."""
 
 _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
 
 def inference_s(launch: Launch) -> float:
-    """Return the seconds a launch spent in batches: the sum of their latencies."""
+    """Return the sum of the batch latencies of a launch."""
     return math.fsum(launch.batches.latency_s)
 
 
 def peaks_bytes(result: CaseResult) -> list[int]:
-    """Return the peak of the fullest device for each launch that knows it: live tensors, and workspace beside them."""
+    """Return the memory peak of the fullest device, tensors plus workspace, for each launch in which it is known."""
     peaks = []
     for launch in result.launches:
         sizes = [
@@ -57,9 +57,9 @@ def peaks_bytes(result: CaseResult) -> list[int]:
 
 
 def derive(result: CaseResult) -> None:
-    """Fill in the derived figures of a completed case: medians over its launches.
+    """Set the derived figures of a completed case: medians over its launches.
 
-    A case that did not complete gets none, since a total over some of the batches is not comparable.
+    A case that did not complete has none, because a total over some of the batches is not comparable.
     """
     launches = [launch for launch in result.launches if launch.batches.latency_s]
     if result.outcome != "completed" or not launches:
@@ -67,7 +67,7 @@ def derive(result: CaseResult) -> None:
     seconds = [inference_s(launch) for launch in launches]
     result.inference_s = statistics.median(seconds)
     timed = [(launch.batches, s) for launch, s in zip(launches, seconds, strict=True) if s > 0]
-    if timed:  # a file may hold latencies of 0.0
+    if timed:  # a file may contain latencies of 0.0
         result.sequences_per_s = statistics.median(sum(batches.sequences) / s for batches, s in timed)
         result.tokens_per_s = statistics.median(sum(batches.tokens) / s for batches, s in timed)
     accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
@@ -77,14 +77,14 @@ def derive(result: CaseResult) -> None:
 
 
 def proportion_stderr(fraction: float, items: int) -> float | None:
-    """Return the standard error of a fraction of items, as lm-evaluation-harness gives it; None with one item."""
+    """Return the standard error of a fraction of items as lm-evaluation-harness computes it; None with one item."""
     return math.sqrt(fraction * (1 - fraction) / (items - 1)) if items > 1 else None
 
 
 def upper_bound(fraction: float, items: int, z: float = 1.645) -> float:
-    """Return the one-sided 95 % upper bound of a fraction seen on `items` items.
+    """Return the one-sided 95 % upper bound of a fraction of `items` items.
 
-    Wilson's score interval, which stays inside [0, 1] and holds for small samples.
+    It is that of Wilson's score interval, which stays in [0, 1] and is valid for small samples.
     """
     centre = fraction + z * z / (2 * items)
     spread = z * math.sqrt(fraction * (1 - fraction) / items + z * z / (4 * items * items))
@@ -97,7 +97,7 @@ def measured(result: CaseResult) -> Accuracy | None:
 
 
 def decode(loglikelihoods: str) -> array[float]:
-    """Return the numbers behind `Accuracy.loglikelihoods`."""
+    """Return the numbers of `Accuracy.loglikelihoods`."""
     values = array("f")
     values.frombytes(base64.b64decode(loglikelihoods))
     if sys.byteorder == "big":
@@ -106,7 +106,7 @@ def decode(loglikelihoods: str) -> array[float]:
 
 
 def encode(values: Iterable[float]) -> str:
-    """Return numbers as `Accuracy.loglikelihoods` holds them: base64 of float32, least byte first."""
+    """Return numbers as text for `Accuracy.loglikelihoods`: base64 of little-endian float32."""
     numbers = array("f", values)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -120,7 +120,7 @@ def value_of(accuracy: Accuracy, metric: str) -> float:
 
 
 def predictions_of(accuracy: Accuracy, metric: str) -> list[int]:
-    """Return the predictions that `acc` or `acc_norm` counts; ValueError for another name."""
+    """Return the predictions for `acc` or `acc_norm`; ValueError for another name."""
     predictions: list[int] = getattr(accuracy, _column_of(metric))
     return predictions
 
@@ -132,21 +132,25 @@ def _column_of(metric: str) -> str:
 
 
 def explained(dtype: str) -> float:
-    """Return the largest typical difference of log-likelihoods that is put down to rounding, as a fraction.
+    """Return the largest typical difference of log-likelihoods that rounding explains, as a fraction.
 
-    Of a dtype that is not known, the largest of those that are.
+    For an unknown dtype it is the largest of all dtypes.
     """
     tolerances = LOGLIKELIHOOD_TOLERANCES
     return max(tolerances.get(dtype, max(tolerances.values())), _LEAST_FOREIGN)
 
 
 def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the sum of all differences as a fraction of the sum of the expected numbers, all of them finite.
+    """Return the sum of all absolute differences divided by the sum of the absolute expected numbers.
+
+    Args:
+        values: finite numbers.
+        expected: as many finite numbers.
 
     Raises:
-        ValueError: there are not as many of both.
+        ValueError: the numbers of values differ.
     """
     if len(values) != len(expected):
-        raise ValueError(f"{len(values)} numbers are compared with {len(expected)}")
+        raise ValueError(f"{len(values)} numbers cannot be compared with {len(expected)}")
     total = math.fsum(map(abs, expected))
     return math.fsum(map(abs, map(operator.sub, values, expected))) / (total or 1.0)

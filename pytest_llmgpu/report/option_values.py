@@ -1,4 +1,4 @@
-"""What the text of an option means: one function a kind of value, ValueError with what is allowed."""
+"""The values of options: one function per kind of value, which raises ValueError with the allowed values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 __all__ = [
     "LATEST",
+    "LONGEST_NAME",
     "batch_sizes",
     "check_name",
     "fraction",
@@ -22,6 +23,13 @@ __all__ = [
     "whole",
 ]
 
+LATEST = "latest"
+"""Name of the report that was measured last. No report can be saved under it."""
+
+LONGEST_NAME = 80
+"""Letters of the name of a report or a machine, far below the limits of file systems."""
+
+_NAME = re.compile(rf"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -53,7 +61,7 @@ def whole(text: str) -> int:
 
 
 def switch(text: str) -> bool:
-    """Return whether a word is true."""
+    """Return the value of `true` or `false`."""
     if text.lower() not in ("true", "false"):
         raise ValueError("allowed are true and false")
     return text.lower() == "true"
@@ -69,7 +77,7 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def seconds(text: str) -> float:
-    """Return seconds; a fraction such as 1/6 will do."""
+    """Return seconds; a fraction such as 1/6 is allowed."""
     above, _, below = text.partition("/")
     try:
         value = float(above) / float(below or 1)
@@ -92,7 +100,7 @@ def fraction(text: str) -> float:
 
 
 def memory_size(text: str) -> int:
-    """Return the bytes of a size such as 32GiB."""
+    """Return the number of bytes of a size such as 32GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
@@ -108,35 +116,24 @@ def text(text: str) -> str:
 
 
 def save_name(text: str) -> str:
-    """Return a name that the store can find a report by; empty for none."""
-    # Imported here: this module is read with the plugin, in every test run.
-
+    """Return a name for a report in the store; an empty text is no name."""
     if text:
         check_name(text)
     return text
 
 
-LATEST = "latest"
-"""The word for the report that was measured last, which no report may have as its name."""
-
-
-_LONGEST = 80  # of a folder's or a report's name, far below what file systems allow
-
-
-_NAME = re.compile(rf"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
-
-
 def check_name(name: str) -> None:
-    """Raise ValueError unless a report can be saved under `name` and found by it.
+    """Check that a report can be saved under `name` and found by it. It is called before the run.
 
-    Called before the run, which may take hours.
+    Raises:
+        ValueError: the name is not allowed, or it has another meaning.
     """
     if not _NAME.fullmatch(name) or name.endswith((".json", ".json.gz")):
         raise ValueError(
-            f"name {name!r}: allowed are at most {_LONGEST} letters, digits, '.', '_' and '-', "
-            "one letter at least, and no '.json' at the end"
+            f"name {name!r}: allowed are at most {LONGEST_NAME} letters, digits, '.', '_' and '-', with at least one "
+            "letter and without '.json' at the end"
         )
     if name == LATEST:
-        raise ValueError(f"name {name!r}: means the newest report of the store; choose another")
+        raise ValueError(f"name {name!r}: means the newest report of the store; choose another name")
     if Path(name).exists():
-        raise ValueError(f"name {name!r}: is a file or folder here, which would be meant by it; choose another")
+        raise ValueError(f"name {name!r}: is a file or folder here, which the name would refer to; choose another name")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pytest_llmgpu.report import option_values
 
-__all__ = ["Options"]
+__all__ = ["Options", "flag_of", "ini_key_of"]
 
 
 def _option(
@@ -23,8 +23,15 @@ def _option(
 ) -> Any:
     """Declare an option.
 
-    Without a metavar the flag takes no value, and ini file and marker say true or false. With `bare` the flag may go
-    without its value and then has that one.
+    Args:
+        parse: function that returns the value of a text, or raises ValueError.
+        default: text of the default value; None for None.
+        metavar: placeholder of the value in the help; None for a flag without a value, which is true or false in ini
+            files and markers.
+        help: text for `pytest --help`.
+        flag: flag on the command line; None for `--llmgpu-` and the field's name.
+        marker: whether the marker of a test can set it.
+        bare: value of the flag if it is given without one; None if it must have one.
     """
     metadata = {
         "parse": parse,
@@ -40,7 +47,7 @@ def _option(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options in force for one test; the field names are the legal marker arguments and, after `llmgpu_`, ini keys."""
+    """Values of all options for one test. Field names are marker arguments and, with the prefix `llmgpu_`, ini keys."""
 
     strategy: tuple[str, ...] = _option(
         option_values.names,
@@ -93,49 +100,48 @@ class Options:
         option_values.switch,
         "false",
         None,
-        "once a batch size is out of memory, measure sizes between it and the largest that completed until the largest "
-        "that fits is found",
+        "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between",
     )
     gpu_memory: int | None = _option(option_values.memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
     cuda_graphs: str = _option(
         option_values.one_of("auto", "on", "off"),
         "auto",
         "{auto,on,off}",
-        "replay forwards from CUDA graphs; auto: in each case where it gives the same answers and saves time; on: "
-        "wherever they can be recorded (not mp over several GPUs)",
+        "replay forwards from CUDA graphs; auto: in each case in which answers are equal and time is saved; on: "
+        "wherever graphs can be recorded (not for mp over several GPUs)",
     )
     scoring: str = _option(
         option_values.one_of("lean", "harness"),
         "lean",
         "{lean,harness}",
-        "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as "
-        "lm-evaluation-harness computes them, with its memory and without CUDA graphs",
+        "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as in "
+        "lm-evaluation-harness, which needs more memory and excludes CUDA graphs",
     )
     tp_backend: str = _option(
         option_values.one_of("transformers", "deepspeed"),
         "transformers",
         "{transformers,deepspeed}",
-        "library that carries tp out",
+        "library that implements tp",
     )
     iok_stock: bool = _option(
         option_values.switch,
         "false",
         None,
-        "iok with DeepSpeed's own binding of the kernels, wrong residual sum included",
+        "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum",
     )
     iok_min_tokens: int | None = _option(
         option_values.whole,
         None,
         "N",
-        "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own, which "
-        "computes nonsense where memory grants fewer than there are)",
+        "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own limit, "
+        "with wrong answers if memory holds fewer tokens than the longest sequence has)",
     )
     launches: int = _option(
         option_values.whole,
         "1",
         "N",
-        "measure every case in this many launches of its processes, all cases in turn: launches are what the gate "
-        "tells a change from noise by",
+        "measure every case in N launches of its processes, all cases in turn; the gate distinguishes a change from "
+        "noise by the differences between launches",
         marker=False,
     )
     sample_period: float = _option(
@@ -149,103 +155,110 @@ class Options:
         "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024 (old name: paper)",
         marker=False,
     )
-    timeout: float = _option(option_values.seconds, "600", "SECONDS", "time limit without a finished batch")
+    timeout: float = _option(option_values.seconds, "600", "SECONDS", "time limit until the next batch is finished")
     load_timeout: float = _option(
         option_values.seconds, "1800", "SECONDS", "time limit for starting processes and loading the model"
     )
     json: str = _option(
-        str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for none", marker=False
+        str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for no report", marker=False
     )
     save: str | None = _option(
         option_values.save_name,
         None,
         "NAME",
-        "keep this run in the store, under a name if one is given",
+        "keep this run in the store, optionally under a name",
         marker=False,
         bare="",
     )
     autosave: bool = _option(
-        option_values.switch, "false", None, "keep every run in the store that is complete and green", marker=False
+        option_values.switch, "false", None, "keep every run in the store that is complete and passed", marker=False
     )
     storage: str = _option(option_values.text, ".llmgpu", "DIR", "folder of the store", marker=False)
     compare: str | None = _option(
         option_values.text,
         None,
         "REF",
-        "judge this run against a report, and fail on what regressed: a path, git:REV:PATH, or one of the store: its "
-        "number, name, commit, or latest, which moves with every run that is kept, so that small losses add up unseen",
+        "compare this run with a report and fail on regressions: a path, git:REV:PATH, or a report of the store by its "
+        "number, name, commit, or latest (which moves with every kept run, so that small regressions add up unnoticed)",
         marker=False,
     )
     policy: str | None = _option(
         option_values.text,
         None,
         "PATH",
-        "the gate's margins, TOML; git:REV:PATH is read from a commit, so that a change cannot edit them (default: "
-        "[tool.llmgpu.gate] of pyproject.toml)",
+        "thresholds of the gate, a TOML file or git:REV:PATH, which a change cannot edit (default: [tool.llmgpu.gate] "
+        "of pyproject.toml)",
         marker=False,
     )
     calibration: str | None = _option(
         option_values.text,
         None,
         "PATH",
-        "this runner's noise between launches, also git:REV:PATH (default: what llmgpu calibrate keeps in the store)",
+        "noise of this runner between launches, a file or git:REV:PATH (default: the file of llmgpu calibrate in the "
+        "store)",
         marker=False,
     )
     on_inconclusive: str | None = _option(
         option_values.one_of("pass", "fail"),
         None,
         "{pass,fail}",
-        "whether what cannot be told fails (default: the policy's, pass)",
+        "result of the gate if there is not enough data (default: the policy's, pass)",
         marker=False,
     )
     allow_missing: bool | None = _option(
-        option_values.switch, None, None, "let cases and figures pass that only the baseline has", marker=False
+        option_values.switch,
+        None,
+        None,
+        "pass although cases or figures of the baseline are missing in this run",
+        marker=False,
     )
     allow_no_baseline: bool | None = _option(
         option_values.switch,
         None,
         None,
-        "let a run pass of which nothing could be compared for want of a baseline",
+        "pass although nothing could be compared, because there is no baseline",
         marker=False,
     )
     require_armed: bool | None = _option(
         option_values.switch,
         None,
         None,
-        "fail where anything that is gated could not be compared; cases that -k and the like left out do not count",
+        "fail if anything that is gated could not be compared; deselected cases (-k and similar) do not count",
         marker=False,
     )
     html: str | None = _option(
         option_values.text,
         None,
         "PATH",
-        "page for a browser to write at the end, .html, which needs no network (needs the extra report)",
+        "HTML page to write at the end, .html; it needs no network (requires the extra `report`)",
         marker=False,
     )
     accuracy_baseline: float | None = _option(
         option_values.fraction,
         None,
         "FRACTION",
-        "accuracy to hold (default: the registered or published one, where known)",
+        "accuracy to reach (default: the registered or published one, if known)",
     )
     accuracy_metric: str = _option(
         option_values.one_of("acc", "acc_norm"),
         "acc_norm",
         "{acc,acc_norm}",
-        "accuracy that is held against the baseline",
+        "accuracy metric that is compared with the baseline",
     )
     accuracy_tolerance: float = _option(
-        option_values.fraction, "0.01", "FRACTION", "how far below the baseline still passes"
+        option_values.fraction, "0.01", "FRACTION", "allowed difference below the baseline"
     )
 
     def in_force(self) -> dict[str, Any]:
-        """Return flag to value, for the report."""
-        return {_flag(field): getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Return flag to value of all options, for the report."""
+        return {flag_of(field): getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def _flag(field: dataclasses.Field[Any]) -> str:
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Return the flag of an option on the command line."""
     return field.metadata["flag"] or f"--llmgpu-{field.name.replace('_', '-')}"
 
 
-def _destination(field: dataclasses.Field[Any]) -> str:
+def ini_key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the key of an option in ini files, which is also its name in pytest's configuration."""
     return f"llmgpu_{field.name}"

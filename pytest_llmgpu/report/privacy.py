@@ -1,4 +1,4 @@
-"""What must not leave the machine in a report that gets published: names of users and hosts, and secrets."""
+"""Removal of user names, host names, paths and secrets from reports, which may be published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["anonymous", "is_secret", "short_paths"]
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _COMPONENT_END = r"(?![^/:,;'\"\s])"
-# In quotes a path may hold blanks. Without them it begins where no word, other path or URL goes on.
+# A quoted path can contain blanks. An unquoted one does not begin inside a word, a URL or another path.
 _ABSOLUTE_PATH = re.compile(
     r"""(?<=")/[^"\n]+(?=") | (?<=')/[^'\n]+(?=') | (?:(?<![\w.~/-])|(?<=file://))/(?!/)[^\s:,;'"()<>\[\]]+""",
     re.VERBOSE,
@@ -22,15 +22,15 @@ _KEPT_COMPONENTS = 2
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable's name says that its value is nobody's business: `NCCL_TOKEN`."""
+    """Return whether the name of a variable looks like that of a secret: `NCCL_TOKEN`."""
     return _SECRET.search(name) is not None
 
 
 def short_paths(text: str, rootdir: Path) -> str:
-    """Return text in which no absolute path says where on the machine something lies.
+    """Return text with short paths instead of absolute ones.
 
-    A path in `rootdir` becomes relative to it, one of an installed package begins with the package's name, and of any
-    other the last two components stay: `.../torch/nn/modules/linear.py`, `.../lib/libcuda.so`.
+    A path in `rootdir` becomes relative to it. A path in an installed package starts with the name of the package:
+    `.../torch/nn/modules/linear.py`. Other paths keep their last two components: `.../lib/libcuda.so`.
     """
     roots = [root for root in dict.fromkeys((str(rootdir), str(rootdir.resolve()))) if root != "/"]
 
@@ -53,15 +53,15 @@ def short_paths(text: str, rootdir: Path) -> str:
 
 
 def anonymous(text: str) -> str:
-    """Return text with `~` for the home folder, and without the user's name in paths or the host's name."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where a user id has no home
+    """Return text with `~` for the home folder, `<user>` for the user name in paths and `<host>` for the host name."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if the user has no home folder
     if len(home) > 1:
         text = re.sub(re.escape(home.rstrip("/")) + _COMPONENT_END, "~", text)
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in containers
+    except (KeyError, OSError):  # the user id has no name, as in some containers
         user = ""
     if user:
-        # `pytest-of-ada` is the folder of pytest's tmp_path.
+        # pytest's tmp_path is in a folder like `pytest-of-ada`.
         text = re.sub(rf"(?:(?<=/)|(?<=/pytest-of-)){re.escape(user)}{_COMPONENT_END}", "<user>", text)
     return re.sub(rf"(?<![\w-]){re.escape(socket.gethostname())}(?![\w-])", "<host>", text)

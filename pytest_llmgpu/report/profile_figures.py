@@ -1,4 +1,4 @@
-"""The figures of one metric over a window, by what its readings speak for."""
+"""The figures of one metric over a window, from the periods that its readings cover."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Span", "moments", "of_window", "spans"]
 
 
 class Span(NamedTuple):
-    """A reading that speaks for the time before it."""
+    """A reading that covers the period before it."""
 
     value: float
     start_s: float
@@ -20,14 +20,14 @@ class Span(NamedTuple):
 
 
 def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | str:
-    """Return a metric's figures where they are of the window, else why there are none.
+    """Return the figures of a metric if they are of the window, else the reason why there are none.
 
-    A profile without a reading inside has the nearest one, which is of another time: no figure of the case.
+    A profile without a reading in the window has the nearest reading, which is not a figure of the case.
 
     Args:
-        profile: of the window.
-        device: of the profile.
-        name: of the metric.
+        profile: profile of the window.
+        device: a device of the profile.
+        name: name of the metric.
     """
     metric = device.metrics.get(name)
     if metric is None or metric.mean is None:
@@ -40,14 +40,14 @@ def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | st
 def moments(
     readings: Sequence[tuple[float, float]], window_s: float | None, method: str, start_s: float, end_s: float
 ) -> Metric:
-    """Return the figures of readings of a moment, or of [t, t + window] each.
+    """Return the figures of readings that cover [t, t + window_s] each, or a moment.
 
     Args:
-        readings: Time and value.
-        window_s: How long each looks; None for a moment or where it is not known.
-        method: What gave them.
-        start_s: Start of the window.
-        end_s: Its end.
+        readings: time and value of each reading.
+        window_s: length of the period that each reading covers; None for a moment or if it is not known.
+        method: NVML call that returned the values.
+        start_s: start of the window.
+        end_s: end of the window.
     """
     values = [value for _, value in readings]
     coverage = None
@@ -58,14 +58,14 @@ def moments(
 
 
 def spans(readings: Sequence[Span], nearest: float | None, method: str, start_s: float, end_s: float) -> Metric:
-    """Return the figures of readings that speak for spans: each counts by how much of it lies in the window.
+    """Return the figures of readings that cover spans, weighted by the part of each span in the window.
 
     Args:
-        readings: Those that may reach into the window.
-        nearest: Value to give where none does.
-        method: What gave them.
-        start_s: Start of the window.
-        end_s: Its end.
+        readings: readings that may overlap with the window.
+        nearest: value to return if none does.
+        method: NVML call that returned the values.
+        start_s: start of the window.
+        end_s: end of the window.
     """
     parts = [(span, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in readings]
     parts = [(span, part_s) for span, part_s in parts if part_s > 0]
@@ -79,9 +79,9 @@ def spans(readings: Sequence[Span], nearest: float | None, method: str, start_s:
     )
 
 
-def _fraction(stretches: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """Return the fraction of [start, end] that the stretches cover."""
+def _fraction(periods: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
+    """Return the fraction of [start, end] that the periods cover, which do not overlap."""
     if end_s <= start_s:
         return 0.0
-    covered = math.fsum(max(0.0, min(last_s, end_s) - max(first_s, start_s)) for first_s, last_s in stretches)
+    covered = math.fsum(max(0.0, min(last_s, end_s) - max(first_s, start_s)) for first_s, last_s in periods)
     return min(1.0, covered / (end_s - start_s))

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.report import file as report
-from pytest_llmgpu.report.option_values import _LONGEST, check_name
+from pytest_llmgpu.report.option_values import LONGEST_NAME, check_name
 from pytest_llmgpu.report.report import Report
 
 __all__ = ["DEFAULT", "Stored", "hardware", "save", "stored"]
@@ -171,4 +171,4 @@ def _memory(size_bytes: int | None) -> str:
 
 
 def _safe(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-.")[:_LONGEST].rstrip("-.")
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-.")[:LONGEST_NAME].rstrip("-.")

@@ -115,7 +115,7 @@ def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch:
     [
         (["--llmgpu-save=latest"], "*--llmgpu-save: 'latest' is not allowed: *means the newest report*"),
         (["--llmgpu-save", "suite"], "*--llmgpu-save: 'suite' is not allowed: *is a file or folder here*"),
-        (["--llmgpu-save=7"], "*one letter at least*"),
+        (["--llmgpu-save=7"], "*at least one letter*"),
         (["--llmgpu-storage="], "*--llmgpu-storage: '' is not allowed: a value is needed"),
     ],
 )

@@ -34,40 +34,40 @@ _CHANGES: dict[str, Any] = {
 
 
 def test_the_id_names_strategy_and_batch_size() -> None:
-    """People and pytest read `mp-bs8`."""
+    """The id is short, as in `mp-bs8`."""
     assert make_case(strategy="mp", batch_size=8).id == "mp-bs8"
 
 
-def test_every_field_has_a_changed_value_here() -> None:
-    """A new field cannot be forgotten by the two tests below."""
+def test_every_field_has_a_changed_value_in_this_file() -> None:
+    """The tests below include every new field."""
     assert set(_CHANGES) == set(Case.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_every_field_decides_the_key(name: str) -> None:
-    """Two measurements that differ in anything have different keys; how graphs were decided on is an answer."""
+def test_every_field_but_the_execution_changes_the_key(name: str) -> None:
+    """Different settings are different measurements; the execution can be decided during the run."""
     assert (make_case().key == make_case(**{name: _CHANGES[name]}).key) is (name == "execution")
 
 
 @pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_every_field_but_the_batch_size_decides_the_series(name: str) -> None:
-    """One series is one curve over batch sizes, and nothing else varies along it."""
+def test_every_field_but_batch_size_and_execution_changes_the_series(name: str) -> None:
+    """A series is a curve over batch sizes, with all other settings equal."""
     assert (make_case().series == make_case(**{name: _CHANGES[name]}).series) is (name in {"batch_size", "execution"})
 
 
 def test_the_key_survives_a_report() -> None:
-    """A case that was written and read back is the same measurement."""
+    """A case that was written and read has the same key."""
     case = make_case(strategy_options={"tokens": 512, "fused": True, "path": None})
     assert msgspec.json.decode(msgspec.json.encode(case), type=Case).key == case.key
 
 
-def test_the_key_stays_what_reports_hold() -> None:
-    """Changing how keys are made would part every report from its baseline: this value must not change in silence."""
+def test_keys_do_not_change_between_versions() -> None:
+    """With other keys, no report could be compared with an older baseline."""
     assert make_case().key == "7875d216a2164baf61385223694bd9fb625768556f1cdd359346108e8133ceff"
 
 
 @pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_what_is_scored_does_not_decide_what_is_loaded(name: str) -> None:
-    """A loaded model serves every batch size and dataset; anything else needs new processes."""
+def test_batch_size_dataset_and_task_do_not_need_another_loaded_model(name: str) -> None:
+    """A loaded model serves every batch size, dataset and task; every other setting needs new processes."""
     shared = name in {"batch_size", "execution", "dataset", "dataset_sha256", "limit", "task"}
     assert (make_case().loading == make_case(**{name: _CHANGES[name]}).loading) is shared

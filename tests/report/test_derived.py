@@ -9,13 +9,13 @@ from pytest_llmgpu.report.result import Batches, Launch
 
 
 def test_inference_time_is_the_sum_of_the_batches() -> None:
-    """Load, warm-up and tokenising are no part of it."""
+    """Loading, warm-up and tokenization are not part of it."""
     launch = Launch(load_s=100.0, warmup_s=10.0, wall_s=200.0, batches=Batches(latency_s=[0.5, 0.25, 0.25]))
     assert inference_s(launch) == 1.0
 
 
 def test_rates_divide_by_the_time_of_their_own_launch() -> None:
-    """Sequences and tokens a second are what was computed over the time it took."""
+    """Sequences and tokens of a launch are divided by the time of the same launch."""
     result = make_result(2.0, sequences=32, batch_size=8)
     assert result.inference_s == pytest.approx(2.0)
     assert result.sequences_per_s == pytest.approx(32 / 2.0)
@@ -41,8 +41,8 @@ def test_a_case_that_did_not_complete_has_no_figures() -> None:
     assert result.sequences_per_s is None
 
 
-def test_no_time_is_no_rate() -> None:
-    """A file may hold latencies of 0.0: nothing is divided by them."""
+def test_latencies_of_zero_give_no_rate() -> None:
+    """A file may contain latencies of 0.0; there is no division by them."""
     result = make_result(2.0)
     result.sequences_per_s = None
     for launch in result.launches:
@@ -52,7 +52,7 @@ def test_no_time_is_no_rate() -> None:
 
 
 def test_a_case_without_batches_has_no_figures() -> None:
-    """Nothing is divided by zero."""
+    """There is no division by zero."""
     result = make_result()
     result.launches, result.inference_s = [Launch()], None
     derive(result)
@@ -60,31 +60,31 @@ def test_a_case_without_batches_has_no_figures() -> None:
 
 
 def test_the_standard_error_is_that_of_a_sample() -> None:
-    """With n - 1 items, as lm-evaluation-harness divides; one item has none."""
+    """The divisor is n - 1, as in lm-evaluation-harness; one item has no standard error."""
     assert proportion_stderr(0.5, 101) == pytest.approx(0.05)
     assert proportion_stderr(0.5, 1) is None
 
 
 def test_the_upper_bound_is_wilsons() -> None:
-    """Half of 100 items: 0.5812, by hand from the score interval with z = 1.645."""
+    """The bound for 50 of 100 items is 0.5812, calculated from the score interval with z = 1.645."""
     assert upper_bound(0.5, 100) == pytest.approx(0.5812, abs=1e-4)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.99, 1.0])
-def test_the_upper_bound_lies_above_the_fraction_and_closes_in(fraction: float) -> None:
-    """More items leave less to chance, and no bound passes 1."""
+def test_the_upper_bound_is_above_the_fraction_and_approaches_it(fraction: float) -> None:
+    """The bound is closer with more items, and is never above 1."""
     few, many = upper_bound(fraction, 10), upper_bound(fraction, 10_000)
     assert fraction <= many <= few <= 1.0
     assert many - fraction < 0.02
 
 
 def test_loglikelihoods_are_little_endian_float32() -> None:
-    """As the report's format says, on every machine."""
+    """The report has the same format on every machine."""
     assert list(decode("AACAvwAAAMA=")) == [-1.0, -2.0]
 
 
 def test_each_metric_counts_its_own_predictions() -> None:
-    """Answers by length in characters are not those by log-likelihood."""
+    """`acc` counts predictions by log-likelihood, `acc_norm` those by log-likelihood per character."""
     accuracy = msgspec.structs.replace(make_accuracy(items=2), predictions=[1, 2], predictions_norm=[3, 0])
     assert predictions_of(accuracy, "acc") == [1, 2]
     assert predictions_of(accuracy, "acc_norm") == [3, 0]

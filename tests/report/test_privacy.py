@@ -9,7 +9,7 @@ from pytest_llmgpu.report.privacy import anonymous, is_secret, short_paths
 
 
 @pytest.fixture(autouse=True)
-def _somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+def _user_ada_on_node17(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
@@ -32,19 +32,19 @@ def _somebody(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", ""),
     ],
 )
-def test_home_user_and_host_are_not_told(text: str, shown: str) -> None:
-    """What else the text says stays as it is, names that only begin alike included."""
+def test_home_user_and_host_are_replaced(text: str, shown: str) -> None:
+    """The rest of the text stays as it is, including names that only begin with the same letters."""
     assert anonymous(text) == shown
 
 
 def test_a_user_without_a_home_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's `/` is no home to be cut out of every path."""
+    """A home folder `/`, as in containers, is not replaced in every path."""
     monkeypatch.setenv("HOME", "/")
     assert anonymous("/usr/local/cuda") == "/usr/local/cuda"
 
 
 def test_a_user_id_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers run under ids that no password file knows; getpass says so with an OSError or a KeyError."""
+    """In a container the user id may be missing in the password file; getpass then raises OSError or KeyError."""
 
     def unknown() -> str:
         raise KeyError("uid not found: 4711")
@@ -77,22 +77,22 @@ def test_a_user_id_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_absolute_paths_become_short(text: str, shown: str) -> None:
-    """What remains leads people who know the code to the file, and nobody to this machine."""
+    """The end of a path is enough to find a file in the code, and does not identify the machine."""
     assert short_paths(text, Path("/repo")) == shown
 
 
-def test_a_rootdir_that_is_the_whole_machine_hides_nothing() -> None:
-    """In a container that runs at `/`, a relative path would be the absolute one."""
+def test_paths_are_short_if_the_rootdir_is_the_root_folder() -> None:
+    """In a container that runs in `/`, a path relative to it would be the whole path."""
     assert short_paths("/data/models/llama", Path("/")) == ".../models/llama"
 
 
 @pytest.mark.parametrize("name", ["NCCL_TOKEN", "CUDA_API_KEY", "cuda_secret", "PYTORCH_PASSWORD", "NCCL_AUTH"])
-def test_names_of_secrets_are_known(name: str) -> None:
-    """Their values are never shown."""
+def test_names_of_secrets_are_recognized(name: str) -> None:
+    """The values of such variables are not recorded."""
     assert is_secret(name)
 
 
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_names_of_settings_are_no_secrets(name: str) -> None:
-    """What changes a measurement is shown."""
+def test_names_of_settings_are_not_secrets(name: str) -> None:
+    """Settings that influence a measurement are recorded."""
     assert not is_secret(name)

@@ -24,9 +24,9 @@ _SHA256 = {
     "schema-1.json": "9c842b636717098d89d9d2ff6953a5a6662adb47e3ab63e7057f6009aeb08529",
     "schema-1-promoted.json": "cc238b071a38f9f7b6fed161942c95c1625124d037e7984ce07688f78051934b",
 }
-"""File to its hash: a reader is mended to read the file, never the file to suit the reader.
+"""File to its hash. If a test here fails, the reader is wrong, not the file.
 
-`promoted` is what `promotion.keep` wrote, with the verdicts of `promotion.trial` against the baseline before it.
+`promotion.keep` wrote the promoted one, with the verdicts of `promotion.trial`.
 """
 
 
@@ -90,25 +90,25 @@ _FACTS = {"schema-1.json": _read_1, "schema-1-promoted.json": _read_1_promoted}
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 def test_every_version_has_a_file(version: int) -> None:
-    """What it wrote is kept here, and nothing that is not read."""
+    """Each version has a file here, and each file has a test."""
     assert load(_path(version)).schema_version == version
     assert {path.name for path in _REPORTS.iterdir()} == set(_FACTS) == set(_SHA256)
 
 
 @pytest.mark.parametrize("name", _FACTS)
-def test_a_report_of_every_version_is_read_for_ever(name: str) -> None:
-    """A baseline that was stored with an old version keeps its meaning."""
+def test_a_report_of_every_version_can_be_read(name: str) -> None:
+    """A baseline of an old version keeps its meaning."""
     _FACTS[name](load(_REPORTS / name))
 
 
 @pytest.mark.parametrize("name", _SHA256)
-def test_the_file_of_a_version_is_as_that_version_wrote_it(name: str) -> None:
-    """Nobody mends the file instead of the reader."""
+def test_the_file_of_a_version_is_unchanged(name: str) -> None:
+    """A change of a file would hide that the reader no longer reads old reports."""
     assert hashlib.sha256((_REPORTS / name).read_bytes()).hexdigest() == _SHA256[name]
 
 
-def test_the_oldest_files_have_a_value_for_every_field_they_know() -> None:
-    """What is in no file is not kept readable by one: each field of a record holds something at least once."""
+def test_the_oldest_files_have_a_value_for_every_field() -> None:
+    """A field without a value in any file would not be tested."""
     filled: set[str] = set()
     absent: set[str] = set()
 
@@ -126,7 +126,7 @@ def test_the_oldest_files_have_a_value_for_every_field_they_know() -> None:
 
 
 def test_a_promoted_baseline_is_judged_by_what_was_measured() -> None:
-    """Its verdicts are of the baseline before it: they change nothing of what is said against it."""
+    """Its own verdicts are about the previous baseline and change no verdict on a candidate."""
     base = load(_REPORTS / "schema-1-promoted.json")
     bare = msgspec.structs.replace(base, verdicts=None)
     today = datetime.date(2026, 2, 5)
@@ -135,13 +135,13 @@ def test_a_promoted_baseline_is_judged_by_what_was_measured() -> None:
 
 @pytest.mark.parametrize("path", _PUBLISHED, ids=lambda path: path.name)
 def test_published_reports_are_read(path: Path) -> None:
-    """What was measured on real machines, by versions of their day, still loads."""
+    """Reports that older versions measured on real machines still load."""
     assert load(path).cases
 
 
 @pytest.mark.parametrize("name", _FACTS)
-def test_an_old_report_is_written_anew_as_one_of_today(name: str, tmp_path: Path) -> None:
-    """Read and written again, it has every field of today's schema, and says the same."""
+def test_an_old_report_is_written_in_the_current_schema(name: str, tmp_path: Path) -> None:
+    """An old report that is read and written has every field of the current schema and equal values."""
     report = load(_REPORTS / name)
     dump(report, tmp_path / "new.json")
     assert load(tmp_path / "new.json") == report
