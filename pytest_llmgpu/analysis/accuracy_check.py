@@ -1,4 +1,4 @@
-"""Whether a case's answers are still right: which accuracy to hold it against, and the comparison."""
+"""Checks whether the answers of a case are still right: `decide` compares the accuracy, `describe` words the result."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from pytest_llmgpu.report.derived import (
     value_of,
 )
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult
+from pytest_llmgpu.report.text import percent
 
 __all__ = [
+    "Decision",
+    "Mismatch",
     "baseline",
     "check",
-    "check_accuracy",
-    "check_against",
-    "check_dummy",
-    "check_numbers",
-    "foreign_numbers",
+    "decide",
+    "decide_dummy",
+    "decide_mismatch",
+    "describe",
+    "describe_mismatch",
     "smallest_batch_size",
 ]
 
@@ -47,10 +50,124 @@ _HUB_IDS = {
 _SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items() for size in sizes}
 
 _DUMMY_METRIC = "loglikelihood_relative_difference"
-_CHANCE_BAR = 0.01
-"""Largest probability that is not put down to chance."""
+_BY_CHANCE = 0.01
+"""A loss of items that is less likely than this is not explained by chance."""
 
-_ROUNDING = 1e-9  # a bar exactly the tolerance below may be a hair above it in binary
+_ROUNDING = 1e-9  # a value exactly at its threshold may be slightly below it in binary
+_PLAIN = 0.001  # smaller fractions need more digits than a percentage with one decimal
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-likelihoods that are not those of the model."""
+
+    source: str | None
+    """Id of the case that has the right ones; None for those that are registered for the bundled model."""
+    typical_difference: float | None
+    """Sum of all differences as a fraction of the sum of the right ones; None where some are not finite."""
+    allowed: float
+    """The largest typical difference that rounding explains."""
+    dtype: str
+    """The dtype of the weights, which decides what is allowed."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a check as data; `describe` words it. The first six fields are those of `AccuracyCheck`."""
+
+    metric: str
+    """`acc`, `acc_norm`, or `loglikelihood_relative_difference` for dummy weights."""
+    value: float | None
+    """The measured value of the metric."""
+    baseline: float | None
+    """The value compared with."""
+    source: str | None
+    """The origin of the baseline: where it is published, an option, or the id of another case."""
+    tolerance: float
+    """The loss that still passes, as a fraction."""
+    ok: bool | None
+    """None: there was nothing independent to compare with."""
+    case: Case
+    """The case that was checked."""
+    items: int = 0
+    """Number of items that were scored."""
+    upper_bound: float | None = None
+    """One-sided 95 % upper bound of the value, where only the first items of a dataset were scored."""
+    other: Case | None = None
+    """The case compared with, where the baseline is that of another case."""
+    loglikelihoods: int = 0
+    """Number of log-likelihoods of dummy weights."""
+    not_finite: int = 0
+    """How many of these are not finite."""
+    mismatch: Mismatch | None = None
+    """Log-likelihoods that fail the check although the answers pass."""
+
+
+def check(
+    result: CaseResult, earlier: Sequence[CaseResult], *, given: float | None, metric: str, tolerance: float
+) -> AccuracyCheck | None:
+    """Return the check of a result as the report holds it; see `decide` for the arguments."""
+    decision = decide(result, earlier, given=given, metric=metric, tolerance=tolerance)
+    if decision is None:
+        return None
+    return AccuracyCheck(
+        metric=decision.metric,
+        value=decision.value,
+        baseline=decision.baseline,
+        source=decision.source,
+        tolerance=decision.tolerance,
+        ok=decision.ok,
+        text=describe(decision),
+    )
+
+
+def decide(
+    result: CaseResult, earlier: Sequence[CaseResult], *, given: float | None, metric: str, tolerance: float
+) -> Decision | None:
+    """Check a result in the way that fits its weights.
+
+    Args:
+        result: The case to check. If it has several launches, the worst one counts.
+        earlier: Results of the same session; dummy weights and a model without a baseline are compared with these.
+        given: `--llmgpu-accuracy-baseline`, a fraction.
+        metric: `acc` or `acc_norm`.
+        tolerance: How far below the baseline a value still passes, a fraction.
+
+    Returns:
+        The decision; None for a result that did not complete or scored nothing.
+
+    Raises:
+        ValueError: The metric is unknown.
+    """
+    accuracies = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+    if result.outcome != "completed" or not accuracies:
+        return None
+    case = result.case
+    mp, smallest = reference.reference(result, earlier), smallest_batch_size(result, earlier)
+    if case.load_format == "dummy":
+        decisions = [decide_dummy(accuracy.loglikelihoods, mp or smallest, case) for accuracy in accuracies]
+        found = max(decisions, key=lambda one: (one.ok is False, one.value or 0.0))
+        if found.ok and mp is None and case.strategy != REFERENCE_STRATEGY:
+            # Batch sizes that are wrong in the same way agree with each other.
+            return msgspec.structs.replace(found, ok=None)
+        return found
+    known = baseline(
+        given=given,
+        metric=metric,
+        model=case.model,
+        dataset=case.dataset,
+        limit=case.limit,
+        load_format=case.load_format,
+        task=case.task,
+    )
+    worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
+    others = [other for other in (mp, smallest) if other is not None]
+    if known is None and others:
+        decisions = [_decide_by_case(worst, case, other, metric=metric, tolerance=tolerance) for other in others]
+        found = next((one for one in decisions if one.ok is False), decisions[0])
+    else:
+        found = _decide_by_baseline(worst, case, known, metric=metric, tolerance=tolerance)
+    if found.ok is not False and (mismatch := decide_mismatch(result, mp)) is not None:
+        return msgspec.structs.replace(found, ok=False, mismatch=mismatch)
+    return found
 
 
 def baseline(
@@ -63,10 +180,11 @@ def baseline(
     load_format: str = "auto",
     task: str = DEFAULT_TASK,
 ) -> tuple[float, str] | None:
-    """Return the accuracy to hold a model against, as a fraction, and where it comes from; None where none is known.
+    """Return the accuracy that a model should reach, as a fraction, and its source; None where none is known.
 
-    The given value wins, then the bundled model's registered one, then the published one of a known hub id, which
-    holds for `acc_norm` on the whole of HellaSwag only; both are for the default task. Dummy weights have no accuracy.
+    The given value comes first, then the registered one of the bundled model, then the published one of a known hub
+    id, which holds only for `acc_norm` on the whole of HellaSwag; the last two are known for the default task. Dummy
+    weights have no accuracy.
     """
     if load_format == "dummy":
         return None
@@ -85,178 +203,37 @@ def baseline(
     return None
 
 
-def check_accuracy(
-    accuracy: Accuracy, known: tuple[float, str] | None, *, metric: str, tolerance: float, case: Case
-) -> AccuracyCheck:
+def _decide_by_baseline(
+    accuracy: Accuracy, case: Case, known: tuple[float, str] | None, *, metric: str, tolerance: float
+) -> Decision:
     """Compare an accuracy with its baseline.
 
-    On the whole dataset the value may lie `tolerance` below. On its first items only chance may have put it there:
-    it fails where even its one-sided 95 % upper bound lies lower.
+    On the whole dataset the value may be `tolerance` below. On the first items of a dataset it may also be below by
+    chance: the check fails if even the one-sided 95 % upper bound of the value is too low.
     """
     value = value_of(accuracy, metric)
-    says = f"accuracy ({metric}) is {_pct(value)}" + (f" on the first {accuracy.items:,} items" if case.limit else "")
-    if known is None:
-        return AccuracyCheck(
-            metric=metric,
-            value=value,
-            baseline=None,
-            source=None,
-            tolerance=tolerance,
-            ok=None,
-            text=f"{says}, and no baseline is known for {case.model} on {case.dataset}",
-        )
-    expected, source = known
-    best_case = upper_bound(value, accuracy.items) if case.limit else value
-    ok = best_case >= expected - tolerance - _ROUNDING
-    if case.limit:
-        says += f" (95 % upper bound {_pct(best_case)})"
-    verb = "; the baseline is" if ok else f", {100 * (expected - value):.1f} points below the baseline of"
-    text = f"{says}{verb} {_pct(expected)} ({source}, tolerance {tolerance:g})"
-    return AccuracyCheck(
-        metric=metric, value=value, baseline=expected, source=source, tolerance=tolerance, ok=ok, text=text
-    )
-
-
-def check_dummy(loglikelihoods: str, other: CaseResult | None, dtype: str) -> AccuracyCheck:
-    """Compare log-likelihoods of random weights with another case's: mp's, or those of the smallest batch size.
-
-    Random weights answer by chance, but the same inputs must get the same numbers from every strategy and at every
-    batch size.
-
-    Args:
-        loglikelihoods: base64 of float32, as in `Accuracy`.
-        other: that other result, None where this one is what others are compared with.
-        dtype: dtype of the weights, which decides the tolerance.
-
-    Raises:
-        ValueError: unknown dtype.
-    """
-    if dtype not in LOGLIKELIHOOD_TOLERANCES:
-        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(LOGLIKELIHOOD_TOLERANCES)}")
-    tolerance = LOGLIKELIHOOD_TOLERANCES[dtype]
-    values = decode(loglikelihoods)
-    largest: float | None = None
-    ok: bool | None = None
-    if not_finite := sum(not math.isfinite(value) for value in values):
-        ok, text = False, f"{not_finite:,} of {len(values):,} log-likelihoods of dummy weights are not finite"
-    elif other is None:
-        text = "dummy weights: the log-likelihoods of larger batch sizes are compared with this one's"
-    else:
-        before = measured(other)
-        assert before is not None, "only a scored result is compared with"
-        largest = reference.largest_difference(loglikelihoods, before.loglikelihoods)
-        ok = largest is not None and largest <= tolerance
-        text = (
-            f"log-likelihoods of dummy weights cannot be compared: not all of {other.id} are finite"
-            if largest is None
-            else f"log-likelihoods of dummy weights differ by up to {largest:.1e} from {other.id}'s; "
-            f"{dtype} allows {tolerance:g}"
-        )
-    return AccuracyCheck(
-        metric=_DUMMY_METRIC,
-        value=largest,
-        baseline=None if largest is None else 0.0,
-        source=other.id if other else None,
-        tolerance=tolerance,
-        ok=ok,
-        text=text,
-    )
-
-
-def check(
-    result: CaseResult, earlier: Sequence[CaseResult], *, given: float | None, metric: str, tolerance: float
-) -> AccuracyCheck | None:
-    """Check a result in the way that suits its weights; None where it did not complete or scored nothing.
-
-    Args:
-        result: the case to check. Of several launches the worst one counts.
-        earlier: results of the same session, for what dummy weights and a model without a baseline are compared with.
-        given: `--llmgpu-accuracy-baseline`, a fraction.
-        metric: `acc` or `acc_norm`.
-        tolerance: how far below the baseline still passes, a fraction.
-
-    Raises:
-        ValueError: unknown metric.
-    """
-    accuracies = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
-    if result.outcome != "completed" or not accuracies:
-        return None
-    case = result.case
-    mp, smallest = reference.reference(result, earlier), smallest_batch_size(result, earlier)
-    if case.load_format == "dummy":
-        checks = [check_dummy(accuracy.loglikelihoods, mp or smallest, case.dtype) for accuracy in accuracies]
-        found = max(checks, key=lambda one: (one.ok is False, one.value or 0.0))
-        if found.ok and mp is None and case.strategy != REFERENCE_STRATEGY:
-            # What is wrong at every batch size agrees with itself.
-            return msgspec.structs.replace(found, ok=None, text=f"{found.text}, but both may be wrong")
-        return found
-    known = baseline(
-        given=given,
+    expected, source = known or (None, None)
+    bound = upper_bound(value, accuracy.items) if case.limit else None
+    best_case = value if bound is None else bound
+    return Decision(
         metric=metric,
-        model=case.model,
-        dataset=case.dataset,
-        limit=case.limit,
-        load_format=case.load_format,
-        task=case.task,
+        value=value,
+        baseline=expected,
+        source=source,
+        tolerance=tolerance,
+        ok=None if expected is None else best_case >= expected - tolerance - _ROUNDING,
+        case=case,
+        items=accuracy.items,
+        upper_bound=bound,
     )
-    worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
-    others = [other for other in (mp, smallest) if other is not None]
-    if known is None and others:
-        checks = [check_against(worst, case, other, metric=metric, tolerance=tolerance) for other in others]
-        found = next((one for one in checks if one.ok is False), checks[0])
-    else:
-        found = check_accuracy(worst, known, metric=metric, tolerance=tolerance, case=case)
-    return found if found.ok is False else check_numbers(found, result, mp)
 
 
-def check_numbers(found: AccuracyCheck, result: CaseResult, mp: CaseResult | None) -> AccuracyCheck:
-    """Fail what passes by its answers where its log-likelihoods are not those of the model (see `foreign_numbers`)."""
-    foreign = foreign_numbers(result, mp)
-    if foreign is None:
-        return found
-    return msgspec.structs.replace(found, ok=False, text=f"{foreign}, although {found.text}")
+def _decide_by_case(accuracy: Accuracy, case: Case, other: CaseResult, *, metric: str, tolerance: float) -> Decision:
+    """Compare an accuracy with that of another case, where no baseline is known: of mp or of the smallest batch size.
 
-
-def foreign_numbers(result: CaseResult, mp: CaseResult | None) -> str | None:
-    """Return how far log-likelihoods are from those of mp, or of the bundled model as registered; None for rounding.
-
-    A model that is sure of its answers keeps them under a wrong kernel: the bundled one does with DeepSpeed's residual
-    added twice, at 10 % of its log-likelihoods. Rounding stays a thousandth of that.
-    """
-    case, accuracies = result.case, [launch.accuracy for launch in result.launches if launch.accuracy is not None]
-    if case.load_format == "dummy":
-        return None
-    witness = measured(mp) if mp is not None else None
-    if mp is not None and witness is not None:
-        whose, expected = f"{mp.id}'s", decode(witness.loglikelihoods)
-    elif case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
-        from pytest_llmgpu.inference import bundled
-
-        whose, expected = "those registered for the bundled model", bundled.loglikelihoods()
-    else:
-        return None
-    allowed = explained(case.dtype)
-    for accuracy in accuracies:
-        values = decode(accuracy.loglikelihoods)
-        if len(values) > len(expected):
-            return None  # items of another file that is called like the bundled one
-        if not all(map(math.isfinite, values)):
-            return "log-likelihoods are not finite"
-        typical = typical_difference(values, expected[: len(values)])
-        if typical > allowed:
-            return (
-                f"log-likelihoods typically differ by {_pct(typical)} from {whose}, and {case.dtype} explains "
-                f"{_pct(allowed)}"
-            )
-    return None
-
-
-def check_against(accuracy: Accuracy, case: Case, other: CaseResult, *, metric: str, tolerance: float) -> AccuracyCheck:
-    """Compare with another case where no baseline is known: with mp, and with the smallest batch size.
-
-    It fails where more than `tolerance` is lost and chance does not explain it: the exact sign test on the items that
-    were lost or won, one-sided, at 1 %. Without labels every item whose prediction differs counts, those that are
-    wrong both times for chance. Where nothing is lost the accuracy itself is still unchecked.
+    The check fails if more than `tolerance` is lost and chance does not explain it: the exact sign test on the items
+    that were lost or won, one-sided, at 1 %. Without labels every item counts whose prediction differs. If nothing is
+    lost, the accuracy itself is still unchecked.
     """
     before = measured(other)
     assert before is not None, "only a scored result is compared with"
@@ -266,25 +243,144 @@ def check_against(accuracy: Accuracy, case: Case, other: CaseResult, *, metric: 
         net = round((expected - value) * accuracy.items)
         differing = max(abs(net), len(reference.flipped(accuracy, before, metric)))
         exact = (differing + net + 1) // 2, (differing - net) // 2
-    bad = expected - value > tolerance + _ROUNDING and by_chance(*exact) < _CHANCE_BAR
-    elsewhere = (
-        f"{_pct(expected)} at batch size {other.case.batch_size}"
-        if other.case.strategy == case.strategy
-        else f"{other.id}'s is {_pct(expected)}"
-    )
-    return AccuracyCheck(
+    bad = expected - value > tolerance + _ROUNDING and by_chance(*exact) < _BY_CHANCE
+    return Decision(
         metric=metric,
         value=value,
         baseline=expected,
         source=other.id,
         tolerance=tolerance,
         ok=False if bad else None,
-        text=f"accuracy ({metric}) is {_pct(value)}, and {elsewhere}",
+        case=case,
+        items=accuracy.items,
+        other=other.case,
     )
 
 
+def decide_dummy(loglikelihoods: str, other: CaseResult | None, case: Case) -> Decision:
+    """Compare log-likelihoods of random weights with those of another case: of mp or of the smallest batch size.
+
+    Random weights answer by chance, but the same inputs must get the same log-likelihoods from every strategy and at
+    every batch size.
+
+    Args:
+        loglikelihoods: Base64 of float32, as in `Accuracy`.
+        other: The other case; None where this one is the one that others are compared with.
+        case: The case that is checked; its dtype decides the tolerance.
+
+    Raises:
+        ValueError: The dtype is unknown.
+    """
+    if case.dtype not in LOGLIKELIHOOD_TOLERANCES:
+        raise ValueError(f"dtype {case.dtype!r}: allowed are {', '.join(LOGLIKELIHOOD_TOLERANCES)}")
+    tolerance = LOGLIKELIHOOD_TOLERANCES[case.dtype]
+    values = decode(loglikelihoods)
+    not_finite = sum(not math.isfinite(value) for value in values)
+    largest: float | None = None
+    ok: bool | None = False if not_finite else None
+    if other is not None and not not_finite:
+        before = measured(other)
+        assert before is not None, "only a scored result is compared with"
+        largest = reference.largest_difference(loglikelihoods, before.loglikelihoods)
+        ok = largest is not None and largest <= tolerance
+    return Decision(
+        metric=_DUMMY_METRIC,
+        value=largest,
+        baseline=None if largest is None else 0.0,
+        source=other.id if other else None,
+        tolerance=tolerance,
+        ok=ok,
+        case=case,
+        other=other.case if other else None,
+        loglikelihoods=len(values),
+        not_finite=not_finite,
+    )
+
+
+def decide_mismatch(result: CaseResult, mp: CaseResult | None) -> Mismatch | None:
+    """Compare log-likelihoods with those of mp, or else with those that are registered for the bundled model.
+
+    A model that is confident keeps its answers under a wrong kernel: the bundled one does with DeepSpeed's residual
+    added twice, which changes its log-likelihoods by 10 %. Rounding is a thousandth of that.
+
+    Returns:
+        None where rounding explains the difference, and where there is nothing to compare with.
+    """
+    case, accuracies = result.case, [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+    if case.load_format == "dummy":
+        return None
+    of_mp = measured(mp) if mp is not None else None
+    if mp is not None and of_mp is not None:
+        source, expected = mp.id, decode(of_mp.loglikelihoods)
+    elif case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
+        from pytest_llmgpu.inference import bundled
+
+        source, expected = None, bundled.loglikelihoods()
+    else:
+        return None
+    allowed = explained(case.dtype)
+    for accuracy in accuracies:
+        values = decode(accuracy.loglikelihoods)
+        if len(values) > len(expected):
+            return None  # another file than the bundled one is named `bundled`
+        finite = all(map(math.isfinite, values))
+        typical = typical_difference(values, expected[: len(values)]) if finite else None
+        if typical is None or typical > allowed:
+            return Mismatch(source=source, typical_difference=typical, allowed=allowed, dtype=case.dtype)
+    return None
+
+
+def describe(decision: Decision) -> str:
+    """Return the result of a check in one sentence, without a capital and a full stop."""
+    text = _describe_dummy(decision) if decision.metric == _DUMMY_METRIC else _describe_accuracy(decision)
+    return text if decision.mismatch is None else f"{describe_mismatch(decision.mismatch)}, although {text}"
+
+
+def describe_mismatch(mismatch: Mismatch) -> str:
+    """Return how far log-likelihoods are from the right ones, without a capital and a full stop."""
+    if mismatch.typical_difference is None:
+        return "log-likelihoods are not finite"
+    source = "registered for the bundled model" if mismatch.source is None else f"of {mismatch.source}"
+    return (
+        f"log-likelihoods typically differ by {percent(mismatch.typical_difference)} from those {source}; "
+        f"{mismatch.dtype} allows {percent(mismatch.allowed)}"
+    )
+
+
+def _describe_accuracy(decision: Decision) -> str:
+    assert decision.value is not None, "only dummy weights may have no value"
+    text = f"accuracy ({decision.metric}) is {percent(decision.value)}"
+    if decision.other is not None and decision.baseline is not None:
+        return f"{text}; {decision.source} has {percent(decision.baseline)}"
+    if decision.case.limit:
+        text += f" on the first {decision.items:,} items"
+    if decision.baseline is None:
+        return f"{text}; no baseline is known for {decision.case.model} on {decision.case.dataset}"
+    if decision.upper_bound is not None:
+        text += f" (95 % upper bound {percent(decision.upper_bound)})"
+    verb = "; the baseline is"
+    if decision.ok is False and decision.mismatch is None:
+        verb = f", {100 * (decision.baseline - decision.value):.1f} points below the baseline of"
+    return f"{text}{verb} {percent(decision.baseline)} ({decision.source}, tolerance {decision.tolerance:g})"
+
+
+def _describe_dummy(decision: Decision) -> str:
+    if decision.not_finite:
+        return f"{decision.not_finite:,} of {decision.loglikelihoods:,} log-likelihoods of dummy weights are not finite"
+    if decision.source is None:
+        return "dummy weights: larger batch sizes are compared with the log-likelihoods of this case"
+    if decision.value is None:
+        return f"log-likelihoods of dummy weights cannot be compared: those of {decision.source} are not all finite"
+    difference = percent(decision.value) if decision.value >= _PLAIN else f"{100 * decision.value:.1g} %"
+    text = (
+        f"log-likelihoods of dummy weights differ by up to {difference} from those of {decision.source}; "
+        f"{decision.case.dtype} allows {100 * decision.tolerance:g} %"
+    )
+    return text if decision.ok is not None else f"{text}, but both may be wrong in the same way"
+
+
 def smallest_batch_size(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
-    """Return the scored result of the smallest batch size, up to this one's, of the same series; None without one."""
+    """Return the scored result of the same series with the smallest batch size; None if this one is the smallest."""
     candidates = [
         other
         for other in earlier
@@ -295,7 +391,3 @@ def smallest_batch_size(result: CaseResult, earlier: Sequence[CaseResult]) -> Ca
         and other.case.series == result.case.series
     ]
     return min(candidates, key=lambda other: other.case.batch_size, default=None)
-
-
-def _pct(fraction: float) -> str:
-    return f"{100 * fraction:.1f} %"

@@ -1,196 +1,178 @@
-"""What a person should know of a case's answers: which are wrong, and why."""
+"""Findings on the answers of a case: `decide` returns what is wrong and its cause, `describe` words it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
-from pytest_llmgpu.analysis import reference
-from pytest_llmgpu.analysis.accuracy_check import foreign_numbers, smallest_batch_size
+import msgspec
+
+from pytest_llmgpu.analysis import accuracy_check, reference
+from pytest_llmgpu.analysis.accuracy_check import smallest_batch_size
 from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, value_of
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Finding, Launch
+from pytest_llmgpu.report.text import percent
 
-__all__ = ["capital", "of_accuracy", "said", "sentence"]
+__all__ = ["Decision", "capital", "decide", "describe", "has_finding", "sentence"]
 
-_DEEPSPEEDS = "iok"  # the strategy whose workspace is DeepSpeed's, with an option of its own
-_ENOUGH_ITEMS = 50  # fewer cannot be told from guessing
-_OTHERWISE = (
-    "Look for what this strategy computes otherwise than mp, such as a mask that is ignored or a term that is added "
-    "twice: its speed says nothing until its numbers are those of the model."
-)
-_NO_CHANCE = 0.01  # probability below which lost and won items are worth naming
+_DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
+_ENOUGH_ITEMS = 50  # on fewer items a trained model may score like guesses
+_NOT_BY_CHANCE = 0.01  # lost and won items are named if their probability is below this
+
+Code = Literal[
+    "accuracy-collapsed", "loglikelihood-mismatch", "accuracy-below-baseline", "accuracy-unchecked", "unverified"
+]
+"""What is wrong with the answers: the code of the finding."""
+
+Cause = Literal["overflow", "batch_size", "strategy", "inputs"]
+"""What makes a model guess: numbers that overflow, a batch size, a strategy, or weights and prompts that do not match.
+"""
+
+_ADVICE: dict[Code, str] = {
+    "loglikelihood-mismatch": "Look for what {strategy} computes differently from {reference}, such as a mask that is "
+    "ignored or a term that is added twice. Its speed is meaningless until its log-likelihoods are those of the model.",
+    "accuracy-below-baseline": "See which items flipped (`predictions` in the report), and check whether dtype, "
+    "tokenizer, revision or library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
+    "accuracy-unchecked": "Pass --llmgpu-accuracy-baseline=FRACTION, so that wrong answers fail the test.",
+    "unverified": "Add {reference}: --strategy={reference},{strategy}.",
+}
+_DUMMY_ADVICE: dict[Cause, str] = {
+    "batch_size": "Random weights answer by chance, but the same sequence must get the same log-likelihood in every "
+    "batch. Look for a mask, padding or position that depends on the batch, or a kernel that overflows.",
+    "strategy": "Random weights answer by chance, but the same sequence must get the same log-likelihood under every "
+    "strategy. Look for what {strategy} computes differently, such as a mask that is ignored or a term that is added "
+    "twice.",
+}
+_COLLAPSE_ADVICE: dict[Cause, str] = {
+    "overflow": "Try --llmgpu-dtype=bfloat16 or float32.",
+    "batch_size": "Look for a context that is cut at this batch size (a fused kernel's workspace that is too small for "
+    "its tokens) or for padding that is not masked. Do not use this batch size.",
+    "strategy": "Look for what {strategy} computes differently from {reference}: a term that is added twice, a mask "
+    "that is ignored, a workspace that is too small. Do not use {strategy} until this is fixed.",
+    "inputs": "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer.",
+}
 
 
-def of_accuracy(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    """Yield what to say of a completed result's answers; see `findings`."""
-    found = list(_of_weights(result, earlier))
-    yield from found
-    clamp = _clamp(result)
-    if clamp and all(finding.severity != "failure" for finding in found):
-        yield Finding(
-            code="workspace-clamped",
-            severity="warning",
-            text=sentence(f"{clamp}, whatever the accuracy says"),
-            next_step=_clamp_advice(result),
-        )
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answers of a case show, before it is worded."""
+
+    code: Code | None = None
+    """What is wrong; None where nothing is."""
+    fails: bool = False
+    """Whether it is a failure; else it is a warning."""
+    cause: Cause | None = None
+    """The cause, for `accuracy-collapsed` and for `loglikelihood-mismatch` of dummy weights."""
+    witness: CaseResult | None = None
+    """A case of the same model that answers better, for `accuracy-collapsed`."""
+    not_finite: int = 0
+    """Number of log-likelihoods that are not finite, for `accuracy-collapsed`."""
+    tokens_granted: int | None = None
+    """Tokens that the smallest workspace held, where it was too small; None where it was not."""
+    tokens_requested: int | None = None
+    """Tokens that this workspace needed."""
+    flips: int = 0
+    """Number of answers that differ from those of the smallest batch size."""
+    smallest: CaseResult | None = None
+    """The case of the smallest batch size."""
+    no_reference: reference.NoReference | None = None
+    """Why there is no reference, for `unverified`."""
 
 
-def _of_weights(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
+def decide(result: CaseResult, earlier: Sequence[CaseResult]) -> Decision:
+    """Decide what is wrong with the answers of a completed result that has its check and its comparison.
+
+    Args:
+        result: The result.
+        earlier: Results of the same session before it, with their findings.
+    """
     accuracy, check = measured(result), result.accuracy_check
     if accuracy is None or check is None:
-        return
-    if result.case.load_format == "dummy":
-        yield from _of_dummy(result, check, earlier)
-        return
+        found = Decision()
+    elif result.case.load_format == "dummy":
+        found = _decide_dummy(result, check, earlier)
+    else:
+        found = _decide_answers(result, accuracy, check, earlier)
+    clamp = _clamp(result)
+    if clamp is None:
+        return found
+    return msgspec.structs.replace(found, tokens_granted=clamp[0], tokens_requested=clamp[1])
+
+
+def _decide_answers(
+    result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, earlier: Sequence[CaseResult]
+) -> Decision:
     mp, smallest = reference.reference(result, earlier), smallest_batch_size(result, earlier)
-    if _collapsed(result, accuracy, check, (smallest, mp)):
-        yield _collapse(result, accuracy, check, smallest, mp)
-    elif check.ok is False and foreign_numbers(result, mp):
-        yield _failure("loglikelihood-mismatch", f"{check.text}{_lost(result)}", _OTHERWISE, result)
+    if _guesses(result, accuracy, check, [one for one in (smallest, mp) if one is not None]):
+        found = _decide_collapse(result, accuracy, check, smallest, mp)
     elif check.ok is False:
-        advice = (
-            "See which items flipped (`predictions` in the report), and whether dtype, tokenizer, revision or library "
-            "versions changed; --llmgpu-accuracy-baseline sets another bar."
-        )
-        yield _failure("accuracy-below-baseline", f"{check.text}{_lost(result)}", advice, result)
+        mismatch = accuracy_check.decide_mismatch(result, mp) is not None
+        found = Decision(code="loglikelihood-mismatch" if mismatch else "accuracy-below-baseline", fails=True)
     elif check.ok is None and smallest is None and mp is None:
-        advice = "Pass --llmgpu-accuracy-baseline=FRACTION, so that a wrong answer fails instead of going unseen."
-        yield Finding(code="accuracy-unchecked", severity="warning", text=sentence(check.text), next_step=advice)
-
-    if smallest is not None and (flips := _flips(accuracy, smallest, check.metric)):
-        dtype = result.case.dtype
-        rounding = "float32 rounding flips next to none" if dtype == "float32" else f"{dtype} rounding flips a few"
-        yield Finding(
-            code="predictions-differ",
-            severity="info",
-            text=f"{flips:,} of {accuracy.items:,} answers differ from those of {smallest.id}.",
-            next_step=f"{capital(rounding)}; where it is more, compare `predictions` of both cases in the report.",
-        )
+        found = Decision(code="accuracy-unchecked")
+    else:
+        found = Decision()
+    if smallest is None:
+        return found
+    before = measured(smallest)
+    assert before is not None, "`smallest_batch_size` returns scored results only"
+    flips = len(reference.flipped(accuracy, before, check.metric))
+    return msgspec.structs.replace(found, flips=flips, smallest=smallest)
 
 
-def _of_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    strategy = result.case.strategy
+def _decide_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[CaseResult]) -> Decision:
     mp = reference.reference(result, earlier)
     if check.ok is False:
-        advice = (
-            "Random weights answer by chance, but the same sequence must score the same in any batch: look for a "
-            "mask, padding or position that depends on the batch, or a kernel that overflows."
-            if mp is None
-            else "Random weights answer by chance, but the same sequence must score the same under any strategy: look "
-            f"for what {strategy} computes otherwise, such as a mask that is ignored or a term that is added twice."
-        )
-        yield _failure("loglikelihood-mismatch", check.text, advice, result)
-    elif mp is None and strategy != REFERENCE_STRATEGY:
-        series = [other for other in earlier if other.case.series == result.case.series]
-        if not said("unverified", series):
-            reason = reference.why_not(result, earlier)
-            yield Finding(
-                code="unverified",
-                severity="warning",
-                text=f"Every batch size of {strategy} may be wrong alike: there is nothing independent to compare its "
-                f"log-likelihoods with ({reason}).",
-                next_step=f"Add {REFERENCE_STRATEGY}: --strategy={REFERENCE_STRATEGY},{strategy}.",
-            )
+        return Decision(code="loglikelihood-mismatch", fails=True, cause="batch_size" if mp is None else "strategy")
+    series = [other for other in earlier if other.case.series == result.case.series]
+    if mp is None and result.case.strategy != REFERENCE_STRATEGY and not has_finding("unverified", series):
+        return Decision(code="unverified", no_reference=reference.decide_missing(result, earlier))
+    return Decision()
 
 
-def _collapsed(
-    result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, witnesses: Sequence[CaseResult | None]
-) -> bool:
-    """Return whether the answers are guesses although something says that the model knows better, or nothing does."""
+def _guesses(result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, witnesses: Sequence[CaseResult]) -> bool:
+    """Return whether the answers are guesses although another case or the baseline is better, or none is there."""
     chance = _chance(accuracy)
-    bar = chance + max(0.05, 2 * math.sqrt(chance * (1 - chance) / accuracy.items))
-    if check.value is None or check.value > bar:
+    threshold = chance + max(0.05, 2 * math.sqrt(chance * (1 - chance) / accuracy.items))
+    if check.value is None or check.value > threshold:
         return False
-    before = [_value(witness, check.metric) for witness in witnesses if witness is not None]
-    if before:
-        return check.ok is False or max(before) > bar + 0.05
-    return check.ok is False or (check.ok is None and (accuracy.items >= _ENOUGH_ITEMS or bool(_clamp(result))))
+    if check.ok is False:
+        return True
+    if witnesses:
+        return max(_value(witness, check.metric) for witness in witnesses) > threshold + 0.05
+    return check.ok is None and (accuracy.items >= _ENOUGH_ITEMS or _clamp(result) is not None)
 
 
-def _collapse(
+def _decide_collapse(
     result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, smallest: CaseResult | None, mp: CaseResult | None
-) -> Finding:
-    values = decode(accuracy.loglikelihoods)
-    not_finite = sum(not math.isfinite(value) for value in values)
-    bar = value_of(accuracy, check.metric) + 0.1
-    better = next((one for one in (smallest, mp) if one is not None and _value(one, check.metric) > bar), None)
-    strategy = result.case.strategy
+) -> Decision:
+    not_finite = sum(not math.isfinite(value) for value in decode(accuracy.loglikelihoods))
+    better = value_of(accuracy, check.metric) + 0.1
+    witness = next((one for one in (smallest, mp) if one is not None and _value(one, check.metric) > better), None)
+    cause: Cause = "inputs"
     if not_finite:
-        cause = (
-            f"{not_finite:,} of {len(values):,} log-likelihoods are not finite: numbers overflow in {result.case.dtype}"
-        )
-        advice = "Try --llmgpu-dtype=bfloat16 or float32."
-    elif better is not None:
-        loser = "the batch size" if better is smallest else strategy
-        cause = f"{better.id} had {100 * _value(better, check.metric):.1f} %, so it is {loser} that loses the answers"
-        advice = (
-            "Look for a context that is cut at this batch size (a fused kernel's workspace too small for its tokens) "
-            "or for padding that is not masked; do not use this batch size."
-            if better is smallest
-            else f"Look for what {strategy} computes otherwise than {better.case.strategy}: a term that is added "
-            f"twice, a mask that is ignored, a workspace that is too small; do not use {strategy} until then."
-        )
-    else:
-        cause = "weights, tokenizer and prompts do not belong together, or the model is untrained"
-        advice = "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer."
-    guessing = f"{check.text}{_lost(result)}. Guessing gives {100 * _chance(accuracy):.0f} %"
-    if _clamp(result):
-        return _failure("accuracy-collapsed", guessing, advice, result)
-    text = f"{guessing}: {cause}"
-    if better is not None or not_finite or check.ok is False:
-        return _failure("accuracy-collapsed", text, advice, result)
-    return Finding(code="accuracy-collapsed", severity="warning", text=sentence(text), next_step=advice)
-
-
-def _failure(code: str, text: str, advice: str, result: CaseResult) -> Finding:
-    """Return a failure that begins with a clamped workspace where there was one: it is cause enough."""
-    clamp = _clamp(result)
-    return Finding(
-        code=code,
-        severity="failure",
-        text=sentence(f"{clamp}: {text}" if clamp else text),
-        next_step=_clamp_advice(result) if clamp else advice,
+        cause = "overflow"
+    elif witness is not None:
+        cause = "batch_size" if witness is smallest else "strategy"
+    return Decision(
+        code="accuracy-collapsed",
+        fails=cause != "inputs" or check.ok is False or _clamp(result) is not None,
+        cause=cause,
+        witness=witness,
+        not_finite=not_finite,
     )
 
 
-def _clamp(result: CaseResult) -> str:
-    """Return what a workspace that holds too few tokens does, of the launch with the fewest; empty where none does."""
+def _clamp(result: CaseResult) -> tuple[int, int] | None:
+    """Return granted and requested tokens of the smallest workspace that is too small; None where none is."""
 
-    def room(launch: Launch) -> tuple[int, int] | None:
+    def tokens(launch: Launch) -> tuple[int, int] | None:
         requested, granted = launch.tokens_requested, launch.tokens_granted
         return (granted, requested) if requested is not None and granted is not None and granted < requested else None
 
-    clamps = [clamp for launch in result.launches if (clamp := room(launch)) is not None]
-    if not clamps:
-        return ""
-    granted, requested = min(clamps)
-    owner = "DeepSpeed" if result.case.strategy == _DEEPSPEEDS else capital(result.case.strategy)
-    held = f"{owner}'s workspace held {granted:,} of {requested:,} tokens"
-    return f"{held}, so keys and values of neighbouring heads overlap"
-
-
-def _clamp_advice(result: CaseResult) -> str:
-    cure = "give it more memory or a smaller batch size"
-    if result.case.strategy != _DEEPSPEEDS:
-        return f"{capital(cure)}."
-    return f"Drop --llmgpu-iok-min-tokens (DeepSpeed then raises, and it is out of memory), or {cure}."
-
-
-def _lost(result: CaseResult) -> str:
-    """Return what the comparison with mp says of lost items, where chance does not explain them."""
-    found = result.comparison
-    if found is None or found.lost is None or found.mcnemar_p is None or found.mcnemar_p >= _NO_CHANCE:
-        return ""
-    chance = written(found.mcnemar_p)
-    return f"; against {found.reference} {found.lost:,} items are lost and {found.won:,} won ({chance})"
-
-
-def _flips(accuracy: Accuracy, smallest: CaseResult, metric: str) -> int:
-    before = measured(smallest)
-    assert before is not None, "`smallest_batch_size` gives scored results only"
-    return len(reference.flipped(accuracy, before, metric))
+    return min((clamp for launch in result.launches if (clamp := tokens(launch)) is not None), default=None)
 
 
 def _value(result: CaseResult, metric: str) -> float:
@@ -200,20 +182,133 @@ def _value(result: CaseResult, metric: str) -> float:
 
 
 def _chance(accuracy: Accuracy) -> float:
-    """Return the accuracy of guessing: one over the endings of an item."""
+    """Return the accuracy of guessing: one divided by the number of endings of an item."""
     return accuracy.items / max(1, len(decode(accuracy.loglikelihoods)))
 
 
-def said(code: str, results: Sequence[CaseResult]) -> bool:
-    """Return whether one of these results has such a finding."""
+def has_finding(code: str, results: Sequence[CaseResult]) -> bool:
+    """Return whether one of these results has a finding of this code."""
     return any(finding.code == code for other in results for finding in other.findings)
 
 
+def describe(decision: Decision, result: CaseResult) -> list[Finding]:
+    """Return the findings of a decision: the wrong answers, flipped answers, a workspace that is too small.
+
+    A workspace that is too small is the cause of any failure, so that a failure begins with it.
+    """
+    found = []
+    clamp = _describe_clamp(decision, result)
+    if decision.code is not None:
+        clamped = clamp and decision.fails
+        found.append(
+            Finding(
+                code=decision.code,
+                severity="failure" if decision.fails else "warning",
+                text=sentence(f"{clamp}: {_text(decision, result)}" if clamped else _text(decision, result)),
+                next_step=_clamp_advice(result) if clamped else _advice(decision, result),
+            )
+        )
+    if decision.flips and decision.smallest is not None:
+        dtype = result.case.dtype
+        accuracy = measured(result)
+        assert accuracy is not None, "only a scored result has flips"
+        found.append(
+            Finding(
+                code="predictions-differ",
+                severity="info",
+                text=f"{decision.flips:,} of {accuracy.items:,} answers differ from those of {decision.smallest.id}.",
+                next_step=f"Rounding in {dtype} flips {'almost no answer' if dtype == 'float32' else 'a few answers'}. "
+                "If there are more, compare `predictions` of both cases in the report.",
+            )
+        )
+    if clamp and not decision.fails:
+        found.append(
+            Finding(
+                code="workspace-clamped",
+                severity="warning",
+                text=sentence(f"{clamp}. Answers may be wrong although no check failed"),
+                next_step=_clamp_advice(result),
+            )
+        )
+    return found
+
+
+def _text(decision: Decision, result: CaseResult) -> str:
+    """Return what is wrong with the answers, without a full stop."""
+    check, accuracy = result.accuracy_check, measured(result)
+    assert check is not None, "only checked answers are wrong"
+    assert accuracy is not None, "only answers are checked"
+    if decision.no_reference is not None:
+        return (
+            f"every batch size of {result.case.strategy} may be wrong in the same way: there is no independent case to "
+            f"compare its log-likelihoods with ({reference.describe_missing(decision.no_reference)})"
+        )
+    if decision.code == "accuracy-unchecked" or result.case.load_format == "dummy":
+        return check.text
+    text = f"{check.text}{_describe_lost(result)}"
+    if decision.code == "accuracy-collapsed":
+        text += f". Guessing gives {percent(_chance(accuracy), 0)}"
+        if decision.tokens_granted is None:  # else the workspace is the cause
+            text += f": {_describe_cause(decision, result, check, accuracy)}"
+    return text
+
+
+def _describe_cause(decision: Decision, result: CaseResult, check: AccuracyCheck, accuracy: Accuracy) -> str:
+    """Return why a model guesses, without a full stop."""
+    witness = decision.witness
+    if decision.cause == "overflow":
+        numbers = f"{decision.not_finite:,} of {len(decode(accuracy.loglikelihoods)):,}"
+        return f"{numbers} log-likelihoods are not finite: numbers overflow in {result.case.dtype}"
+    if witness is None:
+        return "weights, tokenizer and prompts do not belong together, or the model is untrained"
+    loser = "the batch size" if decision.cause == "batch_size" else result.case.strategy
+    return f"{witness.id} had {percent(_value(witness, check.metric))}, so {loser} loses the answers"
+
+
+def _advice(decision: Decision, result: CaseResult) -> str:
+    """Return what to do about wrong answers."""
+    assert decision.code is not None
+    if decision.cause is None:
+        advice = _ADVICE[decision.code]
+    else:
+        advice = (_DUMMY_ADVICE if result.case.load_format == "dummy" else _COLLAPSE_ADVICE)[decision.cause]
+    return advice.format(strategy=result.case.strategy, reference=REFERENCE_STRATEGY)
+
+
+def _describe_lost(result: CaseResult) -> str:
+    """Return how many items were lost compared with mp, where chance does not explain it; else an empty text."""
+    found = result.comparison
+    if found is None or found.lost is None or found.mcnemar_p is None or found.mcnemar_p >= _NOT_BY_CHANCE:
+        return ""
+    return (
+        f"; compared with {found.reference}, {found.lost:,} items are lost and {found.won:,} won "
+        f"({written(found.mcnemar_p)})"
+    )
+
+
+def _describe_clamp(decision: Decision, result: CaseResult) -> str:
+    """Return what a workspace that is too small does, without a full stop; empty where none is too small."""
+    if decision.tokens_granted is None:
+        return ""
+    owner = "DeepSpeed" if result.case.strategy == _DEEPSPEED_STRATEGY else capital(result.case.strategy)
+    return (
+        f"{owner}'s workspace held {decision.tokens_granted:,} of {decision.tokens_requested:,} tokens, so keys and "
+        "values of neighbouring heads overlap"
+    )
+
+
+def _clamp_advice(result: CaseResult) -> str:
+    remedy = "give it more memory or a smaller batch size"
+    if result.case.strategy != _DEEPSPEED_STRATEGY:
+        return sentence(remedy)
+    return f"Remove --llmgpu-iok-min-tokens (DeepSpeed then reports out of memory), or {remedy}."
+
+
 def sentence(text: str) -> str:
-    """Return a text with a capital and one stop."""
+    """Return a text with a capital at its beginning and one full stop at its end."""
     return capital(text.rstrip(".")) + "."
 
 
 def capital(text: str) -> str:
-    """Return a text with its first letter large."""
+    """Return a text with a capital at its beginning."""
     return text[:1].upper() + text[1:]

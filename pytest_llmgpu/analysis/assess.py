@@ -79,6 +79,6 @@ def _with_comparison(result: CaseResult, earlier: Sequence[CaseResult], metric: 
     mp = reference.reference(result, earlier)
     why = {name: reason for name, reason in result.why.items() if name != "comparison"}
     if mp is None:
-        why["comparison"] = reference.why_not(result, earlier)
+        why["comparison"] = reference.describe_missing(reference.decide_missing(result, earlier))
     comparison = None if mp is None else reference.compare(result, mp, metric)
     return msgspec.structs.replace(result, comparison=comparison, why=why)

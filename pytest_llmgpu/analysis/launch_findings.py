@@ -1,15 +1,21 @@
-"""What launches of one case must agree in: replicates differ in time, not by much, and in nothing else."""
+"""Differences between the launches of one case: they may differ a little in time, and in nothing else.
+
+`decide` returns the differences, `describe` words them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report.derived import inference_s, predictions_of
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Finding
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Finding, Link
+from pytest_llmgpu.report.text import listed
 
-__all__ = ["disagreements", "far_apart"]
+__all__ = ["Differences", "TimeSpread", "decide", "describe", "disagreements", "far_apart"]
 
 _METRICS = ("acc_norm", "acc")
 
@@ -17,106 +23,91 @@ _TIMES_DIFFER = "launch-times-differ"
 _NAMED = 3
 
 _APART = 3.0
-"""The slowest launch's time by the fastest's, from which on somebody should look. Forwards that wait for a shared CPU
-differ by 20 % (`statistics.UNCALIBRATED_SD`): in one run of ten launches in a hundred that is a factor of 2.8."""
+"""A slowest launch that takes this many times as long as the fastest is a finding. Forwards that wait for a shared CPU
+have a standard deviation of 20 % (`statistics.UNCALIBRATED_SD`): among ten launches the factor is then 2.8 or more in
+one run of a hundred."""
+
+
+class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
+    """The fastest and the slowest launch of a case."""
+
+    fastest: int
+    """Number of the fastest launch, from 1."""
+    fastest_s: float
+    """Seconds that it spent in batches."""
+    slowest: int
+    """Number of the slowest launch, from 1."""
+    slowest_s: float
+    """Seconds that it spent in batches."""
+
+
+class Differences(msgspec.Struct, frozen=True, kw_only=True):
+    """In what the launches of one case differ although they should be equal."""
+
+    launches: int
+    """Number of launches, those that failed included."""
+    answers: int = 0
+    """Number of items that not all launches answer alike."""
+    items: int = 0
+    """Number of items."""
+    scored: int = 0
+    """Number of launches that answered them."""
+    metric: str = ""
+    """The metric by which the answers differ: `acc_norm` or `acc`."""
+    completed: int = 0
+    """Number of launches that completed."""
+    plans: int = 0
+    """Number of different lists of batches."""
+    unequal_traffic: int = 0
+    """Number of launches whose traffic is known, where it differs; else 0."""
+    links: dict[Link, int] = {}
+    """Maps each link that carried traffic to the number of launches that used it, fastest link first."""
+    executions: list[str] = []
+    """The ways in which the forwards ran: `eager`, `cuda_graphs`."""
+    times: TimeSpread | None = None
+    """The fastest and the slowest launch, where their times are far apart; else None."""
 
 
 def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
-    """Return in what the launches of one case differ though it should be equal, and times that are far apart.
+    """Return the findings on how the launches of one case differ.
 
     Args:
-        launches: the results of one case, each of one launch, in the order in which they ran.
+        launches: The results of one case, one per launch, in the order in which they ran.
     """
+    return describe(decide(launches))
+
+
+def decide(launches: Sequence[CaseResult]) -> Differences:
+    """Compare the launches of one case; a launch that failed is counted, but not compared."""
     completed = [result for result in launches if result.outcome == "completed"]
-    return [
-        *_of_answers(completed),
-        *_of_batches(completed),
-        *_of_traffic(completed),
-        *_of_paths(completed),
-        *_of_execution(completed),
-        *_of_times(launches),
-    ]
+    accuracies = [launch.accuracy for result in completed for launch in result.launches if launch.accuracy is not None]
+    differing = {metric: count for metric in _METRICS if (count := _count_differing(accuracies, metric))}
+    metric, answers = next(iter(differing.items()), ("", 0))
+    traffic = [result.traffic for result in completed if result.traffic is not None]
+    links = Counter(one.path.link for one in traffic if one.path is not None and one.path.link is not None)
+    return Differences(
+        launches=len(launches),
+        answers=answers,
+        items=accuracies[0].items if accuracies else 0,
+        scored=len(accuracies),
+        metric=metric,
+        completed=len(completed),
+        plans=len({launch.plan_sha256 for result in completed for launch in result.launches}),
+        unequal_traffic=len(traffic) if any(one.ranks != traffic[0].ranks for one in traffic) else 0,
+        links={link: links[link] for link in FASTEST_FIRST if link in links},
+        executions=list(dict.fromkeys(result.case.execution for result in completed)),
+        times=_decide_times(launches),
+    )
 
 
-def far_apart(cases: Sequence[CaseResult]) -> str:
-    """Return in a line which cases took so different times that little can be told against them; empty for none."""
-    ids = [result.id for result in cases if any(found.code == _TIMES_DIFFER for found in result.findings)]
-    more = f" and {len(ids) - _NAMED:,} more" if len(ids) > _NAMED else ""
-    told = f"{', '.join(ids[:_NAMED])}{more}"
-    return f"note: launches of {told} differ so much in time that little can be told against them" if ids else ""
-
-
-def _of_answers(launches: Sequence[CaseResult]) -> Iterator[Finding]:
-    accuracies = [launch.accuracy for result in launches for launch in result.launches if launch.accuracy is not None]
-    for metric in _METRICS:
-        if differing := _differing(accuracies, metric):
-            items = accuracies[0].items
-            yield Finding(
-                code="launches-answer-otherwise",
-                severity="warning",
-                text=f"{len(accuracies)} launches of the same case answer {len(differing):,} of {items:,} items "
-                f"differently ({metric}).",
-                next_step="Something in the forward is not deterministic: look for atomic sums, autotuned kernels or "
-                "memory that is read before it is written.",
-            )
-            return
-
-
-def _differing(accuracies: Sequence[Accuracy], metric: str) -> list[int]:
-    """Return the numbers of the items that not all launches answer alike."""
+def _count_differing(accuracies: Sequence[Accuracy], metric: str) -> int:
+    """Return the number of items that not all launches answer alike."""
     columns = [predictions_of(accuracy, metric) for accuracy in accuracies]
-    return [number for number, answers in enumerate(zip(*columns, strict=False)) if len(set(answers)) > 1]
+    return sum(len(set(answers)) > 1 for answers in zip(*columns, strict=False))
 
 
-def _of_batches(launches: Sequence[CaseResult]) -> Iterator[Finding]:
-    plans = {launch.plan_sha256 for result in launches for launch in result.launches}
-    if len(plans) > 1:
-        yield Finding(
-            code="launches-run-other-batches",
-            severity="warning",
-            text=f"{len(launches)} launches of the same case ran {len(plans)} different lists of batches.",
-            next_step="Their times are not comparable: let the test choose the same items in the same order each time.",
-        )
-
-
-def _of_traffic(launches: Sequence[CaseResult]) -> Iterator[Finding]:
-    sent = [result.traffic.ranks for result in launches if result.traffic is not None]
-    if any(ranks != sent[0] for ranks in sent[1:]):
-        yield Finding(
-            code="launches-send-otherwise",
-            severity="warning",
-            text=f"{len(sent)} launches of the same case do not send the same bytes.",
-            next_step="Exact figures of it are left out: look for what the program decides anew in each process.",
-        )
-
-
-def _of_paths(launches: Sequence[CaseResult]) -> Iterator[Finding]:
-    paths = [result.traffic.path for result in launches if result.traffic is not None]
-    links = Counter(path.link for path in paths if path is not None and path.link is not None)
-    if len(links) > 1:
-        counts = ", ".join(f"{links[link]} over {NAMES[link]}" for link in FASTEST_FIRST if link in links)
-        yield Finding(
-            code="launches-take-other-paths",
-            severity="warning",
-            text=f"{links.total()} launches of the same case do not send over the same links: {counts}.",
-            next_step="The slowest path is the case's: look for NCCL's variables, GPUs or containers that change from "
-            "launch to launch (NCCL_DEBUG=INFO tells what NCCL chose).",
-        )
-
-
-def _of_execution(launches: Sequence[CaseResult]) -> Iterator[Finding]:
-    ways = list(dict.fromkeys(result.case.execution for result in launches))
-    if len(ways) > 1:
-        yield Finding(
-            code="launches-run-otherwise",
-            severity="warning",
-            text=f"Launches of the same case ran by {' and by '.join(ways)}: their times are of different things.",
-            next_step="Say --llmgpu-cuda-graphs=on or off, so that no launch chooses for itself.",
-        )
-
-
-def _of_times(launches: Sequence[CaseResult]) -> Iterator[Finding]:
-    """Yield that one launch took far longer than another, where all of them did the same."""
+def _decide_times(launches: Sequence[CaseResult]) -> TimeSpread | None:
+    """Return the fastest and the slowest launch if their times are far apart and all launches did the same."""
     completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
     timed = [
         (inference_s(launch), number)
@@ -126,14 +117,71 @@ def _of_times(launches: Sequence[CaseResult]) -> Iterator[Finding]:
     ]
     did = {(launch.plan_sha256, result.case.execution) for _, result in completed for launch in result.launches}
     if not timed or len(did) > 1:
-        return  # times of different things: that is said already
-    (fast_s, fastest), (slow_s, slowest) = min(timed), max(timed)
-    if slow_s >= _APART * fast_s > 0:
-        yield Finding(
-            code=_TIMES_DIFFER,
-            severity="warning",
-            text=f"Launches differ in time by a factor of {slow_s / fast_s:.1f}: launch {slowest} of {len(launches)} "
-            f"took {slow_s:.3g} s, the slowest, and launch {fastest} {fast_s:.3g} s, the fastest.",
-            next_step="Look for another tenant of the machine (`profile.invalid`, nvidia-smi, top). Where there is "
-            "none, more launches (--llmgpu-launches) show what is typical.",
+        return None
+    (fastest_s, fastest), (slowest_s, slowest) = min(timed), max(timed)
+    if not slowest_s >= _APART * fastest_s > 0:
+        return None
+    return TimeSpread(fastest=fastest, fastest_s=fastest_s, slowest=slowest, slowest_s=slowest_s)
+
+
+def describe(found: Differences) -> list[Finding]:
+    """Return a finding for each difference between launches."""
+    return list(_describe(found))
+
+
+def _describe(found: Differences) -> Iterator[Finding]:
+    if found.answers:
+        yield _warning(
+            "launches-answer-otherwise",
+            f"{found.scored} launches of this case answer {found.answers:,} of {found.items:,} items differently "
+            f"({found.metric}).",
+            "The forward is not deterministic: look for atomic sums, autotuned kernels, or memory that is read before "
+            "it is written.",
         )
+    if found.plans > 1:
+        yield _warning(
+            "launches-run-other-batches",
+            f"{found.completed} launches of this case ran {found.plans} different lists of batches.",
+            "Their times are not comparable: let the test choose the same items in the same order each time.",
+        )
+    if found.unequal_traffic:
+        yield _warning(
+            "launches-send-otherwise",
+            f"{found.unequal_traffic} launches of this case do not send the same bytes, so its traffic is unknown.",
+            "Look for a choice that the program makes in each process.",
+        )
+    if len(found.links) > 1:
+        counts = ", ".join(f"{count} over {NAMES[link]}" for link, count in found.links.items())
+        yield _warning(
+            "launches-take-other-paths",
+            f"{sum(found.links.values())} launches of this case do not send over the same links: {counts}.",
+            "The slowest path counts: look for NCCL variables, GPUs or containers that change from launch to launch "
+            "(NCCL_DEBUG=INFO shows what NCCL chose).",
+        )
+    if len(found.executions) > 1:
+        yield _warning(
+            "launches-run-otherwise",
+            f"Launches of this case ran as {' and as '.join(found.executions)}: their times are not comparable.",
+            "Pass --llmgpu-cuda-graphs=on or off, so that all launches run in the same way.",
+        )
+    if (times := found.times) is not None:
+        yield _warning(
+            _TIMES_DIFFER,
+            f"Launches differ in time by a factor of {times.slowest_s / times.fastest_s:.1f}: launch {times.slowest} "
+            f"of {found.launches} was the slowest with {times.slowest_s:.3g} s, launch {times.fastest} the fastest "
+            f"with {times.fastest_s:.3g} s.",
+            "Look for another user of the machine (`profile.invalid`, nvidia-smi, top). If there is none, run more "
+            "launches (--llmgpu-launches) to see which time is typical.",
+        )
+
+
+def _warning(code: str, text: str, next_step: str) -> Finding:
+    return Finding(code=code, severity="warning", text=text, next_step=next_step)
+
+
+def far_apart(cases: Sequence[CaseResult]) -> str:
+    """Return a line that names the cases whose launches differ in time by far; empty where there are none."""
+    ids = [result.id for result in cases if any(found.code == _TIMES_DIFFER for found in result.findings)]
+    if not ids:
+        return ""
+    return f"note: the launches of {listed(ids, _NAMED)} differ so much in time that only large changes can be seen"

@@ -1,6 +1,6 @@
-"""Launches of the same cases, each with a report of its own, as one report with several launches a case.
+"""Merges reports of the same cases into one report with several launches per case.
 
-A process launch is the replicate: what is measured N times in N runs of pytest is judged as one measurement.
+A launch of the processes is the replicate: a case that N runs of pytest measured becomes one case with N launches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding, Outcome, Traffic
+from pytest_llmgpu.report.text import listed
 
 __all__ = ["extend", "merge", "merge_results"]
 
@@ -29,11 +30,11 @@ _WORST_FIRST: tuple[Outcome, ...] = (
 assert set(_WORST_FIRST) == set(get_args(Outcome))
 
 _NAMED = 3
-"""Most cases or differences that an error names."""
+"""The largest number of cases or differences that an error names."""
 
 
 class _Name(NamedTuple):
-    """Which result of a report: the second of a key is another one than the first."""
+    """The name of a result in a report; a second result of the same key has the number 1."""
 
     key: str
     number: int
@@ -42,53 +43,53 @@ class _Name(NamedTuple):
 def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Report:
     """Return one report of several that measured the same cases of one commit on one kind of machine.
 
-    What is said of a run as a whole (time, arguments, environment) is the first report's. In what launches of several
-    reports differ though it should be equal is a finding of their case.
+    Time, arguments and environment are those of the first report. If launches differ although they should be equal,
+    their case has a finding.
 
     Args:
-        reports: one at least, each with one launch or more of every case.
-        names: of the reports, for messages; None: `launch 1` and so on.
+        reports: At least one report, each with one or more launches of every case.
+        names: The names of the reports in messages; None for `launch 1`, `launch 2` and so on.
 
     Raises:
-        ValueError: none was given, or they differ in their cases, their commit or their machine; one line names what.
+        ValueError: There is no report, or the reports differ in their cases, their commit or their machine.
     """
     if not reports:
-        raise ValueError("launches are merged from one report at least")
+        raise ValueError("no report was given: at least one report is needed to merge launches")
     called = names or [f"launch {number + 1}" for number in range(len(reports))]
     first = _by_name(reports[0])
     for report, name in zip(reports[1:], called[1:], strict=True):
         _refuse_other_source(reports[0], report, called[0], name)
         _refuse_other_cases(first, _by_name(report), called[0], name)
-    sides = [_by_name(report) for report in reports]
-    return _merged(reports, [_compared([side[name] for side in sides]) for name in first])
+    named = [_by_name(report) for report in reports]
+    return _merged(reports, [_compared([results[name] for results in named]) for name in first])
 
 
 def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
-    """Return a report to which another adds its launches of some cases: those that were measured again.
+    """Return a report with further launches of some cases, which a later run measured again.
 
     Args:
-        report: every case.
-        again: a later run; what else it holds, or does not, changes nothing.
-        keys: of the cases whose launches are added.
+        report: The report with all cases.
+        again: The report of the later run; cases with other keys are ignored.
+        keys: The keys of the cases whose launches are added.
 
     Raises:
-        ValueError: the later run is of another commit or machine.
+        ValueError: The later run is of another commit or machine.
     """
-    _refuse_other_source(report, again, "the report", "what was measured again")
+    _refuse_other_source(report, again, "the report", "the later run")
     found = {name: result for name, result in _by_name(again).items() if name.key in keys}
     cases = [_compared([result, found[name]]) if name in found else result for name, result in _by_name(report).items()]
     return _merged([report, again], cases, again_in_part=True)
 
 
 def merge_results(results: Sequence[CaseResult]) -> CaseResult:
-    """Return one result with the launches of several of one case.
+    """Return one result with the launches of several results of one case.
 
-    The worst outcome counts: out of memory in any launch is out of memory. So does the first check of the answers that
-    failed, and the slowest path that a launch took. Traffic is exact: launches that differ in it have none, with the
-    reason in `why`.
+    The worst outcome counts: out of memory in any launch is out of memory. The first failed check of the answers
+    counts, and the slowest path that a launch took. Traffic is exact: if launches differ in it, the merged result has
+    none, with the reason in `why`.
 
     Args:
-        results: one at least.
+        results: At least one result.
     """
     first = results[0]
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
@@ -116,20 +117,20 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
 
 
 def _compared(results: Sequence[CaseResult]) -> CaseResult:
-    """Return one result of several, with findings of what differs from launch to launch.
+    """Return one result of several, with findings on how all its launches differ.
 
-    They are of all launches, and stand for what a report says of its own.
+    They replace the findings of a report on its own launches.
     """
     merged = merge_results(results)
     if len(results) > 1:
-        told = disagreements([launch for result in results for launch in _launches(result)])
-        codes = {finding.code for finding in told}
-        merged.findings = [*(finding for finding in merged.findings if finding.code not in codes), *told]
+        new = disagreements([launch for result in results for launch in _launches(result)])
+        codes = {finding.code for finding in new}
+        merged.findings = [*(finding for finding in merged.findings if finding.code not in codes), *new]
     return merged
 
 
 def _launches(result: CaseResult) -> list[CaseResult]:
-    """Return a result for each launch; where there is none itself, which counts as one that failed."""
+    """Return a result for each launch of a result; a result without launches counts as one launch that failed."""
     return [msgspec.structs.replace(result, launches=[launch]) for launch in result.launches] or [result]
 
 
@@ -168,13 +169,16 @@ def _refuse_other_source(first: Report, other: Report, first_name: str, name: st
     shas = first.commit.sha, other.commit.sha
     if None not in shas and shas[0] != shas[1]:
         raise ValueError(
-            f"{name} measured commit {shas[1]} and {first_name} {shas[0]}: they are no launches of one thing"
+            f"{name} measured commit {shas[1]} and {first_name} commit {shas[0]}: "
+            "only launches of the same commit can be merged"
         )
     devices = sorted({"cpu" if result.case.device == "cpu" else "cuda" for result in (*first.cases, *other.cases)})
     for device in devices:
         if differing := hardware_differences(first.environment, other.environment, device):
-            text = "; ".join(differing[:_NAMED])
-            raise ValueError(f"{name} ran on another machine than {first_name}: {text}")
+            raise ValueError(
+                f"{name} ran on another machine than {first_name}: {'; '.join(differing[:_NAMED])}; "
+                "only launches of the same machine can be merged"
+            )
 
 
 def _refuse_other_cases(
@@ -183,30 +187,22 @@ def _refuse_other_cases(
     gone = [result.id for key, result in first.items() if key not in other]
     new = [result.id for key, result in other.items() if key not in first]
     if gone or new:
-        parts = [f"{first_name} alone has {_listed(gone)}"] * bool(gone)
-        parts += [f"{name} alone has {_listed(new)}"] * bool(new)
-        raise ValueError(
-            f"{first_name} and {name} measured other cases, so that they cannot be merged: {'; '.join(parts)}"
-        )
-
-
-def _listed(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    return ", ".join(ids[:_NAMED]) + more
+        parts = [f"only {owner} has {listed(ids, _NAMED)}" for owner, ids in ((first_name, gone), (name, new)) if ids]
+        raise ValueError(f"{first_name} and {name} measured different cases and cannot be merged: {'; '.join(parts)}")
 
 
 def _traffic(results: Sequence[CaseResult]) -> tuple[Traffic | None, str | None]:
-    """Return the traffic of all launches, from the one with the slowest path that is known; or why there is none."""
+    """Return the traffic with the slowest known path of all launches, or the reason why the traffic is unknown."""
     known = [result.traffic for result in results if result.traffic is not None]
     other = next((traffic for traffic in known if traffic.ranks != known[0].ranks), None)
     if other is not None:
         sent = known[0].sent_bytes, other.sent_bytes
-        return None, f"launches of the same thing sent {sent[0]:,} and {sent[1]:,} bytes on the wire"
+        return None, f"launches of this case sent {sent[0]:,} and {sent[1]:,} bytes on the wire"
     return max(known, key=_slowness, default=None), None
 
 
 def _slowness(traffic: Traffic) -> int:
-    """Return the place of its link among those from the fastest to the slowest; -1 where it is not known."""
+    """Return the place of the link in the order from the fastest to the slowest; -1 where it is unknown."""
     return -1 if traffic.path is None or traffic.path.link is None else FASTEST_FIRST.index(traffic.path.link)
 
 
@@ -216,7 +212,7 @@ def _check(results: Sequence[CaseResult]) -> AccuracyCheck | None:
 
 
 def _findings(results: Sequence[CaseResult]) -> list[Finding]:
-    """Return the first finding of each code: launches word the same thing with other figures."""
+    """Return the first finding of each code: the others differ only in their figures."""
     found: dict[str, Finding] = {}
     for finding in (finding for result in results for finding in result.findings):
         found.setdefault(finding.code, finding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from pytest_llmgpu.analysis.accuracy_findings import said, sentence
+from pytest_llmgpu.analysis.accuracy_findings import has_finding, sentence
 from pytest_llmgpu.analysis.traffic_path import AGREE
 from pytest_llmgpu.report import disturbances as evidence
 from pytest_llmgpu.report.profile_figures import of_window
@@ -52,7 +52,7 @@ def _of_launches(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[
         profile = launch.profile
         reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
         if profile is None or reason:
-            if not said("no-profile", earlier):
+            if not has_finding("no-profile", earlier):
                 yield Finding(
                     code="no-profile",
                     severity="info",
@@ -64,7 +64,7 @@ def _of_launches(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[
         yield from _of_samples(profile, earlier)
     series = [other for other in earlier if other is not result and other.case.series == result.case.series]
     for finding in (*_of_path(result), *(finding for launch in result.launches for finding in imbalance(launch))):
-        if not said(finding.code, series):
+        if not has_finding(finding.code, series):
             yield finding
 
 
@@ -104,7 +104,7 @@ def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[
             next_step="Measure again with the GPUs to yourself before you trust this result.",
         )
     # Full load at the limit of its power is how a GPU works: once is enough.
-    if power and not said("clocks-held-down", earlier):
+    if power and not has_finding("clocks-held-down", earlier):
         yield Finding(
             code="clocks-held-down",
             severity="info",
@@ -224,7 +224,7 @@ def _least(values: Mapping[int, float | None]) -> tuple[int, float, float] | Non
 def _of_samples(profile: Profile, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
     ticks = profile.samples + profile.missed
     if not profile.samples and profile.duration_s < 2 * profile.period_s:
-        if not said("profile-too-short", earlier):
+        if not has_finding("profile-too-short", earlier):
             yield Finding(
                 code="profile-too-short",
                 severity="info",

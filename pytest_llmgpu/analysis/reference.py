@@ -1,21 +1,30 @@
-"""The same items under mp, the plain model: which case of the session to compare with, and what differs.
+"""Compares a case with mp, the reference strategy: which case of the session is its reference, and what differs.
 
-Every strategy computes mp's numbers in another order. What is wrong at every batch size agrees with itself, so a
-strategy is held against mp, never only against its own other cases.
+Every strategy computes the same numbers as mp, in another order. A strategy that is wrong at every batch size agrees
+with itself, so it is compared with mp, not only with its own other cases.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from pytest_llmgpu.analysis.sign_test import mcnemar
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
 
-__all__ = ["compare", "flipped", "largest_difference", "lost_and_won", "reference", "why_not"]
-
+__all__ = [
+    "NoReference",
+    "compare",
+    "decide_missing",
+    "describe_missing",
+    "flipped",
+    "largest_difference",
+    "lost_and_won",
+    "reference",
+]
 
 _DECISIVE = (
     "workload",
@@ -28,14 +37,25 @@ _DECISIVE = (
     "tokenizer_sha256",
     "limit",
 )
-"""Fields of a case that decide its numbers; where it ran and with how much memory does not."""
+"""Fields of a case that decide its log-likelihoods. The devices and their memory do not."""
+
+NoReference = Literal["is_the_reference", "not_completed", "nothing_scored", "reference_failed", "not_measured"]
+"""Why a case has no reference."""
+
+_MISSING: dict[NoReference, str] = {
+    "is_the_reference": f"it is {REFERENCE_STRATEGY} itself",
+    "not_completed": "the case did not complete",
+    "nothing_scored": "the case scored nothing",
+    "reference_failed": f"no case of {REFERENCE_STRATEGY} completed in this run",
+    "not_measured": f"{REFERENCE_STRATEGY} was not measured in this run",
+}
 
 
 def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
     """Return the scored case of mp that computes the same numbers; None without one, and for mp itself.
 
-    Of the same batch size, else of the largest smaller one, else of the smallest; among those rather of the same
-    devices. One whose answers are known to be wrong only where there is no other.
+    The same batch size comes first, then the largest smaller one, then the smallest larger one; at equal batch size
+    the same devices come first. A case with wrong answers is taken only if there is no other.
     """
     if result.case.strategy == REFERENCE_STRATEGY or not _scored(result):
         return None
@@ -47,36 +67,39 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
         moved = (case.device != result.case.device, case.devices != result.case.devices)
         return (wrong, case.batch_size > size, abs(case.batch_size - size), *moved)
 
-    return min(filter(_scored, _of_yardstick(result, earlier)), key=distance, default=None)
+    return min(filter(_scored, _of_reference_strategy(result, earlier)), key=distance, default=None)
 
 
-def why_not(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
-    """Return why `reference` has nothing for a result."""
+def decide_missing(result: CaseResult, earlier: Sequence[CaseResult]) -> NoReference:
+    """Return why `reference` finds no case for a result."""
     if result.case.strategy == REFERENCE_STRATEGY:
-        return f"it is {REFERENCE_STRATEGY} itself"
+        return "is_the_reference"
     if not _scored(result):
-        return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
-    if _of_yardstick(result, earlier):
-        return f"no case of {REFERENCE_STRATEGY} completed in this run"
-    return f"{REFERENCE_STRATEGY} was not measured in this run"
+        return "not_completed" if result.outcome != "completed" else "nothing_scored"
+    return "reference_failed" if _of_reference_strategy(result, earlier) else "not_measured"
+
+
+def describe_missing(reason: NoReference) -> str:
+    """Return why a case has no reference, in words without a full stop."""
+    return _MISSING[reason]
 
 
 def compare(result: CaseResult, reference: CaseResult, metric: str) -> Comparison:
-    """Compare a scored result with `reference`'s.
+    """Compare a scored result with its reference.
 
-    Of several launches the one with the fewest right answers counts, and the largest difference of any.
+    If the result has several launches, the one with the fewest right answers counts, and the largest difference.
 
     Args:
-        result: the case to compare.
-        reference: what `reference` returned for it.
-        metric: `acc` or `acc_norm`, by which items flip.
+        result: The case to compare.
+        reference: The case that `reference` returned for it.
+        metric: `acc` or `acc_norm`: which predictions are compared.
 
     Raises:
-        ValueError: unknown metric.
+        ValueError: The metric is unknown.
     """
     before = measured(reference)
     accuracies = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
-    assert before is not None, "`reference` gives scored results only"
+    assert before is not None, "a reference is a scored result"
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
     lost, won = lost_and_won(worst, before, metric) or (None, None)
     differences = [largest_difference(accuracy.loglikelihoods, before.loglikelihoods) for accuracy in accuracies]
@@ -99,13 +122,13 @@ def compare(result: CaseResult, reference: CaseResult, metric: str) -> Compariso
 
 
 def flipped(accuracy: Accuracy, before: Accuracy, metric: str) -> list[int]:
-    """Return the numbers of the items whose prediction differs."""
+    """Return the item numbers whose predictions differ."""
     pairs = zip(predictions_of(accuracy, metric), predictions_of(before, metric), strict=True)
     return [number for number, (now, then) in enumerate(pairs) if now != then]
 
 
 def lost_and_won(accuracy: Accuracy, before: Accuracy, metric: str) -> tuple[int, int] | None:
-    """Return how many items were right before and are wrong now, and the reverse; None where a side has no labels."""
+    """Return how many items were right before and are wrong now, and the reverse; None where labels are missing."""
     if accuracy.labels is None or before.labels is None:
         return None
     now = [one == label for one, label in zip(predictions_of(accuracy, metric), accuracy.labels, strict=True)]
@@ -118,20 +141,20 @@ def largest_difference(loglikelihoods: str, expected: str) -> float | None:
     """Return the largest difference as a fraction of the expected number; None where one is not finite.
 
     Args:
-        loglikelihoods: base64 of float32, as in `Accuracy`.
-        expected: the same of as many endings.
+        loglikelihoods: Base64 of float32, as in `Accuracy`.
+        expected: The expected numbers in the same form, of as many endings.
     """
     pairs = list(zip(decode(loglikelihoods), decode(expected), strict=True))
     if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
         return None
-    # `or 1.0`: two zeros agree
+    # Two zeros agree.
     return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
 
 
-def _of_yardstick(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
+def _of_reference_strategy(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
     fields = [*_DECISIVE]
     if result.case.load_format == "dummy":
-        fields.append("device")  # a GPU's random numbers are not a CPU's
+        fields.append("device")  # a GPU draws other random numbers than a CPU
     return [
         other
         for other in earlier

@@ -6,14 +6,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.prose import Prose
 from support.report_factory import make_accuracy, make_answers, make_case, make_failed, make_result
 
 from pytest_llmgpu.analysis.accuracy_check import (
+    Decision,
     baseline,
     check,
-    check_accuracy,
-    check_dummy,
-    foreign_numbers,
+    decide,
+    decide_dummy,
+    decide_mismatch,
+    describe,
+    describe_mismatch,
     smallest_batch_size,
 )
 from pytest_llmgpu.inference import bundled
@@ -30,6 +34,14 @@ def _baseline(**fields: Any) -> tuple[float, str] | None:
         "limit": None,
     }
     return baseline(**{**defaults, **fields})
+
+
+def _decide(
+    result: CaseResult, earlier: Sequence[CaseResult], given: float | None = None, tolerance: float = 0.01
+) -> Decision:
+    found = decide(result, earlier, given=given, metric="acc_norm", tolerance=tolerance)
+    assert found is not None
+    return found
 
 
 def _dummy(values: list[float], batch_size: int = 1, **fields: Any) -> CaseResult:
@@ -50,7 +62,7 @@ def _dummy(values: list[float], batch_size: int = 1, **fields: Any) -> CaseResul
     ],
 )
 def test_published_values_of_known_hub_ids(model: str, value: float, name: str) -> None:
-    """The study's model is held against what its makers published."""
+    """LLaMA has the accuracy that its authors published, under each of its hub ids."""
     assert _baseline(model=model) == (value, f"published for LLaMA {name}")
 
 
@@ -68,18 +80,18 @@ def test_published_values_of_known_hub_ids(model: str, value: float, name: str) 
     ],
 )
 def test_a_published_value_holds_for_nothing_else(fields: dict[str, Any]) -> None:
-    """Another model, metric, dataset, part of it, or random weights have no published accuracy."""
+    """Other models, metrics and datasets, a part of HellaSwag and random weights have no published accuracy."""
     assert _baseline(**fields) is None
 
 
 def test_a_given_baseline_wins() -> None:
-    """Whoever passes a bar is held to it, 0 included."""
+    """The option comes before a published and a registered value; 0 counts."""
     assert _baseline(given=0.5) == (0.5, "--llmgpu-accuracy-baseline")
     assert _baseline(given=0.0, model="bundled", dataset="bundled") == (0.0, "--llmgpu-accuracy-baseline")
 
 
 def test_the_bundled_model_has_a_registered_value_on_its_own_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By metric, with a limit too; on another dataset it means nothing."""
+    """It holds by metric and with a limit, not on another dataset."""
     monkeypatch.setattr("pytest_llmgpu.inference.bundled.ACCURACY", {"acc": 0.8, "acc_norm": 0.9}, raising=False)
     bundled = {"model": "bundled", "dataset": "bundled"}
     assert _baseline(**bundled) == (0.9, "registered for the bundled model")
@@ -88,42 +100,57 @@ def test_the_bundled_model_has_a_registered_value_on_its_own_dataset(monkeypatch
 
 
 @pytest.mark.parametrize(("value", "ok"), [(0.90, True), (0.818, True), (0.8179, False), (0.26, False)])
-def test_the_whole_dataset_may_lie_the_tolerance_below(value: float, ok: bool) -> None:
+def test_the_whole_dataset_may_be_below_by_the_tolerance(value: float, ok: bool) -> None:
     """Exactly the tolerance below still passes."""
-    found = check_accuracy(
-        make_accuracy(value), (0.828, "published"), metric="acc_norm", tolerance=0.01, case=make_case()
-    )
-    assert (found.ok, found.value, found.baseline, found.source) == (ok, value, 0.828, "published")
-    assert ("points below the baseline of 82.8 % (published, tolerance 0.01)" in found.text) is not ok
+    found = _decide(make_result(1.0, make_accuracy(value)), [])
+    assert (found.ok, found.value, found.baseline) == (ok, value, 0.828)
+    assert found.source == "published for LLaMA 33B"
+    assert ("points below the baseline of 82.8 %" in describe(found)) is not ok
 
 
 def test_binary_fractions_do_not_fail_a_case() -> None:
-    """0.225 - 0.02 is a hair above 0.205 in floating point."""
-    found = check_accuracy(make_accuracy(0.205), (0.225, "given"), metric="acc_norm", tolerance=0.02, case=make_case())
-    assert found.ok is True
+    """In floating point 0.225 - 0.02 is slightly above 0.205."""
+    assert _decide(make_result(1.0, make_accuracy(0.205)), [], given=0.225, tolerance=0.02).ok is True
 
 
 @pytest.mark.parametrize(("value", "ok"), [(0.76, True), (0.74, False)])
 def test_the_first_items_fail_only_where_chance_cannot_explain_it(value: float, ok: bool) -> None:
     """On 100 items 76 % is compatible with 82.8 % less 1 point (upper bound 82.3 %), 74 % is not (80.5 %)."""
-    case = make_case(limit=100)
-    accuracy = make_accuracy(value, items=100)
-    found = check_accuracy(accuracy, (0.828, "given"), metric="acc_norm", tolerance=0.01, case=case)
+    found = _decide(make_result(1.0, make_accuracy(value, items=100), limit=100), [], given=0.828)
     assert found.ok is ok
-    assert "on the first 100 items (95 % upper bound" in found.text
+    assert found.upper_bound == pytest.approx(0.823 if ok else 0.805, abs=5e-4)
 
 
-def test_without_a_baseline_nothing_is_claimed() -> None:
-    """The text says for what there is none."""
-    found = check_accuracy(
-        make_accuracy(0.5), None, metric="acc", tolerance=0.01, case=make_case(model="m", dataset="d")
-    )
+def test_without_a_baseline_the_check_is_open() -> None:
+    """Neither the value nor another case decides."""
+    found = _decide(make_result(1.0, make_accuracy(0.5), model="m", dataset="d"), [])
     assert (found.ok, found.baseline, found.source) == (None, None, None)
-    assert found.text == "accuracy (acc) is 50.0 %, and no baseline is known for m on d"
+
+
+def test_checks_read_as(prose: Prose) -> None:
+    """Each kind of check has its sentence."""
+    mine: dict[str, Any] = {"model": "m", "dataset": "d"}
+    good, bad = make_accuracy(0.8, 100), make_accuracy(0.26, 100, [1] * 100)
+    numbers = make_accuracy(1.0, 1, [0], [-1.1] * 4)
+    decisions = [
+        _decide(make_result(1.0, make_accuracy()), []),
+        _decide(make_result(1.0, make_accuracy(0.5)), []),
+        _decide(make_result(1.0, good, limit=100), []),
+        _decide(make_result(1.0, bad, limit=100), [], given=0.8),
+        _decide(make_result(1.0, good, **mine), []),
+        _decide(make_result(1.0, bad, batch_size=2, **mine), [make_result(1.0, good, **mine)]),
+        _decide(make_result(1.0, numbers, strategy="tp"), [make_result(1.0, make_accuracy(1.0, 1, [0], [-1.0] * 4))]),
+        _decide(_dummy([-1.0] * 4), []),
+        _decide(_dummy([-1.3] * 4, 2), [_dummy([-1.0] * 4)]),
+        _decide(_dummy([-1.000001] * 4, 2, strategy="tp"), [_dummy([-1.0] * 4, strategy="tp")]),
+        _decide(_dummy([math.nan] * 4), []),
+        _decide(_dummy([-1.0] * 4, 2), [_dummy([math.nan] * 4)]),
+    ]
+    assert prose == "\n".join(f"{found.ok}: {describe(found)}" for found in decisions)
 
 
 def test_an_unknown_metric_is_refused() -> None:
-    """The message names it and what is allowed."""
+    """The message names the value and the allowed ones."""
     with pytest.raises(ValueError, match="accuracy metric 'f1': allowed are acc, acc_norm"):
         check(make_result(1.0, make_accuracy()), [], given=None, metric="f1", tolerance=0.01)
 
@@ -140,47 +167,45 @@ def test_an_unknown_metric_is_refused() -> None:
     ],
 )
 def test_random_weights_must_score_alike_at_every_batch_size(dtype: str, difference: float, ok: bool) -> None:
-    """Within the rounding of the dtype, relative to the value; the sign does not matter."""
+    """Only the rounding of the dtype is allowed, relative to the value, in both directions."""
     smallest = _dummy([-100.0, -50.0, -10.0, -1.0])
-    found = check_dummy(encode([-100.0, -50.0 * (1 - difference), -10.0, -1.0]), smallest, dtype)
+    found = decide_dummy(encode([-100.0, -50.0 * (1 - difference), -10.0, -1.0]), smallest, make_case(dtype=dtype))
     assert found.ok is ok
     assert found.value == pytest.approx(difference, rel=0.1)
     assert found.source == "mp-bs1"
     assert found.metric == "loglikelihood_relative_difference"
 
 
-def test_the_smallest_batch_size_has_nothing_to_be_compared_with() -> None:
-    """It is the yardstick, and says so."""
-    found = check_dummy(encode([-1.0] * 4), None, "float16")
+def test_the_smallest_batch_size_is_not_compared() -> None:
+    """Larger ones are compared with it."""
+    found = decide_dummy(encode([-1.0] * 4), None, make_case())
     assert (found.ok, found.value) == (None, None)
-    assert "are compared with this one's" in found.text
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_fail(bad: float) -> None:
-    """An overflow is found even at the smallest batch size, and never compared; the report stays free of NaN."""
-    alone = check_dummy(encode([-1.0, bad, -1.0, -1.0]), None, "float16")
+    """An overflow fails even at the smallest batch size; the report has no NaN."""
+    alone = decide_dummy(encode([-1.0, bad, -1.0, -1.0]), None, make_case())
     assert (alone.ok, alone.value) == (False, None)
-    assert alone.text.startswith("1 of 4 log-likelihoods")
-    after = check_dummy(encode([-1.0] * 4), _dummy([-1.0, bad, -1.0, -1.0]), "float16")
+    assert (alone.not_finite, alone.loglikelihoods) == (1, 4)
+    after = decide_dummy(encode([-1.0] * 4), _dummy([-1.0, bad, -1.0, -1.0]), make_case())
     assert (after.ok, after.value) == (False, None)
-    assert "not all of mp-bs1 are finite" in after.text
 
 
 def test_zeros_agree() -> None:
-    """No division by zero, and a zero against anything else does not agree."""
-    assert check_dummy(encode([0.0] * 4), _dummy([0.0] * 4), "float32").ok is True
-    assert check_dummy(encode([-1.0] * 4), _dummy([0.0] * 4), "float32").ok is False
+    """A zero agrees with a zero and with nothing else."""
+    assert decide_dummy(encode([0.0] * 4), _dummy([0.0] * 4), make_case(dtype="float32")).ok is True
+    assert decide_dummy(encode([-1.0] * 4), _dummy([0.0] * 4), make_case(dtype="float32")).ok is False
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    """The message names it and what is allowed."""
+    """The message names the value and the allowed ones."""
     with pytest.raises(ValueError, match="dtype 'int8': allowed are float32, float16, bfloat16"):
-        check_dummy(encode([]), None, "int8")
+        decide_dummy(encode([]), None, make_case(dtype="int8"))
 
 
 def test_the_smallest_batch_size_is_the_smallest_completed_one_of_the_series() -> None:
-    """Not a case that failed, scored nothing, is larger, or belongs to another series."""
+    """A case does not count if it failed, scored nothing, is larger, or belongs to another series."""
     smallest = make_result(1.0, make_accuracy(items=5), batch_size=4)
     earlier = [
         make_failed("oom", batch_size=1),
@@ -196,7 +221,7 @@ def test_the_smallest_batch_size_is_the_smallest_completed_one_of_the_series() -
 
 
 def test_a_case_is_checked_by_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights against the smallest batch size, real ones against a baseline."""
+    """Random weights are compared with the smallest batch size, real ones with a baseline."""
     monkeypatch.setattr("pytest_llmgpu.inference.bundled.ACCURACY", {"acc": 0.8, "acc_norm": 0.9}, raising=False)
     smallest, larger = _dummy([-1.0] * 4), _dummy([-2.0] * 4, batch_size=2)
     random = check(larger, [smallest], given=0.9, metric="acc_norm", tolerance=0.01)
@@ -214,13 +239,13 @@ def test_a_case_is_checked_by_its_weights(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("result", [make_failed("oom"), make_result(1.0)])
-def test_what_scored_nothing_is_not_checked(result: CaseResult) -> None:
-    """A case without answers is neither right nor wrong."""
+def test_a_case_without_answers_is_not_checked(result: CaseResult) -> None:
+    """It is neither right nor wrong."""
     assert check(result, [], given=0.8, metric="acc_norm", tolerance=0.01) is None
 
 
 def test_the_worst_launch_counts() -> None:
-    """One launch with wrong answers is not outvoted by others, whichever comes first."""
+    """One launch with wrong answers fails the case, in any order."""
     for values in ((0.828, 0.26, 0.828), (0.26, 0.828, 0.828)):
         result = make_result(1.0, make_accuracy(values[0]))
         for value in values[1:]:
@@ -248,7 +273,7 @@ def test_the_worst_launch_counts() -> None:
 def test_without_a_baseline_a_larger_batch_must_not_cost_answers(
     right_before: int, right_now: int, flipped: int, ok: bool | None
 ) -> None:
-    """What became fast by becoming wrong fails, also where nobody knows what the model should reach."""
+    """A lost answer beyond tolerance and chance fails also where no baseline is known."""
     fields: dict[str, Any] = {"model": "mine", "dataset": "mine.jsonl"}
     before = make_result(1.0, make_accuracy(right_before / 200, 200), batch_size=1, **fields)
     predictions = [1] * flipped + [0] * (200 - flipped)
@@ -257,7 +282,6 @@ def test_without_a_baseline_a_larger_batch_must_not_cost_answers(
     assert found is not None
     assert found.ok is ok
     assert found.source == before.id
-    assert "at batch size 1" in found.text
 
 
 def _check(result: CaseResult, earlier: Sequence[CaseResult], given: float | None = None) -> AccuracyCheck:
@@ -271,30 +295,27 @@ def _wrong_alike(size: int) -> CaseResult:
     return _dummy([-1.3, -2.0, -1.7, -3.0], size, strategy="iok")
 
 
-def test_equal_wrongness_at_every_batch_size_fails_against_mp() -> None:
-    """Random weights: the same wrong numbers everywhere agree with themselves, and not with mp."""
+def test_the_same_wrong_numbers_at_every_batch_size_fail_against_mp() -> None:
+    """Random weights under a wrong kernel agree with each other, and not with mp."""
     session = [_dummy([-1.0, -2.0, -1.5, -3.0])]
     for size in (1, 8, 64):
         found = _check(_wrong_alike(size), session)
         assert (found.ok, found.source) == (False, "mp-bs1")
-        assert (
-            found.text == "log-likelihoods of dummy weights differ by up to 3.0e-01 from mp-bs1's; float16 allows 0.005"
-        )
+        assert found.value == pytest.approx(0.3)
         session.append(_wrong_alike(size))
 
 
-def test_agreeing_with_itself_proves_nothing() -> None:
-    """Without mp a strategy's random weights are never called right, but still wrong where its batches differ."""
+def test_agreement_of_a_strategy_with_itself_proves_nothing() -> None:
+    """Without mp a strategy's random weights never pass, but they fail if its batches differ."""
     smallest = _wrong_alike(1)
     assert _check(smallest, []).ok is None
     same = _check(_wrong_alike(8), [smallest])
     assert (same.ok, same.source) == (None, "iok-bs1")
-    assert same.text.endswith("float16 allows 0.005, but both may be wrong")
     assert _check(_dummy([-1.0] * 4, 8, strategy="iok"), [smallest]).ok is False
 
 
-def test_agreeing_with_mp_is_right() -> None:
-    """Within the rounding of the dtype; mp itself is measured by its smallest batch size."""
+def test_agreement_with_mp_passes() -> None:
+    """Rounding is allowed; mp itself is compared with its smallest batch size."""
     mp = [_dummy([-1.0, -2.0, -1.5, -3.0]), _dummy([-1.001, -2.0, -1.5, -3.0], 8)]
     assert _check(mp[1], mp[:1]).ok is True
     found = _check(_dummy([-1.005, -2.0, -1.5, -3.0], 8, strategy="tp"), mp)
@@ -304,8 +325,8 @@ def test_agreeing_with_mp_is_right() -> None:
 _MINE: dict[str, Any] = {"model": "mine", "dataset": "mine.jsonl"}
 
 
-def test_equal_wrongness_of_a_model_without_a_baseline_fails_against_mp() -> None:
-    """Real weights: guesses at every batch size fail as soon as mp was measured, the smallest batch size included."""
+def test_guesses_without_a_baseline_fail_against_mp() -> None:
+    """They fail at every batch size, the smallest included, once mp was measured."""
     mp = make_result(1.0, make_answers([True] * 160 + [False] * 40), **_MINE)
     session = [mp]
     for size in (1, 8):
@@ -313,7 +334,6 @@ def test_equal_wrongness_of_a_model_without_a_baseline_fails_against_mp() -> Non
         result = make_result(1.0, guesses, strategy="iok", batch_size=size, **_MINE)
         found = _check(result, session)
         assert (found.ok, found.source, found.baseline) == (False, "mp-bs1", 0.8)
-        assert found.text == "accuracy (acc_norm) is 25.0 %, and mp-bs1's is 80.0 %"
         assert _check(result, session, given=0.2).ok is True  # a known baseline decides
         session.append(result)
     assert _check(session[2], session[1:2]).ok is None
@@ -332,10 +352,8 @@ def test_equal_wrongness_of_a_model_without_a_baseline_fails_against_mp() -> Non
     ],
 )
 @pytest.mark.parametrize("strategy", ["mp", "tp"])
-def test_labels_tell_lost_items_from_those_that_are_wrong_both_times(
-    strategy: str, lost: int, won: int, ok: bool | None
-) -> None:
-    """What fails is lost beyond chance, exactly; items wrong both times do not dilute it."""
+def test_items_that_are_wrong_both_times_do_not_count(strategy: str, lost: int, won: int, ok: bool | None) -> None:
+    """With labels only lost and won items decide, by the exact sign test."""
     before = make_answers([True] * 100 + [False] * 100)
     right = [False] * lost + [True] * (100 - lost) + [True] * won + [False] * (100 - won)
     now = make_answers(right)
@@ -349,15 +367,15 @@ def test_labels_tell_lost_items_from_those_that_are_wrong_both_times(
     assert _check(result, [make_result(1.0, before, **_MINE)]).ok is ok
 
 
-def test_what_is_lost_within_the_tolerance_passes_whatever_its_probability() -> None:
-    """8 of 1,000 items and none won is no chance (0.4 %), but less than the point that may be lost."""
+def test_a_loss_within_the_tolerance_passes() -> None:
+    """A loss of 8 of 1,000 items with none won is not chance (0.4 %), but less than the tolerance of a point."""
     before, now = (make_answers([False] * lost + [True] * (1000 - lost)) for lost in (0, 8))
     result = make_result(1.0, now, strategy="tp", **_MINE)
     assert _check(result, [make_result(1.0, before, **_MINE)]).ok is None
 
 
 def test_a_batch_size_that_loses_answers_fails_although_mp_lost_them_too() -> None:
-    """Agreement with mp's own broken batch size is no excuse."""
+    """Agreement with a broken batch size of mp does not help."""
     good, bad = make_answers([True] * 160 + [False] * 40), make_answers([True, False, False, False] * 50)
     session = [
         make_result(1.0, accuracy, strategy=strategy, batch_size=size, **_MINE)
@@ -370,11 +388,11 @@ def test_a_batch_size_that_loses_answers_fails_although_mp_lost_them_too() -> No
 @pytest.mark.parametrize(
     ("dtype", "off", "agrees"), [("float16", 4e-3, True), ("float16", 6e-3, False), ("float32", 2e-3, False)]
 )
-def test_numbers_that_are_not_the_models_fail_though_its_answers_hold(dtype: str, off: float, agrees: bool) -> None:
-    """A trained model is sure of its answers: a wrong kernel shows in its log-likelihoods, which count together."""
+def test_wrong_log_likelihoods_fail_although_the_answers_are_right(dtype: str, off: float, agrees: bool) -> None:
+    """A trained model is confident: a wrong kernel shows in the sum of all log-likelihoods."""
     values = [-1.0, -2.0, -3.0, -1e-9]
     answers = [make_accuracy(1.0, 1, [0], [value * (1 + change) for value in values]) for change in (0.0, off)]
-    # One near 0 may be another number altogether.
+    # A log-likelihood near 0 may differ by any factor.
     shaken = make_accuracy(1.0, 1, [0], [*(value * (1 + off) for value in values[:3]), -1e-6])
     mp = make_result(1.0, answers[0], dtype=dtype)
     for accuracy in (answers[1], shaken):
@@ -382,18 +400,19 @@ def test_numbers_that_are_not_the_models_fail_though_its_answers_hold(dtype: str
         found = check(result, [mp], given=1.0, metric="acc_norm", tolerance=0.0)
         assert found is not None
         assert found.ok is agrees
-        assert (foreign_numbers(result, mp) is None) is agrees
+        assert (decide_mismatch(result, mp) is None) is agrees
 
 
-def test_the_bundled_model_has_numbers_to_be_held_against() -> None:
-    """`--strategy=iok` alone is as wrong as with mp beside it; the first items suffice."""
+def test_the_bundled_model_has_registered_log_likelihoods(prose: Prose) -> None:
+    """They are compared with where mp was not measured; the first items suffice."""
     right = list(bundled.loglikelihoods()[:8])
     case: dict[str, Any] = {"model": "bundled", "dataset": "bundled", "dtype": "float32", "strategy": "iok"}
     wrong = [value * 1.1 for value in right]
-    assert foreign_numbers(make_result(1.0, make_accuracy(1.0, 2, [0, 0], right), **case), None) is None
-    assert foreign_numbers(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None) == (
-        "log-likelihoods typically differ by 10.0 % from those registered for the bundled model, and float32 explains "
-        "0.1 %"
-    )
-    case["model"] = "somebody's"
-    assert foreign_numbers(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None) is None
+    assert decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], right), **case), None) is None
+    found = decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None)
+    assert found is not None
+    assert found.source is None
+    assert found.typical_difference == pytest.approx(0.1)
+    assert prose == describe_mismatch(found)
+    case["model"] = "another"
+    assert decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None) is None

@@ -55,7 +55,7 @@ def test_a_baseline_whose_launches_are_far_apart_is_told(capsys: pytest.CaptureF
     code = "launch-times-differ"
     report.cases[0].findings = [Finding(code=code, severity="warning", text="Launches differ.", next_step="Look.")]
     assert _to_file(report) == 0
-    note = f"note: launches of {report.cases[0].id} differ so much in time that little can be told against them"
+    note = f"note: the launches of {report.cases[0].id} differ so much in time that only large changes can be seen"
     assert capsys.readouterr().out.splitlines()[1:] == [note]
 
 

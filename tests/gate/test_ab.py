@@ -98,7 +98,7 @@ def test_tests_that_measure_again_unasked_add_nothing() -> None:
 def test_launches_that_measured_other_cases_are_refused() -> None:
     """One line names the launch."""
     machine = _Machine(sizes=lambda name: (1,) if name == "head-2" else (1, 2))
-    with pytest.raises(ValueError, match="head-1 and head-2 measured other cases"):
+    with pytest.raises(ValueError, match="head-1 and head-2 measured different cases"):
         compare(machine, _judged, launches=2, again=0)
 
 

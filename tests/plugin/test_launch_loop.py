@@ -6,19 +6,17 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support import tiny_model, verdict_factory
+from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
-from support.report_factory import make_answers, make_failed, make_result, make_traffic
+from support.report_factory import make_result, make_traffic
 
 import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
-from pytest_llmgpu.analysis import launch_findings
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
 
@@ -209,84 +207,21 @@ def test_a_model_is_loaded_once_a_launch(pytester: pytest.Pytester, monkeypatch:
         assert [finding.code for finding in case.findings if finding.code.startswith("launches")] == []
 
 
-def _launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *results: CaseResult) -> CaseResult:
-    """Return what a report holds of a case that was measured in one launch after another."""
+def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has one case with the findings on its launches; unequal traffic is unknown, with the reason."""
     monkeypatch.setattr(recorder, "commit", lambda _: Commit())
     monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
     kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), [])
-    for result in results:
+    for seconds, ranks in ((1.2, 4), (1.0, 2), (3.1, 4)):
         kept.start_launch()
+        result = make_result(seconds, traffic=make_traffic(ranks))
         kept.add(result, Options(), "test_it.py::test_it", TorchFacts(version="2"))
     (case,) = file.load(tmp_path / "report.json").cases
-    return case
-
-
-def test_launches_that_answer_differently_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicates differ in time only; how many items differ is said over all launches."""
-    answers = [[True, True, True], [True, True, True], [True, False, True]]
-    results = [make_result(1.0, make_answers(right)) for right in answers]
-    case = _launched(tmp_path, monkeypatch, *results)
-    (finding,) = [found for found in case.findings if found.code.startswith("launches")]
-    assert finding.text == "3 launches of the same case answer 1 of 3 items differently (acc_norm)."
-
-
-def test_launches_that_send_differently_have_no_exact_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a later launch sends as much as the first: the disagreement is not forgotten."""
-    results = [make_result(1.0, traffic=make_traffic(ranks)) for ranks in (4, 2, 4)]
-    case = _launched(tmp_path, monkeypatch, *results)
+    assert len(case.launches) == 3
     assert case.traffic is None
-    assert "launches of the same thing sent" in case.why["traffic"]
-    assert [found.code for found in case.findings if found.code.startswith("launches")] == ["launches-send-otherwise"]
-
-
-def test_a_launch_that_failed_disagrees_with_nobody() -> None:
-    """Its outcome says enough."""
-    completed = make_result(1.0, make_answers([True]))
-    assert launch_findings.disagreements([completed, make_failed("crashed")]) == []
-
-
-def test_launches_of_other_batches_or_ways_are_findings() -> None:
-    """Their times are of different things."""
-    one, two = make_result(), make_result(execution="cuda_graphs")
-    two.launches[0].plan_sha256 = "0" * 64
-    codes = [finding.code for finding in launch_findings.disagreements([one, two])]
-    assert codes == ["launches-run-other-batches", "launches-run-otherwise"]
-
-
-def test_launches_that_take_other_links_are_a_finding() -> None:
-    """How many took which, from the fastest; one whose link is not known takes no other."""
-    links = ["pcie", "nvlink", None, "nvlink", "mixed"]
-    results = [make_result(1.0, traffic=verdict_factory.make_traffic(link=link)) for link in links]
-    (finding,) = launch_findings.disagreements(results)
-    assert (finding.code, finding.severity) == ("launches-take-other-paths", "warning")
-    assert finding.text == (
-        "4 launches of the same case do not send over the same links: 2 over NVLink, 1 over NVLink and PCIe, "
-        "1 over PCIe."
-    )
-    assert launch_findings.disagreements([results[1], results[2], results[3]]) == []
-
-
-def test_launches_whose_times_are_far_apart_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fastest, the slowest and what to do; the report has it, of the case."""
-    case = _launched(tmp_path, monkeypatch, *(make_result(seconds) for seconds in (1.2, 1.0, 3.1)))
-    (finding,) = [found for found in case.findings if found.code == "launch-times-differ"]
-    assert finding.severity == "warning"
-    assert finding.text == (
-        "Launches differ in time by a factor of 3.1: launch 3 of 3 took 3.1 s, the slowest, and launch 2 1 s, the "
-        "fastest."
-    )
-    assert "another tenant" in finding.next_step
-    assert "more launches" in finding.next_step
-
-
-def test_times_that_noise_or_other_work_explains_are_no_finding() -> None:
-    """Nor is a launch that failed: its number counts all the same."""
-    near = [make_result(1.0), make_result(2.8)]
-    assert launch_findings.disagreements(near) == []
-    other = [make_result(1.0), make_result(9.0, execution="cuda_graphs")]
-    assert [found.code for found in launch_findings.disagreements(other)] == ["launches-run-otherwise"]
-    (finding,) = launch_findings.disagreements([make_result(1.0), make_failed("crashed"), make_result(4.0)])
-    assert "launch 3 of 3" in finding.text
+    assert "traffic" in case.why
+    codes = [finding.code for finding in case.findings]
+    assert [code for code in codes if code.startswith("launch")] == ["launches-send-otherwise", "launch-times-differ"]
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:

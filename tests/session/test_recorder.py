@@ -120,13 +120,9 @@ def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> N
     failed = _add(recorded, make_failed("oom", strategy="tp", batch_size=2, **cpu))
     assert recorded.path is not None
     written = file.load(recorded.path).cases
-    for result, reason in (
-        (alone, "mp was not measured in this run"),
-        (mp, "it is mp itself"),
-        (failed, "the case did not complete"),
-    ):
+    for result in (alone, mp, failed):
         assert result.comparison is None
-        assert result.why["comparison"] == reason
+        assert result.why["comparison"]
     assert "comparison" not in tp.why
     found = written[2].comparison
     assert found is not None

@@ -276,7 +276,7 @@ def test_launches_of_other_cases_are_refused(project: _Project, capsys: pytest.C
     strange = 'case $* in *head-2*) echo \'{"seconds": {"1": [1.0]}}\' > behaviour.json;; esac; '
     command[2] = strange + command[2]
     assert _ab("--launches", "2", command=command) == 2
-    assert "head-1 and head-2 measured other cases" in capsys.readouterr().err
+    assert "head-1 and head-2 measured different cases" in capsys.readouterr().err
     assert len(list((project.kept / "launches").glob("*.json.gz"))) == 4
 
 
