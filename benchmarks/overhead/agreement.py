@@ -1,15 +1,15 @@
-"""Known traffic against what NVLink's and PCIe's counters say of it; prints JSON, a line per step.
+"""Compare known traffic with the counters of NVLink and PCIe; prints JSON, a line per step.
 
     python benchmarks/overhead/agreement.py
 
-One process per GPU runs all-reduces and all-gathers, and copies between page-locked memory and its GPU. Every step is
-a window of our own profiler, with all GPUs idle at both of its ends. Held against: over NVLink each GPU sends and
-receives what the ring formulas say, to 0.1 % and the few KiB that the protocol adds to each message, for messages over
-1 MiB; over PCIe at least the payload and at most that with its protocol. Without NVLink, PCIe has to show at least what
-the collectives send. With one GPU only the copies run. Takes about 45 s on 4 GPUs. The status is 1 where a step is not
-ok.
+One process per GPU runs all-reduces and all-gathers, and copies between page-locked memory and its GPU. Every step is a
+window of the package's profiler, with all GPUs idle at both of its ends. Over NVLink each GPU must send and receive the
+bytes of the ring formulas, within 0.1 % and the few KiB that the protocol adds to each message; this is judged for
+messages over 1 MiB. Over PCIe a copy must show at least its payload and at most its payload with the protocol. Without
+NVLink, PCIe must show at least the bytes of the collectives. With one GPU only the copies run. It takes about 45 s on 4
+GPUs. The exit status is 1 if a step is not ok.
 
-On a machine without a GPU the ranks are on the CPU and the counters those of the tests' stub: nothing is judged.
+On a machine without a GPU the ranks run on the CPU, the counters are those of the tests' stub, and nothing is judged.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ __all__ = ["judged", "main"]
 MIB = 1 << 20
 NVLINK_BOUND = (0.999, 1.001)
 NVLINK_OVER_BYTES = MIB
-"""No bound is set for messages up to this size: of them the protocol's own bytes are more than half a percent."""
+"""No bound is set for messages up to this size: the protocol adds more than half a percent to them."""
 RING_STEP_BYTES = 2048
-"""What a step of a ring may add to the payload on each link, whatever the size of the message: flags that say how far
-the sender and the receiver are. On 4 H200 with NCCL 2.28.9 and whole chunks it was 1,600 bytes for each of the 6 steps
-of an all-reduce and 1,664 for each of the 3 of an all-gather, from 4 MiB to 64 MiB alike: 0.15 % of 4 MiB, 0.01 % of
-64 MiB. Other numbers of GPUs were not measured."""
+"""The bytes that a step of a ring may add to the payload on each link, for any size of the message: flags for the
+progress of sender and receiver. On 4 H200 with NCCL 2.28.9 and the protocol Simple, an all-reduce added 1,600 bytes in
+each of its 6 steps and an all-gather 1,664 in each of its 3, from 4 MiB to 64 MiB: 0.15 % of 4 MiB, 0.01 % of 64 MiB.
+Other numbers of GPUs were not measured."""
 
 PCIE_BOUND = (0.99, 1.15)
-"""A packet of up to 256 bytes brings 20 to 28 of framing, header and checksum: 1.08 to 1.11 times the payload.
-Requests, acknowledgements and credits go beside it. The averages that the bytes are summed up from are good to 1 %."""
+"""A packet of up to 256 bytes has 20 to 28 bytes of framing, header and checksum: 1.08 to 1.11 times the payload.
+Requests, acknowledgements and credits come on top. The averages that the bytes are summed from are exact to 1 %."""
 
 PERIOD_S = 0.125
-"""GPM's samples are to be 0.1 s apart."""
+"""GPM's samples must be 0.1 s apart."""
 IDLE_S = 0.25
-"""Before and after both ends of a copy's window: a reading of PCIe reaches over an end, and then has no bytes to share
-out. It speaks for a period, or for two where GPM was asked too soon."""
+"""The idle time before and after both ends of a copy's window. A PCIe reading that extends over an end then has no
+bytes to split. It covers one period, or two if GPM was read too early."""
 COPY_S = 2.0
-"""How long a copy is repeated. GPM tells an average over a time of its own, near the one between our two readings but
-not the same: where sending begins and ends, what it is multiplied by is off. Bursts of 0.35 s came to 0.95 to 1.23 of
-the payload, those of 0.5 s to 1.05 to 1.10; the same error is a few percent of 2 s."""
+"""How long a copy is repeated. GPM averages over a period of its own, which is near the time between two readings but
+not equal to it: the bytes are wrong where sending begins and ends. Bursts of 0.35 s gave 0.95 to 1.23 of the payload,
+bursts of 0.5 s 1.05 to 1.10; the same error is a few percent of 2 s."""
 SHORT_IDLE_S = 0.05
-"""The same of a collective, whose counters are read at the ends."""
+"""The idle time around a collective, whose counters are read at the ends of its window."""
 COPIED = {"host_to_device": ("pcie_rx_bytes",), "device_to_host": ("pcie_tx_bytes",)}
 NVLINK = ("nvlink_tx_bytes", "nvlink_rx_bytes")
 PCIE = ("pcie_tx_bytes", "pcie_rx_bytes")
 PCIE_LEAST = (PCIE_BOUND[0], math.inf)
-"""Of collectives without NVLink: how much more than the payload there is depends on the way, and was not measured."""
+"""The bound of collectives without NVLink: the bytes beyond the payload depend on the path, and were not measured."""
 _COUNTED = ("nvlink", "pcie")
 _WAYS = ("tx", "rx")
-_TELLING_S = 0.05
-"""How long repetitions take that tell how long more of them will."""
+_TRIAL_S = 0.05
+"""The minimum time of trial repetitions, from which the time of more of them is computed."""
 
 
 def main() -> int:
-    """Measure and print; 1 where a step is not ok, or none could be judged."""
+    """Measure and print; return 1 if a step is not ok, or if none could be judged."""
     options = _parse()
     began_s = time.monotonic()
     inventory = nvml.inventory()
@@ -102,22 +102,21 @@ def main() -> int:
 
 
 def judged(step: dict[str, Any]) -> dict[str, Any]:
-    """Return the ratios of what was counted to what was sent, the bound, and whether all lie within it.
+    """Return the ratios of counted to sent bytes, the bound, and whether all ratios lie within it.
 
     Args:
-        step: `kind`, `message_bytes`, `ranks`; `nvlink`: whether the GPUs have any; `wire_bytes_of_one` as the package
-            counts them; `expected_bytes` of each device; `devices` with the counts, [device] each, None where there is
-            none.
+        step: `kind`, `message_bytes`, `ranks`; `nvlink`: whether the GPUs have NVLink; `wire_bytes_of_one` by the
+            package's count; `expected_bytes` of each device; `devices` with the counts, [device] each, or None.
 
     Returns:
-        `ratios` by count, as they are; for collectives `beyond_bytes_of_one`: the most that a message had beside its
-        payload; `bound`, which allows for that (`RING_STEP_BYTES`); `ok`: None where no bound is set; and `why` that or
-        a False is so.
+        `ratios` by count; for collectives `beyond_bytes_of_one`: the most bytes of a message beyond its payload;
+        `bound`, which includes them (`RING_STEP_BYTES`); `ok`: None if no bound is set; `why`: the reason of None or
+        False.
     """
     kind, expected = step["kind"], step["expected_bytes"]
     over_pcie = kind in COLLECTIVES and not step["nvlink"]
     if kind == "nothing":
-        return {"bound": None, "ok": None, "why": "what is there without us"}
+        return {"bound": None, "ok": None, "why": "background traffic"}
     names = COPIED[kind] if kind in COPIES else PCIE if over_pcie else NVLINK
     ratios = {
         name: [None if count is None else round(count / expected, 6) for count in step["devices"][name]]
@@ -129,7 +128,7 @@ def judged(step: dict[str, Any]) -> dict[str, Any]:
         beyond = (max(counts) - expected) * step["wire_bytes_of_one"] / expected
         answer["beyond_bytes_of_one"] = round(beyond, 1)
     if step["wire_bytes_of_one"] != formula(kind, step["message_bytes"], step["ranks"]):
-        return {**answer, "bound": None, "ok": False, "why": "the package counts other bytes than the formula says"}
+        return {**answer, "bound": None, "ok": False, "why": "the package and the formula count different bytes"}
     if kind in COLLECTIVES and step["message_bytes"] <= NVLINK_OVER_BYTES:
         return {**answer, "bound": None, "ok": None, "why": "no bound is set for messages of 1 MiB and less"}
     least, most = PCIE_LEAST if over_pcie else PCIE_BOUND
@@ -139,25 +138,33 @@ def judged(step: dict[str, Any]) -> dict[str, Any]:
     bound = (least, None if over_pcie else most)
     values = [ratio for row in ratios.values() for ratio in row]
     if None in values and over_pcie:
-        told = "; ".join(step["why_not_counted"]) or "its readings leave some of the window out"
-        return {**answer, "bound": bound, "ok": None, "why": f"there is no NVLink, and PCIe was not counted: {told}"}
+        reason = "; ".join(step["why_not_counted"]) or "its readings do not cover the window"
+        return {**answer, "bound": bound, "ok": None, "why": f"there is no NVLink, and PCIe was not counted: {reason}"}
     if None in values:
         return {**answer, "bound": bound, "ok": False, "why": "; ".join(step["why_not_counted"]) or "not counted"}
     ok = all(least <= ratio <= most for ratio in values)
     why = [
-        *(["there is no NVLink: held against PCIe"] * over_pcie),
-        *(["a ratio lies outside of the bound"] * (not ok)),
+        *(["there is no NVLink: compared with PCIe"] * over_pcie),
+        *(["a ratio lies outside the bound"] * (not ok)),
     ]
     return {**answer, "bound": bound, "ok": ok, **({"why": "; ".join(why)} if why else {})}
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="GPUs at most (all); without a GPU, ranks on the CPU (2)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long a collective is repeated, about (0.5)")
-    parser.add_argument("--copy-seconds", type=float, default=COPY_S, help=f"the same of a copy ({COPY_S:g})")
-    parser.add_argument("--messages-mib", type=int, nargs="+", default=[1, 4, 16, 64], help="of collectives, in all")
-    parser.add_argument("--copies-mib", type=int, nargs="+", default=[16, 64], help="of copies")
+    parser.add_argument("--gpus", type=int, help="the most GPUs to use (all); without a GPU, ranks on the CPU (2)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="about how long a collective is repeated (0.5)")
+    parser.add_argument(
+        "--copy-seconds", type=float, default=COPY_S, help=f"about how long a copy is repeated ({COPY_S:g})"
+    )
+    parser.add_argument(
+        "--messages-mib",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 64],
+        help="message sizes of collectives, over all ranks",
+    )
+    parser.add_argument("--copies-mib", type=int, nargs="+", default=[16, 64], help="message sizes of copies")
     return parser.parse_args()
 
 
@@ -197,8 +204,8 @@ def _settings(
 def _step(
     profiler: Profiler, ranks: Ranks, kind: str, message_bytes: int, options: argparse.Namespace, *, nvlink: bool
 ) -> dict[str, Any]:
-    """Send for some time inside a window; return what was sent and what was counted."""
-    # What PCIe is to show, be it a collective, needs time and stillness as long as its readings are.
+    """Send for some time inside a window; return the sent and the counted bytes."""
+    # Traffic over PCIe, a collective's too, needs the time and the idle ends of PCIe's readings.
     counted = kind in COLLECTIVES and nvlink
     seconds, idle_s = (options.seconds, SHORT_IDLE_S) if counted else (options.copy_seconds, IDLE_S)
     wire_bytes = repetitions = 0
@@ -206,8 +213,8 @@ def _step(
         wire_bytes = max(ranks.count(kind, message_bytes))
         ranks.run(kind, message_bytes, 5)
         repetitions, took_s = 10, max(ranks.run(kind, message_bytes, 10))
-        if took_s < _TELLING_S:  # the first of them and the last weigh too much
-            repetitions = round(repetitions * 2 * _TELLING_S / took_s)
+        if took_s < _TRIAL_S:  # the first and the last repetition have too much weight
+            repetitions = round(repetitions * 2 * _TRIAL_S / took_s)
             took_s = max(ranks.run(kind, message_bytes, repetitions))
         repetitions = max(1, round(repetitions * seconds / took_s))
     time.sleep(idle_s)
@@ -237,14 +244,14 @@ def _step(
 
 
 def _mark(profiler: Profiler) -> float:
-    """Have the counters read; return a time in the middle of that, since each GPU's are read at another."""
+    """Read the counters; return the middle of the reading, because each GPU is read at a different time."""
     before_s = time.monotonic()
     profiler.mark(wait=True)
     return (before_s + time.monotonic()) / 2
 
 
 def _methods(profile: Profile) -> list[str]:
-    """Return the calls that the counts come from."""
+    """Return the NVML calls that the counts come from."""
     metrics = [item for device in profile.devices for item in device.metrics.items()]
     return sorted({metric.method for name, metric in metrics if name.startswith(_COUNTED) and metric.method})
 
@@ -259,7 +266,7 @@ def _whole(size: float | None) -> int | None:
 
 
 def _lines(settings: dict[str, Any], steps: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:
-    """Return the JSON with one line per step, as people and logs want it."""
+    """Return the JSON with one line per step."""
     rows = ",\n".join(f"    {json.dumps(step)}" for step in steps)
     head = json.dumps(settings, indent=2).replace("\n", "\n  ")
     return f'{{\n  "settings": {head},\n  "steps": [\n{rows}\n  ],\n  {json.dumps(end)[1:-1]}\n}}'

@@ -1,8 +1,8 @@
-"""What the sampler's NVML calls cost by themselves; prints JSON.
+"""Measure the cost of the sampler's NVML calls alone; prints JSON.
 
-The sampler's own choice of calls is recorded over about a second, then exactly these calls are made again, at the same
-times and from as many threads, by a loop that does nothing else: no decisions, no units, no stream. `costs` are
-those of each call as it was recorded, marks left out: what to look at first where the sum is too much.
+The calls of the sampler are recorded for about a second. A loop that does nothing else then makes exactly these calls
+again, at the same times and from as many threads. `costs` has the recorded cost of each call, without marks: read it
+first if the total is too high.
 
     python benchmarks/overhead/bare_calls.py --period 0.1667 --seconds 3
 """
@@ -26,24 +26,28 @@ from pytest_llmgpu.profiling.sampler.devices import choose, open_devices
 from pytest_llmgpu.profiling.sampler.sampling import Sampler
 
 NEAR_S = 0.001
-"""A call this close to its time is made at once, as in a round where one follows the other."""
+"""A call that is due within this time is made at once, as in a round."""
 
 
 class Made(NamedTuple):
     """One call that the sampler made."""
 
     after_s: float
-    """Since its tick began."""
+    """The seconds since its tick began."""
     call: Callable[[], object]
+    """Makes the call again."""
     name: str
+    """The name of the NVML function."""
     threaded: bool
+    """Whether it was made outside the main thread."""
     cpu_s: float
-    """CPU seconds it took when the sampler made it; pynvml's own share is in it."""
+    """The CPU seconds it took in the sampler, those of pynvml included."""
     wall_s: float
+    """The seconds it took in the sampler."""
 
 
-class Listening:
-    """pynvml, which writes down each call that is made of it."""
+class Recorder:
+    """pynvml with a record of every call."""
 
     def __init__(self, nvml: Any) -> None:
         self.made: list[Made] = []
@@ -51,7 +55,7 @@ class Listening:
         self._nvml = nvml
 
     def __getattr__(self, name: str) -> Any:
-        """Return pynvml's own, or a call that is written down."""
+        """Return pynvml's attribute, or a function that records its call."""
         found = getattr(self._nvml, name)
         if not name.startswith(("nvmlDevice", "nvmlGpm")):
             return found
@@ -77,18 +81,18 @@ def main() -> None:
     parser.add_argument("--uuids", type=lambda text: text.split(","), help="GPUs to read (all)")
     options = parser.parse_args()
     with session() as nvml:
-        listening = Listening(nvml)
-        devices, _ = open_devices(listening, options.uuids)
+        recorder = Recorder(nvml)
+        devices, _ = open_devices(recorder, options.uuids)
         choose(devices, options.period)
-        # Even, since GPM's two samples take turns; a second or more, since some calls are made once in one.
-        rounds = record(Sampler(devices), listening, options.period, 2 * math.ceil(0.5 / options.period))
+        # An even number, because GPM alternates between two samples. At least a second: some calls are made once in it.
+        rounds = record(Sampler(devices), recorder, options.period, 2 * math.ceil(0.5 / options.period))
         cpu_s_per_s, calls = repeat(rounds, nvml, options.period, options.seconds)
     found = costs(rounds, len(devices), options.period)
     print(json.dumps({"gpus": len(devices), "cpu_s_per_s": cpu_s_per_s, "calls_per_s": calls, "costs": found}))
 
 
-def record(sampler: Sampler, listening: Listening, period_s: float, rounds: int) -> list[list[Made]]:
-    """Return the calls of so many rounds, those between one tick and the next included."""
+def record(sampler: Sampler, recorder: Recorder, period_s: float, rounds: int) -> list[list[Made]]:
+    """Return the calls of the given number of rounds, with those between two ticks."""
     found: list[list[Made]] = []
 
     def wait(seconds: float) -> bool:
@@ -98,12 +102,12 @@ def record(sampler: Sampler, listening: Listening, period_s: float, rounds: int)
         time.sleep(seconds)
         return False
 
-    # Counted by the ticks that came: a deadline that was missed asked nothing.
+    # Ticks are counted, not deadlines: a missed deadline makes no calls.
     for number, tick in enumerate(ticks(time.monotonic(), period_s, time.monotonic, wait)):
-        listening.tick_s = tick.start_s
-        if number > 1:  # GPM has nothing to say at the first: it asks for a tenth of a second between its samples
-            found.append(listening.made)
-        listening.made = []
+        recorder.tick_s = tick.start_s
+        if number > 1:  # GPM has no average at the first tick: its samples must be 0.1 s apart
+            found.append(recorder.made)
+        recorder.made = []
         if len(found) == rounds:
             break
         sampler.round(tick.start_s)
@@ -111,7 +115,7 @@ def record(sampler: Sampler, listening: Listening, period_s: float, rounds: int)
 
 
 def repeat(rounds: list[list[Made]], nvml: Any, period_s: float, seconds: float) -> tuple[float, dict[str, float]]:
-    """Make the calls again; return CPU seconds per second, and how often each is made per second."""
+    """Make the calls again; return CPU seconds per second, and the calls per second by name."""
 
     def make(call: Callable[[], object]) -> None:
         with suppress(nvml.NVMLError):
@@ -140,33 +144,33 @@ def repeat(rounds: list[list[Made]], nvml: Any, period_s: float, seconds: float)
 
 
 def costs(rounds: list[list[Made]], gpus: int, period_s: float) -> dict[str, dict[str, float]]:
-    """Return what each call cost by itself, and what it comes to for one GPU in a second; the dearest first."""
+    """Return the cost of each call, and its cost per GPU and second; the most expensive call first."""
     seconds = len(rounds) * period_s
     by_name: dict[str, list[Made]] = {}
     for made in (made for each in rounds for made in each):
         by_name.setdefault(made.name, []).append(made)
     found = {
         name: {
-            "us": round(1e6 * sum(made.wall_s for made in all_of_it) / len(all_of_it), 1),
-            "cpu_us": round(1e6 * sum(made.cpu_s for made in all_of_it) / len(all_of_it), 1),
-            "per_gpu_per_s": round(len(all_of_it) / gpus / seconds, 2),
-            "cpu_ms_per_gpu_per_s": round(1e3 * sum(made.cpu_s for made in all_of_it) / gpus / seconds, 3),
+            "us": round(1e6 * sum(made.wall_s for made in calls_of_it) / len(calls_of_it), 1),
+            "cpu_us": round(1e6 * sum(made.cpu_s for made in calls_of_it) / len(calls_of_it), 1),
+            "per_gpu_per_s": round(len(calls_of_it) / gpus / seconds, 2),
+            "cpu_ms_per_gpu_per_s": round(1e3 * sum(made.cpu_s for made in calls_of_it) / gpus / seconds, 3),
         }
-        for name, all_of_it in by_name.items()
+        for name, calls_of_it in by_name.items()
     }
     return dict(sorted(found.items(), key=lambda item: -item[1]["cpu_ms_per_gpu_per_s"]))
 
 
 def _again(function: Callable[..., object], arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], object]:
-    """Return what makes the call once more, with the samples of GPM that it was made with."""
+    """Return a function that makes the call again, with the same samples of GPM."""
     if function.__name__ != "nvmlGpmMetricsGet":
         return lambda: function(*arguments, **named)
-    (question,) = arguments
-    first, second = question.sample1, question.sample2
+    (request,) = arguments
+    first, second = request.sample1, request.sample2
 
     def call() -> object:
-        question.sample1, question.sample2 = first, second
-        return function(question)
+        request.sample1, request.sample2 = first, second
+        return function(request)
 
     return call
 

@@ -1,6 +1,6 @@
-"""Write a dataset in HellaSwag's format of which every sequence is equally long, to measure forwards of one width.
+"""Write a dataset in HellaSwag's format with sequences of equal length, to measure forwards of one width.
 
-Its texts are words that a preset's tokenizer, trained on them, has a token each for. Prints the widths of the batches.
+Its texts are words that are one token each for a preset's tokenizer, which is trained on them. Prints the width.
 
     python benchmarks/overhead/fixed_width.py out.jsonl --width 104 --items 64
 """
@@ -20,7 +20,7 @@ _WORDS = [a + b for a in ("ba", "de", "fi", "go", "hu", "ka", "le", "mi") for b 
 
 
 def write(path: Path, context_words: int, items: int) -> None:
-    """Write so many items with contexts of so many words."""
+    """Write items with contexts of the given number of words."""
     draw = random.Random(0)  # noqa: S311 - a benchmark's words
     records = [
         {
@@ -45,7 +45,7 @@ def widths(path: Path) -> set[int]:
 
 
 def main() -> None:
-    """Write the dataset, longer by a word until its width is right."""
+    """Write the dataset with one word more each time, until its width is the requested one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--width", type=int, default=104, metavar="TOKENS")
@@ -57,7 +57,7 @@ def main() -> None:
         if found == {arguments.width}:
             print(json.dumps({"path": str(arguments.path), "items": arguments.items, "width": arguments.width}))
             return
-    raise SystemExit(f"no length gives {arguments.width} tokens: the last gave {sorted(found)}")
+    raise SystemExit(f"no number of words gives {arguments.width} tokens; the last gave {sorted(found)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What judging costs: two reports of many cases, read and compared in a process of its own; prints JSON.
+"""Measure the time and memory of the gate on two reports of many cases; prints JSON.
 
-The reports are made up: as many batches and items a case as asked for, noise of 1 % in each batch, a few items flipped,
-log-likelihoods rounded otherwise. `compare` is the whole command `llmgpu compare` of the same two, with its start and
-its tables. The fastest of three processes counts: on a busy machine the others measure the neighbours.
+The reports are synthetic: 1 % of noise in each batch, a few flipped items, log-likelihoods that differ by rounding.
+`compare` is the whole command `llmgpu compare` on the same reports, with Python's start and the tables. Each is
+measured in three processes and the fastest counts, because other programs may slow down the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNS = 3
 
 JUDGE = """
 import datetime, gc, json, sys, time
-gc.disable()  # as the command does: it ends before there is anything to collect
+gc.disable()  # as the command does, which ends before there is anything to collect
 from pathlib import Path
 from pytest_llmgpu.gate.classify import exit_status
 from pytest_llmgpu.gate.judge import judge
@@ -36,7 +36,7 @@ policy = Policy()
 verdicts = judge(base, head, policy, today=datetime.date(2026, 1, 1))
 judged = time.perf_counter()
 cpu = time.process_time() - cpu
-# Not getrusage's, in which the process that started this one counts, as it was then.
+# getrusage would include the process that started this one.
 [peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
 counts = {}
 for row in verdicts.rows:
@@ -54,7 +54,7 @@ print(json.dumps({
 }))
 """
 
-# In a small process of its own, for the memory of whoever starts a command counts as the command's.
+# A small process starts the command, because the memory of the starting process counts as the command's.
 COMPARE = """
 import json, os, subprocess, sys, time
 command = [sys.executable, "-m", "pytest_llmgpu.cli", "compare", *sys.argv[1:]]
@@ -73,7 +73,7 @@ sys.exit(running.returncode)
 
 
 def main() -> int:
-    """Make the reports, judge them, print; 1 where a limit is broken."""
+    """Make the reports, judge them and print; return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--batches", type=int, default=20)
@@ -98,14 +98,14 @@ def main() -> int:
 
 
 def measured(code: str, paths: Sequence[Path]) -> dict[str, Any]:
-    """Return what a program of two reports prints, from a process of its own."""
+    """Run a program on two reports in a process of its own; return the JSON that it prints."""
     command = [sys.executable, "-c", code, *map(str, paths)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return found
 
 
 def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int) -> None:
-    """Write a report that differs from another seed's in its noise."""
+    """Write a report whose noise depends on the seed."""
     from pytest_llmgpu.report.case import Case
     from pytest_llmgpu.report.derived import derive, encode
     from pytest_llmgpu.report.file import dump

@@ -1,6 +1,6 @@
-"""What the plugin costs a test run that does not use it; prints JSON.
+"""Measure the cost of the plugin for a test run that does not use it; prints JSON.
 
-`pytest --collect-only` on one empty test, with the plugin and with `-p no:llmgpu`, in turn: a busy machine slows both.
+It runs `pytest --collect-only` on one empty test, alternately with the plugin and with `-p no:llmgpu`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def collect_s(folder: str, *arguments: str) -> float:
 
 
 def imported() -> list[str]:
-    """Return which heavy libraries loading the plugin imports; none is right."""
+    """Return the heavy libraries that loading the plugin imports; there should be none."""
     code = f"import sys, pytest_llmgpu.plugin.hooks; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
 

@@ -1,8 +1,8 @@
-"""One process per GPU that sends what it is told to, and says how long that took: the ranks of agreement.py (torch).
+"""The ranks of agreement.py: one process per GPU that sends messages of known size and returns the time (torch).
 
-Collectives run over NCCL, by rings and in whole chunks (`KNOWN`), since only then is known what goes over the links:
-trees send the same sum by other ways, and the protocols for small messages send flags beside the data. On a machine
-without a GPU the ranks are on the CPU and meet over gloo.
+Collectives run over NCCL with the algorithm Ring and the protocol Simple (`KNOWN`), because only then the bytes on each
+link are known: trees send the same sum over other paths, and the protocols for small messages add flags. On a machine
+without a GPU the ranks run on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
 __all__ = ["COLLECTIVES", "COPIES", "KNOWN", "Ranks", "formula", "ring_steps"]
 
 KNOWN = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""Set for the ranks, unless they are set already."""
+"""Environment variables of the ranks, unless they are set already."""
 
 COLLECTIVES = ("all_reduce", "all_gather")
 COPIES = ("host_to_device", "device_to_host")
 _END_S = 10.0
-"""How long all of them may take to leave."""
+"""The time limit for all ranks to end."""
 _LIMIT_S = 90.0
-"""How long a rank may take to answer; its first answer comes after importing torch and meeting the others."""
+"""The time limit for an answer of a rank. The first one comes after importing torch and joining the group."""
 
 
 def formula(kind: str, message_bytes: int, ranks: int) -> int:
-    """Return what one rank sends: by the ring algorithms, for an all-gather of so many bytes in all; or the copy."""
+    """Return the bytes that one rank sends: by the ring algorithms (an all-gather has that total size), or the copy."""
     if kind in COPIES:
         return message_bytes
     return ring_steps(kind, ranks) * message_bytes // ranks
 
 
 def ring_steps(kind: str, ranks: int) -> int:
-    """Return how many times each rank of a ring sends a part of the message on."""
+    """Return how many times each rank of a ring sends a part of the message."""
     return {"all_reduce": 2, "all_gather": 1}[kind] * (ranks - 1)
 
 
 class Ranks:
-    """All ranks, idle but within a call."""
+    """All ranks. They are idle between calls."""
 
     def __init__(self, count: int, device: str, meeting: Path) -> None:
         """Start them.
 
         Args:
-            count: How many.
+            count: The number of ranks.
             device: cuda or cpu.
-            meeting: A file that is not there yet, in which they find each other.
+            meeting: A file that does not exist yet, for the rendezvous.
         """
         for name, value in KNOWN.items():
             os.environ.setdefault(name, value)
@@ -70,7 +70,7 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
         self.facts: dict[str, str] = self._answers()[0]
-        """What rank 0 says of its libraries."""
+        """The versions of the libraries of rank 0."""
 
     def __enter__(self) -> Ranks:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
@@ -87,26 +87,26 @@ class Ranks:
                 process.kill()
 
     def count(self, kind: str, message_bytes: int) -> list[int]:
-        """Return per rank the wire bytes of one message, as the package counts them."""
-        return self._ask("count", kind, message_bytes, 1)
+        """Return for each rank the wire bytes of one message, as the package counts them."""
+        return self._request("count", kind, message_bytes, 1)
 
     def run(self, kind: str, message_bytes: int, repetitions: int) -> list[float]:
-        """Send the message so many times; return per rank the seconds until its device was idle again."""
-        return self._ask("run", kind, message_bytes, repetitions)
+        """Send the message repeatedly; return for each rank the seconds until its device was idle again."""
+        return self._request("run", kind, message_bytes, repetitions)
 
-    def _ask(self, *question: Any) -> list[Any]:
+    def _request(self, *request: Any) -> list[Any]:
         for pipe in self._pipes:
-            pipe.send(question)
+            pipe.send(request)
         return self._answers()
 
     def _answers(self) -> list[Any]:
         answers: dict[Connection, Any] = {}
         limit_s = time.monotonic() + _LIMIT_S
-        while silent := [pipe for pipe in self._pipes if pipe not in answers]:
-            # Of them all at once: the others of one that failed wait for it in their collective.
-            ready = wait(silent, limit_s - time.monotonic())
+        while pending := [pipe for pipe in self._pipes if pipe not in answers]:
+            # All pipes at once: if one rank fails, the others wait for it in their collective.
+            ready = wait(pending, limit_s - time.monotonic())
             if not ready:
-                late = ", ".join(str(self._pipes.index(pipe)) for pipe in silent)
+                late = ", ".join(str(self._pipes.index(pipe)) for pipe in pending)
                 sys.exit(f"no answer within {_LIMIT_S:g} s of rank {late}")
             answers.update((pipe, self._receive(pipe)) for pipe in self._pipes if pipe in ready)
         return [answers[pipe] for pipe in self._pipes]
@@ -115,23 +115,25 @@ class Ranks:
         try:
             return pipe.recv()
         except (EOFError, ConnectionError):
-            sys.exit(f"rank {self._pipes.index(pipe)} ended; its error stands above")
+            sys.exit(f"rank {self._pipes.index(pipe)} ended; its error is printed above")
 
 
 def _serve(pipe: Connection, rank: int, ranks: int, device: str, meeting: str) -> None:
-    """Answer questions until the pipe closes."""
+    """Answer requests until the pipe closes."""
     place, facts = _join(rank, ranks, device, meeting)
     pipe.send(facts)
     prepared: dict[tuple[str, int], Callable[[], object]] = {}
     while True:
         try:
-            what, kind, message_bytes, repetitions = pipe.recv()
+            action, kind, message_bytes, repetitions = pipe.recv()
         except EOFError:
             break
         if (kind, message_bytes) not in prepared:
-            prepared = {(kind, message_bytes): _prepare(kind, message_bytes, ranks, place)}  # memory of one at a time
+            prepared = {
+                (kind, message_bytes): _prepare(kind, message_bytes, ranks, place)
+            }  # holds the memory of one message at a time
         send = prepared[kind, message_bytes]
-        pipe.send(_count(kind, message_bytes, send, ranks) if what == "count" else _time(send, repetitions, place))
+        pipe.send(_count(kind, message_bytes, send, ranks) if action == "count" else _time(send, repetitions, place))
     if ranks > 1:
         from torch import distributed
 
@@ -150,7 +152,7 @@ def _join(rank: int, ranks: int, device: str, meeting: str) -> tuple[torch.devic
         facts["gpu"] = torch.cuda.get_device_name(place)
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of the host may not resolve
         torch.set_num_threads(1)
     if ranks > 1:
         distributed.init_process_group(
@@ -165,7 +167,7 @@ def _join(rank: int, ranks: int, device: str, meeting: str) -> tuple[torch.devic
 
 
 def _prepare(kind: str, message_bytes: int, ranks: int, place: torch.device) -> Callable[[], object]:
-    """Return what sends the message once; it need not have arrived when that returns."""
+    """Return a function that sends the message once, asynchronously."""
     import torch
     from torch import distributed
 
@@ -176,7 +178,7 @@ def _prepare(kind: str, message_bytes: int, ranks: int, place: torch.device) -> 
         return lambda: target.copy_(source, non_blocking=True)
     message = values.to(place)
     if kind == "all_reduce":
-        # The largest: a sum of sums would soon be infinite.
+        # The maximum, because repeated sums would become infinite.
         return lambda: distributed.all_reduce(message, op=distributed.ReduceOp.MAX)
     part = message.chunk(ranks)[distributed.get_rank()].clone()
     return lambda: distributed.all_gather_into_tensor(message, part)
@@ -186,7 +188,7 @@ def _count(kind: str, message_bytes: int, send: Callable[[], object], ranks: int
     from pytest_llmgpu.ranks import traffic
 
     counted: Sequence[Any] = traffic.count(send, world_size=ranks)
-    # A copy to or from the host is no traffic between ranks, and is not to be counted as such.
+    # A copy to or from the host is no traffic between ranks, and must not be counted as such.
     return (message_bytes if kind in COPIES else 0) + sum(one.wire_bytes for one in counted)
 
 

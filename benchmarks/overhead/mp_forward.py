@@ -1,7 +1,8 @@
-"""Strategy mp over every GPU against a bare loop of forwards on the same dispatched model, in one run; prints JSON.
+"""Compare strategy mp over all GPUs with a bare loop of forwards on the same dispatched model; prints JSON.
 
-The bare loop has its inputs on the device beforehand, takes decoder and output head on the endings' rows, and waits for
-no batch; ours is `scoring.score` as a case runs it. Interleaved, so that a busy machine slows both down.
+The bare loop has its inputs on the device in advance, runs decoder and output head on the rows of the endings, and
+waits for no batch; `ours` is `scoring.score` as a case runs it. The two are interleaved, so that a busy machine slows
+both.
 
     python benchmarks/overhead/mp_forward.py --dataset hellaswag_val.jsonl --batch-sizes 64
 """

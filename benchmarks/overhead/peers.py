@@ -1,7 +1,7 @@
-"""Other samplers at the same period, each in a process of its own; prints JSON.
+"""Measure other samplers with the same period, each in a process of its own; prints JSON.
 
-nvitop's ResourceMetricCollector in its own thread, and zeus's PowerMonitor with a process per kind of power, both as
-their documentation starts them, but for the period. They read other things than we do, and than each other.
+These are nvitop's ResourceMetricCollector in its own thread, and zeus's PowerMonitor with a process per kind of power,
+both started as in their documentation except for the period. Each of them reads different metrics.
 
     python benchmarks/overhead/peers.py nvitop --period 0.1667 --seconds 4
 """
@@ -17,15 +17,15 @@ import time
 from typing import Any
 
 SETTLE_S = 1.0
-"""Left out at the beginning."""
+"""The time at the beginning that does not count."""
 
 
 def main() -> None:
-    """Run one of them and print."""
+    """Run one sampler and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=("nvitop", "zeus"))
-    parser.add_argument("--period", type=float, default=1 / 6, help="seconds between readings to ask for (1/6)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="how long to watch it (4)")
+    parser.add_argument("--period", type=float, default=1 / 6, help="requested seconds between readings (1/6)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="how long to measure (4)")
     options = parser.parse_args()
     try:
         version = importlib.metadata.version(options.name)
@@ -46,12 +46,12 @@ def cpu_s(pid: int) -> float:
 
 
 def nvitop(period_s: float, seconds: float) -> dict[str, Any]:
-    """Return what nvitop's collector of all GPUs costs, and how often it comes round."""
+    """Return the cost and the achieved period of nvitop's collector for all GPUs."""
     from nvitop import Device, ResourceMetricCollector
 
     began_s: list[float] = []
 
-    class Timed(ResourceMetricCollector):  # type: ignore[misc]  # Any, where it is not installed
+    class Timed(ResourceMetricCollector):  # type: ignore[misc]  # Any, if it is not installed
         def take_snapshots(self) -> Any:
             began_s.append(time.monotonic())
             return super().take_snapshots()
@@ -72,14 +72,14 @@ def nvitop(period_s: float, seconds: float) -> dict[str, Any]:
 
 
 def zeus(period_s: float, seconds: float) -> dict[str, Any]:
-    """Return what zeus's power monitor of all GPUs costs, its processes included, and how often it comes round."""
+    """Return the cost, its processes included, and the achieved period of zeus's power monitor for all GPUs."""
     from zeus.monitor.power import PowerMonitor
 
     monitor = PowerMonitor(update_period=period_s)
     try:
         pids = [process.pid for process in monitor.processes.values()]
         if not pids:
-            return {"why": "finds no kind of power that it can read on these GPUs, and runs no process"}
+            return {"why": "it found no kind of power to read on these GPUs, and started no process"}
         time.sleep(SETTLE_S)
         wall_s, start_s, before_s = time.time(), time.monotonic(), time.process_time() + sum(map(cpu_s, pids))
         time.sleep(seconds)
@@ -87,7 +87,7 @@ def zeus(period_s: float, seconds: float) -> dict[str, Any]:
         timelines = monitor.get_all_power_timelines(start_time=wall_s, end_time=wall_s + taken_s)
     finally:
         monitor.stop()
-    # It keeps readings that changed only: the kind of power that changed most often is nearest to the truth.
+    # It stores only readings that changed: the kind of power that changed most often is closest to the real period.
     kept = [sorted({at_s for points in gpus.values() for at_s, _ in points}) for gpus in timelines.values()]
     return {
         "class": "PowerMonitor",
@@ -101,7 +101,7 @@ def zeus(period_s: float, seconds: float) -> dict[str, Any]:
 def _achieved(times_s: list[float]) -> dict[str, Any]:
     gaps_s = [after - before for before, after in itertools.pairwise(times_s)]
     if not gaps_s:
-        return {"period_s": None, "why": "fewer than two readings were kept; zeus keeps only those that changed"}
+        return {"period_s": None, "why": "fewer than two readings were stored; zeus stores only those that changed"}
     return {"period_s": statistics.median(gaps_s), "period_max_s": max(gaps_s), "readings": len(times_s)}
 
 

@@ -1,14 +1,14 @@
-"""What profiling costs what is profiled; prints JSON.
+"""Measure how much profiling slows down the profiled program; prints JSON.
 
     python benchmarks/overhead/profiler.py
 
-A fixed number of passes over the same batches, of a second and a half, is scored in a window of the profiler and
-without it, in turn, in one process. What counts is the ratio within a pair: a clock or a neighbour that drifts slows
-both. On a GPU the model is a 7B shape, as CUDA graphs at batch size 4: forwards that wait for the CPU move by 10 %
-with its neighbours, and those that meet the GPU's power limit by 2 % with its heat. Else it is the bundled one,
-eagerly. On a machine without NVML the sampler reads the stub of the tests. `ok`: the median lies within the limit;
-`sure`: its whole interval does. The status is 1 unless it is ok; on a CPU, which other programs share, only where the
-whole interval lies above the limit.
+A fixed number of passes over the same batches, of about a second and a half, is scored alternately in a window of the
+profiler and without it, in one process. The result is the ratio within each pair, because a drift of the machine slows
+both. On a GPU the model has the 7B shape and runs as CUDA graphs at batch size 4: forwards that wait for the CPU vary
+by 10 % with other load on the CPU, and those at the GPU's power limit by 2 % with its temperature. On a CPU it is the
+bundled model, run eagerly. On a machine without NVML the sampler reads the tests' stub. `ok`: the median lies within
+the limit; `sure`: its whole interval does. The exit status is 1 if it is not ok; on a CPU, which other programs share,
+only if the whole interval lies above the limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMIT_PCT = 0.2
 
 
 def main() -> int:
-    """Measure and print; 1 where profiling costs more than the limit: see `status`."""
+    """Measure and print; return the exit status (see `status`)."""
     arguments = parse()
     with workload(arguments) as run, tempfile.TemporaryDirectory() as folder:
         passes = max(1, round(arguments.seconds / min(_time(run, 1) for _ in range(2))))
@@ -64,7 +64,10 @@ def main() -> int:
     json.dump(result, sys.stdout, indent=2)
     print()
     if not result["sure"]:
-        print(f"not sure: at {confidence:.1%} the median is {least:+.3f} to {most:+.3f} %", file=sys.stderr)
+        print(
+            f"not statistically significant: {confidence:.1%} interval of the median {least:+.3f} to {most:+.3f} %",
+            file=sys.stderr,
+        )
     return status(median, least, arguments.device)
 
 
@@ -74,7 +77,7 @@ def judged(median: float, least: float, most: float) -> dict[str, bool]:
 
 
 def status(median: float, least: float, device: str) -> int:
-    """Return the exit status: on a GPU 1 unless the median lies within the limit, else 1 where surely it does not."""
+    """Return the exit status: on a GPU 1 if the median exceeds the limit, on a CPU 1 if the whole interval does."""
     return int(least > LIMIT_PCT if device == "cpu" else abs(median) >= LIMIT_PCT)
 
 
@@ -90,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4 if cuda else 8)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, as on a CPU")
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1.5, help="how long one of a pair takes, about (1.5)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="about how long one half of a pair takes (1.5)")
     arguments = parser.parse_args()
     arguments.eager |= arguments.device != "cuda"
     return arguments
@@ -98,7 +101,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
-    """Load the model and lay out the batches; while entered, the yielded function scores them all once."""
+    """Load the model and plan the batches; the yielded function scores all of them once."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     dataset = HellaSwag().load(arguments.dataset, rootdir=Path.cwd(), limit=arguments.limit)
     load_format = "auto" if arguments.model == "bundled" else "dummy"
@@ -120,9 +123,9 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
 def measure_pair(
     run: Callable[[], object], passes: int, environment: dict[str, str] | None, turn: int
 ) -> tuple[float, float]:
-    """Return the seconds with the profiler and without it; which comes first changes from pair to pair.
+    """Return the seconds with the profiler and without it; the order alternates from pair to pair.
 
-    Without it no sampler runs; with it, as in a run, it has been started before, and marks both ends of the window.
+    Without the profiler no sampler runs. With it, the sampler has been started before, as in a run.
     """
     seconds = {}
     for profiled in (True, False) if turn % 2 else (False, True):
@@ -138,10 +141,11 @@ def measure_pair(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return an interval of the median and its confidence, whatever the values' distribution: of 95 % or just above.
+    """Return an interval of the median and its confidence of 95 % or just above, for any distribution of the values.
 
-    The number of values below the true median is binomial, so that the i-th smallest and i-th largest hold it between
-    them with a probability that is known exactly. Fewer than six values do not come to 95 %; then it is all of them.
+    The number of values below the true median is binomial, so that the probability that the median lies between the
+    i-th smallest and the i-th largest value is known exactly. Fewer than six values do not reach 95 %; the interval
+    then contains all of them.
     """
     in_order, count = sorted(values), len(values)
     place, outside = 0, 2 / 2**count

@@ -1,11 +1,11 @@
-"""Print, as JSON, how well the sampler keeps its pace and what it costs, on the GPUs or the compiled NVML stub.
+"""Measure the lateness and the cost of the sampler, on the GPUs or the compiled NVML stub; prints JSON.
 
     python benchmarks/overhead/sampler.py
 
-In one run: the sampler by number of GPUs against its NVML calls alone (bare_calls.py), its lateness with all cores
-loaded, and nvitop's collector and zeus's power monitor at the same period (peers.py), where they are installed. Takes
-about 55 s. Without a GPU, a C compiler named cc is needed for the stub, whose calls cost next to nothing: what is left
-is the cost of Python. Held against: no missed tick, 10 % of a core, lateness p99 under 5 ms on a loaded machine.
+It measures the sampler by number of GPUs and its NVML calls alone (bare_calls.py), its lateness with all cores loaded,
+and nvitop's collector and zeus's power monitor with the same period (peers.py), if they are installed. It takes about
+55 s. Without a GPU, the stub needs a C compiler named cc; its calls cost almost nothing, so that the cost of Python
+remains. Limits: no missed tick, 10 % of a core, lateness p99 under 5 ms on a loaded machine.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["figures", "main", "stub_environment"]
 CPU_LIMIT_S_PER_S = 0.10
 LATENESS_LIMIT_S = 0.005
 LOADED_PERIOD_S = 0.1
-"""The shortest that GPM allows: of fewer than a hundred ticks a 99th percentile is the largest."""
+"""The shortest period that GPM allows. With fewer than 100 ticks the 99th percentile would be the maximum."""
 PEERS = ("nvitop", "zeus")
 _ROOT = Path(__file__).resolve().parents[2]
 _OLDER = {"GPM": "0", "FIELDS": "138,139,74,75", "RING": "absent"}
 _HOPPER = {"GPM": "1", "FIELDS": "138,139,74,75,185,186,197,198", "RING": "50"}
-"""What the stub answers: byte rates by calls that block, or all that a Hopper GPU has (185, 186: power, for zeus)."""
+"""Settings of the stub: byte rates by blocking calls, or all metrics of a Hopper GPU (185, 186: power, for zeus)."""
 
 
 def main() -> int:
-    """Measure and print; 1 where a limit is broken."""
+    """Measure and print; return 1 if a limit is exceeded."""
     options = _parse()
-    load = os.getloadavg()[0]  # lateness on a machine that others load more than its cores is theirs
+    load = os.getloadavg()[0]  # if others load all cores, the lateness is not the sampler's
     period, seconds = ["--period", repr(options.period)], ["--seconds", repr(options.seconds)]
     with tempfile.TemporaryDirectory() as folder:
         uuids: list[str] | None = [gpu.uuid for gpu in nvml.inventory().gpus]
@@ -87,8 +87,8 @@ def main() -> int:
 
 
 def stub_environment(folder: Path, gpus: int = 8, pcie_us: int = 20_000, *, older: bool = True) -> dict[str, str]:
-    """Compile the NVML stub into a folder, once, and return the environment of a process that sees it."""
-    library, source = folder / "libnvidia-ml.so.1", _ROOT / "tests" / "nvml_stub.c"
+    """Compile the NVML stub into a folder, once, and return the environment of a process that uses it."""
+    library, source = folder / "libnvidia-ml.so.1", _ROOT / "tests" / "support" / "nvml_stub.c"
     if not library.exists():
         compiler = shutil.which("cc")
         if compiler is None:
@@ -100,7 +100,7 @@ def stub_environment(folder: Path, gpus: int = 8, pcie_us: int = 20_000, *, olde
 
 
 def figures(header: dict[str, Any], ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how well the ticks kept their deadlines, and what they cost."""
+    """Return the lateness of the ticks and their cost."""
     late_s = [tick["t_s"] - (header["t0_s"] + tick["k"] * header["period_s"]) for tick in ticks]
     times_s = [tick["t_s"] for tick in ticks]
     in_order = sorted(late_s)
@@ -118,19 +118,21 @@ def figures(header: dict[str, Any], ticks: Sequence[dict[str, Any]]) -> dict[str
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=2.5, help="how long to watch each (2.5)")
-    parser.add_argument("--loaded-seconds", type=float, default=10.5, help="how long to watch a loaded machine (10.5)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="how long to measure each (2.5)")
+    parser.add_argument(
+        "--loaded-seconds", type=float, default=10.5, help="how long to measure on a loaded machine (10.5)"
+    )
     parser.add_argument("--period", type=float, default=1 / 6, help="seconds between readings (1/6)")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs at most; all of the stub's (8)")
-    parser.add_argument("--older", action="store_true", help="the stub is of GPUs without GPM: calls that block")
-    parser.add_argument("--pcie-us", type=int, default=20_000, help="microseconds such a call blocks (20,000)")
+    parser.add_argument("--gpus", type=int, default=8, help="the most GPUs to read; the number of GPUs of the stub (8)")
+    parser.add_argument("--older", action="store_true", help="the stub has GPUs without GPM, which need blocking calls")
+    parser.add_argument("--pcie-us", type=int, default=20_000, help="microseconds that such a call blocks (20,000)")
     return parser.parse_args()
 
 
 def _sample(
     environment: dict[str, str], arguments: Sequence[str], seconds: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the ticks of so many seconds."""
+    """Return the header and the ticks of the given time."""
     command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", *arguments]
     with subprocess.Popen(
         command,
@@ -139,7 +141,7 @@ def _sample(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # as a run starts it: the scheduler shares cores out by session first
+        start_new_session=True,  # as a run starts it: the scheduler splits cores by session first
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -155,7 +157,7 @@ def _sample(
 
 
 def _script(name: str, environment: dict[str, str], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what a script beside this one prints last; that it failed, with its last line, where it did."""
+    """Return the last line that another script of this folder prints; its status and last error line if it fails."""
     path = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH"))))
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments],
@@ -173,7 +175,7 @@ def _script(name: str, environment: dict[str, str], arguments: Sequence[str]) ->
 
 
 def _against(run: tuple[dict[str, Any], list[dict[str, Any]]], bare: dict[str, Any]) -> dict[str, Any]:
-    """Return the cost of the calls alone, and the sampler's as a multiple of it."""
+    """Return the cost of the calls alone, and the cost of the sampler as a multiple of it."""
     alone = bare.get("cpu_s_per_s")
     if alone is None:
         return {"bare_cpu_s_per_s": None, "over_bare": None, "why": bare["why"]}
@@ -181,14 +183,14 @@ def _against(run: tuple[dict[str, Any], list[dict[str, Any]]], bare: dict[str, A
 
 
 def _methods(header: dict[str, Any]) -> dict[str, str]:
-    """Return where each metric of the first GPU comes from."""
+    """Return the method of each metric of the first GPU."""
     return dict(zip(header["metrics"], header["devices"][0]["methods"], strict=True))
 
 
 @contextmanager
 def _loaded() -> Iterator[int]:
-    """Keep every core busy; yield by how many processes."""
-    # They end by themselves, should this one not come to it.
+    """Keep every core busy; yield the number of processes."""
+    # They end by themselves, in case this process is killed.
     code = "import time; end_s = time.monotonic() + 60\nwhile time.monotonic() < end_s: pass"
     busy = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in os.sched_getaffinity(0)]
     try:

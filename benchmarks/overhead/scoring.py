@@ -1,11 +1,11 @@
-"""Speed and memory of scoring, side by side in one run; prints JSON.
+"""Compare speed and memory of four ways of scoring; prints JSON.
 
-Arms, interleaved so that a busy machine slows all of them down:
-- bare: decoder and output head on the endings' rows over the same batches, inputs on the device beforehand, nothing
-  else, and nothing waits for a batch to end;
-- lm_eval: lm-evaluation-harness's HFLM.loglikelihood as a user calls it, in its default settings;
-- lm_eval_tokenised: the same without tokenising, which is what ours is judged by;
-- ours: pytest_llmgpu.inference.scoring.score on a plan, as the plugin calls it: without tokenising and planning too.
+They are interleaved, so that a busy machine slows all of them:
+- bare: decoder and output head on the rows of the endings over the same batches, with the inputs on the device in
+  advance, without waiting for the end of a batch;
+- lm_eval: lm-evaluation-harness's HFLM.loglikelihood as a user calls it, with its default settings;
+- lm_eval_tokenised: the same without tokenising; this is the reference for `ours`;
+- ours: pytest_llmgpu.inference.scoring.score on a plan, as the plugin calls it: without tokenising and planning.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
 
 
 def bare(model: Any, plan: scoring.Plan, device: torch.device) -> Callable[[], None]:
-    """Return the loop that scoring is held against."""
+    """Return the bare loop."""
     inputs = []
     for batch in plan.batches:
         ids, hidden, _, _ = batch.packed.to(device).split(batch.sizes)
@@ -108,13 +108,13 @@ def lm_eval(
         for item in items
         for number, ending in enumerate(item.endings)
     ]
-    tokenised = [((pair := request.args), *lm._encode_pair(*pair)) for request in requests]  # noqa: SLF001 - what it scores
+    tokenised = [((pair := request.args), *lm._encode_pair(*pair)) for request in requests]  # noqa: SLF001 - its own tokenising
 
     def with_tokenising() -> None:
         lm.loglikelihood(requests, disable_tqdm=True)
 
     def without() -> None:
-        lm._loglikelihood_tokens(tokenised, disable_tqdm=True)  # noqa: SLF001 - the part that ours replaces
+        lm._loglikelihood_tokens(tokenised, disable_tqdm=True)  # noqa: SLF001 - its scoring alone
 
     return with_tokenising, without
 
@@ -122,7 +122,7 @@ def lm_eval(
 def measure(
     arms: dict[str, Callable[[], Any]], sequences: int, repeats: int, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Run the arms in turn, starting with another one each time, after one round that does not count."""
+    """Run the arms in turn, starting with a different one each time, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     peaks: dict[str, int] = {}
     names = list(arms)
@@ -141,7 +141,7 @@ def measure(
                 seconds[name].append(time.perf_counter() - started)
     result: dict[str, dict[str, Any]] = {
         "sequences_per_s": {name: sequences / statistics.median(values) for name, values in seconds.items()},
-        # The median of ratios within a round: what slows a whole round down leaves it alone.
+        # The median of the ratios within a round: a slow round does not change it.
         "ours_over": {
             name: statistics.median(other / own for other, own in zip(seconds[name], seconds["ours"], strict=True))
             for name in names[:-1]

@@ -1,7 +1,7 @@
-"""How long the numbered store takes to list; prints JSON.
+"""Measure the time to list the numbered store; prints JSON.
 
-`llmgpu list` on 1,000 copies of a report of the main job, compressed and not, and on reports of the whole HellaSwag.
-The fastest of five whole processes counts: on a busy machine the others measure the neighbours.
+It runs `llmgpu list` on 1,000 copies of a report of the main job, compressed and not, and on reports of the whole
+HellaSwag. The fastest of five processes counts, because other programs may slow down the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(of: Report, count: int, *, compressed: bool) -> dict[str, float | int]:
-    """Return how large a report is and how long `llmgpu list` takes on `count` of them."""
+    """Return the size of a report and the time of `llmgpu list` on `count` of them."""
     with tempfile.TemporaryDirectory() as folder:
         first = store.save(of, Path(folder), compressed=compressed)
         for number in range(2, count + 1):
@@ -61,7 +61,7 @@ def measure(of: Report, count: int, *, compressed: bool) -> dict[str, float | in
 
 
 def hellaswag(of: Report) -> Report:
-    """Return a report whose every case holds the answers to the whole HellaSwag, as random as answers compress."""
+    """Return a report with the answers to the whole HellaSwag in every case, which compress as badly as real ones."""
     chance = base64.b64encode(b"".join(number.to_bytes(4, "big") for number in _noise(ENDINGS * ITEMS))).decode()
     chosen = [number % ENDINGS for number in _noise(ITEMS)]
     large = json.loads(file.encode(of, compressed=False))
@@ -73,7 +73,7 @@ def hellaswag(of: Report) -> Report:
 
 
 def _noise(count: int) -> list[int]:
-    """Return numbers below 2**32 that do not compress, the same ones every time."""
+    """Return numbers below 2**32 that do not compress, the same ones in every run."""
     state, numbers = 1, []
     for _ in range(count):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64

@@ -1,9 +1,8 @@
-"""Hold reports beside what the study says; prints Markdown.
+"""Compare reports with the claims of Shin et al. 2024; prints Markdown.
 
     python benchmarks/paper/claims.py benchmarks/paper/report.json.gz
 
-Any report of the three strategies will do, and several stand side by side. What one does not show is said so, and no
-claim is judged by it.
+Each report of the three strategies gets a column. A claim that a report has no data for is `not shown` and not judged.
 """
 
 from __future__ import annotations
@@ -23,35 +22,38 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
-STUDY_S: dict[str, dict[int, float]] = {
+PUBLISHED_S: dict[str, dict[int, float]] = {
     "mp": {1: 10258, 2: 6159, 4: 4622, 8: 4043, 16: 3807, 32: 3705, 64: 3800},
     "tp": {1: 6548, 2: 5084, 4: 4538, 8: 4280, 16: 4164, 32: 4087, 64: 4079},
     "iok": {1: 4959, 2: 4171, 4: 4250, 8: 4152, 16: 4027, 32: 4201},
 }
-"""Table 2: strategy and batch size to seconds for the 40,168 sequences of HellaSwag."""
+"""Table 2 of Shin et al. 2024: strategy and batch size to seconds for the 40,168 sequences of HellaSwag."""
 
 _COLLAPSED, _OUT_OF_MEMORY = ("iok", 32), ("iok", 64)
 _CAP_BYTES = 32 << 30
 _SCORING = {"loglikelihood": "lean scoring", "loglikelihood_full_logits": "every logit and a KV cache"}
 _NOT_SHOWN = "not shown"
-_MARGIN = 0.02
-"""By how much two figures of a strategy may differ and still count as equal."""
+_TOLERANCE = 0.02
+"""Two values of a strategy within this relative difference count as equal."""
 _CLEAR = -0.5
-"""Rank correlation from which on one figure falls as the other grows."""
+"""At this rank correlation or less, one value falls as the other grows."""
 
 
 class Claim(NamedTuple):
     """A row of the table."""
 
     text: str
-    study: str
+    """The claim."""
+    published: str
+    """The value that was published."""
     ours: str = _NOT_SHOWN
+    """The value of the report."""
     holds: bool | None = None
-    """None where the report does not show it, and for figures of the study's hardware."""
+    """None if the report has no data for it, and for values of the hardware."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables of one report or several."""
+    """Print the tables of one or more reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     paths = parser.parse_args(arguments).reports
@@ -62,58 +64,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def markdown(reports: dict[str, Report]) -> str:
-    """Return of each report what was measured and its times, then the claims with a column for each.
+    """Return for each report what was measured and its times, then the claims with a column for each report.
 
     Args:
         reports: Report by its name.
 
     Raises:
-        ValueError: No case of the study's strategies is in one of them.
+        ValueError: A report has no case of mp, tp or iok.
     """
     parts = []
-    for name, told in reports.items():
-        series = figures.by_strategy(told.cases, STUDY_S)
+    for name, report in reports.items():
+        series = figures.by_strategy(report.cases, PUBLISHED_S)
         if not series:
-            raise ValueError(f"{name}: no case of {', '.join(STUDY_S)} is in this report")
-        parts += [f"{name}: {_what(told, series)}", _times(series)]
-    columns = [claims(told) for told in reports.values()]
-    rows = [[row[0].text, row[0].study, *map(_judged, row)] for row in zip(*columns, strict=True)]
-    return "\n\n".join([*parts, _table(["claim", "study", *reports], rows)])
+            raise ValueError(f"{name}: this report has no case of {', '.join(PUBLISHED_S)}")
+        parts += [f"{name}: {_measured(report, series)}", _times(series)]
+    columns = [claims(report) for report in reports.values()]
+    rows = [[row[0].text, row[0].published, *map(_judged, row)] for row in zip(*columns, strict=True)]
+    return "\n\n".join([*parts, _table(["claim", "Shin et al.", *reports], rows)])
 
 
-def claims(told: Report) -> list[Claim]:
-    """Return the study's claims beside a report's figures."""
-    series = {name: figures.by_strategy(told.cases, [name]).get(name, {}) for name in STUDY_S}
+def claims(report: Report) -> list[Claim]:
+    """Return the claims with the values of a report."""
+    series = {name: figures.by_strategy(report.cases, [name]).get(name, {}) for name in PUBLISHED_S}
     return [
         *(_best(name, cases) for name, cases in series.items()),
         *_compared(series),
         *_ratios(series),
-        *(_rate(name, series[name], study) for name, study in (("mp", "0.085"), ("tp", "6.7"), ("iok", "6.5"))),
+        *(_rate(name, series[name], published) for name, published in (("mp", "0.085"), ("tp", "6.7"), ("iok", "6.5"))),
         *(_utilization(name, cases) for name, cases in series.items()),
         *(_memory(name, cases) for name, cases in series.items()),
-        *_thresholds(told),
+        *_thresholds(report),
         *(_accuracy(name, cases) for name, cases in series.items()),
     ]
 
 
 def _best(name: str, cases: Cases) -> Claim:
-    study, ours = STUDY_S[name], figures.seconds(cases)
-    theirs = min(study, key=study.__getitem__)
-    claim = Claim(f"{name}: best batch size", f"{theirs} ({study[theirs]:,} s)")
+    published, ours = PUBLISHED_S[name], figures.seconds(cases)
+    theirs = min(published, key=published.__getitem__)
+    claim = Claim(f"{name}: best batch size", f"{theirs} ({published[theirs]:,} s)")
     if not ours:
         return claim
     best = min(ours, key=ours.__getitem__)
-    holds = ours[theirs] <= (1 + _MARGIN) * ours[best] if theirs in ours and len(ours) > 1 else None
+    holds = ours[theirs] <= (1 + _TOLERANCE) * ours[best] if theirs in ours and len(ours) > 1 else None
     return claim._replace(ours=f"{best} ({ours[best]:.2f} s)", holds=holds)
 
 
 def _compared(series: dict[str, Cases]) -> Iterable[Claim]:
-    """Yield what the times of the strategies say beside each other."""
+    """Yield the claims that compare the times of the strategies."""
     ours = {name: figures.seconds(cases) for name, cases in series.items()}
     at_1 = {name: times[1] for name, times in ours.items() if 1 in times}
     order = sorted(at_1, key=at_1.__getitem__)
     claim = Claim("order at batch size 1", "iok 4,959 s, tp 6,548 s, mp 10,258 s")
-    if len(at_1) == len(STUDY_S):
+    if len(at_1) == len(PUBLISHED_S):
         text = ", ".join(f"{name} {at_1[name]:.2f} s" for name in order)
         claim = claim._replace(ours=text, holds=order == ["iok", "tp", "mp"])
     yield claim
@@ -123,17 +125,18 @@ def _compared(series: dict[str, Cases]) -> Iterable[Claim]:
         text = f"at {first}" if first else f"nowhere up to {both[-1]}"
         claim = claim._replace(ours=text, holds=first is not None)
     yield claim
-    study_gains, gains = (
-        {name: times[1] / min(times.values()) for name, times in each.items() if 1 in times} for each in (STUDY_S, ours)
+    published_gains, gains = (
+        {name: times[1] / min(times.values()) for name, times in each.items() if 1 in times}
+        for each in (PUBLISHED_S, ours)
     )
-    claim = Claim("iok gains least by batching (time at 1 over the best)", _listed(study_gains))
-    if len(gains) == len(STUDY_S):
+    claim = Claim("iok gains least by batching (time at 1 over the best)", _listed(published_gains))
+    if len(gains) == len(PUBLISHED_S):
         claim = claim._replace(ours=_listed(gains), holds=min(gains, key=gains.__getitem__) == "iok")
     yield claim
 
 
 def _ratios(series: dict[str, Cases]) -> Iterable[Claim]:
-    """Yield the traffic of tp over mp's, by each way there is to count it."""
+    """Yield the ratio of the traffic of tp to that of mp, by each way of counting."""
     ways = {
         "PCIe TX": figures.seen(figures.pcie, "pcie"),
         "PCIe and NVLink TX": figures.seen(figures.links),
@@ -142,7 +145,7 @@ def _ratios(series: dict[str, Cases]) -> Iterable[Claim]:
     for title, figure in ways.items():
         mp, tp = (figures.of(series[name], figure) for name in ("mp", "tp"))
         ratios = {size: tp[size] / mp[size] for size in tp if mp.get(size)}
-        # The claim is two orders of magnitude; the digits are those of one server.
+        # The claim is two orders of magnitude; the digits depend on the server.
         claim = Claim(f"tp sends two orders more a second than mp: {title}", "up to 292 times")
         if ratios:
             most = max(ratios, key=ratios.__getitem__)
@@ -153,22 +156,22 @@ def _ratios(series: dict[str, Cases]) -> Iterable[Claim]:
         yield claim
 
 
-def _rate(name: str, cases: Cases, study: str) -> Claim:
+def _rate(name: str, cases: Cases, published: str) -> Claim:
     over_pcie, links = figures.of(cases, figures.pcie), figures.of(cases, figures.links)
-    claim = Claim(f"{name}: PCIe TX at the largest batch size, GB/s", study)
+    claim = Claim(f"{name}: PCIe TX at the largest batch size, GB/s", published)
     if not over_pcie:
         return claim
     size = max(over_pcie)
     text = f"{over_pcie[size] / 1e9:.3g} (at {size})"
     if size not in figures.of(cases, figures.seen(figures.links)):
         text += "; it sent more, over a link that was not counted"
-    if links[size] > (1 + _MARGIN) * over_pcie[size]:
+    if links[size] > (1 + _TOLERANCE) * over_pcie[size]:
         text += f"; with NVLink {links[size] / 1e9:.3g}"
     return claim._replace(ours=text)
 
 
 def _utilization(name: str, cases: Cases) -> Claim:
-    until = 8 if name == "mp" else max(STUDY_S[name])
+    until = 8 if name == "mp" else max(PUBLISHED_S[name])
     busy = figures.of(cases, figures.busy)
     traffic = figures.of(cases, figures.seen(figures.links)) or figures.of(cases, figures.sent)
     claim = Claim(f"{name}: utilisation falls as traffic grows", f"up to {until}" if name == "mp" else "yes")
@@ -188,25 +191,37 @@ def _memory(name: str, cases: Cases) -> Claim:
     if len(used) < 2:
         return claim
     sizes = list(used)
-    steady = all(used[after] >= used[size] * (1 - _MARGIN) for size, after in pairwise(sizes))
+    steady = all(used[after] >= used[size] * (1 - _TOLERANCE) for size, after in pairwise(sizes))
     text = f"{used[sizes[0]] / 2**30:.1f} GiB at {sizes[0]}, {used[sizes[-1]] / 2**30:.1f} at {sizes[-1]}"
     return claim._replace(ours=text, holds=steady and used[sizes[-1]] > used[sizes[0]])
 
 
-def _thresholds(told: Report) -> Iterable[Claim]:
-    found = {one.strategy: one for one in reversed(capacity.capacities(told.cases, told.environment.gpus))}
-    caps = {result.case.strategy: result.case.gpu_memory_bytes for result in reversed(told.cases)}
-    for name, study in (("mp", 64), ("tp", 64), ("iok", 32)):
-        claim = Claim(f"{name}: largest batch size in 32 GiB a GPU", str(study))
+def _thresholds(report: Report) -> Iterable[Claim]:
+    found = {one.strategy: one for one in reversed(capacity.capacities(report.cases, report.environment.gpus))}
+    caps = {result.case.strategy: result.case.gpu_memory_bytes for result in reversed(report.cases)}
+    for name, published in (("mp", 64), ("tp", 64), ("iok", 32)):
+        claim = Claim(f"{name}: largest batch size in 32 GiB a GPU", str(published))
         if (one := found.get(name)) is not None:
-            text = one.text.partition(" (predicted")[0].rstrip(".").removeprefix("The largest batch size is ")
-            cap = caps[name]
+            text, cap = _largest(one.largest_fit, one.smallest_oom), caps[name]
             if cap != _CAP_BYTES:
                 text += f" (with {'no cap' if cap is None else f'{cap / 2**30:.4g} GiB'})"
-            known = one.smallest_oom is not None or (one.largest_fit or 0) > study
-            comparable = cap is not None and abs(cap / _CAP_BYTES - 1) <= _MARGIN and known
-            claim = claim._replace(ours=text, holds=one.largest_fit == study if comparable else None)
+            known = one.smallest_oom is not None or (one.largest_fit or 0) > published
+            comparable = cap is not None and abs(cap / _CAP_BYTES - 1) <= _TOLERANCE and known
+            claim = claim._replace(ours=text, holds=one.largest_fit == published if comparable else None)
         yield claim
+
+
+def _largest(fits: int | None, out_of_memory: int | None) -> str:
+    """Describe the largest batch size by the largest one that fits and the smallest one that does not."""
+    if fits is None:
+        return "not known: none completed" if out_of_memory is None else f"below {out_of_memory}"
+    if out_of_memory is None:
+        return f"{fits} or above: nothing was out of memory"
+    if out_of_memory <= fits:
+        return f"not clear: {out_of_memory} was out of memory and {fits} completed"
+    if out_of_memory == fits + 1:
+        return f"{fits}: {out_of_memory} is out of memory"
+    return f"between {fits}, which fits, and {out_of_memory}, which does not"
 
 
 def _accuracy(name: str, cases: Cases) -> Claim:
@@ -220,7 +235,7 @@ def _accuracy(name: str, cases: Cases) -> Claim:
     text += "".join(_clamped(size, cases[size]) for size in right)
     if any(cases[size].case.load_format == "dummy" for size in right):
         return claim._replace(ours=f"{text} (random weights: chance)")
-    constant = high - low <= 100 * _MARGIN
+    constant = high - low <= 100 * _TOLERANCE
     return claim._replace(ours=text, holds=constant != collapses if len(right) > 1 else None)
 
 
@@ -229,13 +244,13 @@ def _clamped(size: int, result: CaseResult) -> str:
     return f"; {granted} of {wanted} tokens at {size}" if wanted and granted and granted < wanted else ""
 
 
-def _what(told: Report, series: dict[str, Cases]) -> str:
-    """Return a sentence on what was measured and on what."""
+def _measured(report: Report, series: dict[str, Cases]) -> str:
+    """Return a sentence on the model, the data and the machine of a report."""
     case = next(result.case for cases in series.values() for result in cases.values())
-    items = next((a.items for result in told.cases for one in result.launches if (a := one.accuracy)), None)
-    names = sorted({gpu.name for gpu in told.environment.gpus})
+    items = next((a.items for result in report.cases for one in result.launches if (a := one.accuracy)), None)
+    names = sorted({gpu.name for gpu in report.environment.gpus})
     cap = f", {case.gpu_memory_bytes / 2**30:.4g} GiB each" if case.gpu_memory_bytes else ""
-    peers = ", NCCL_P2P_DISABLE=1" if told.environment.variables.get("NCCL_P2P_DISABLE") == "1" else ""
+    peers = ", NCCL_P2P_DISABLE=1" if report.environment.variables.get("NCCL_P2P_DISABLE") == "1" else ""
     weights = "random weights" if case.load_format == "dummy" else "real weights"
     data = f"{items:,} items of {case.dataset}" if items else case.dataset
     return (
@@ -245,22 +260,26 @@ def _what(told: Report, series: dict[str, Cases]) -> str:
 
 
 def _times(series: dict[str, Cases]) -> str:
-    """Return the study's Table 2 beside the report's times."""
+    """Return the published Table 2 and the times of the report."""
     measured = {size for cases in series.values() for size, one in cases.items() if one.outcome != "skipped_after_oom"}
-    headers = ["batch size", *(f"study {name}, s" for name in STUDY_S), *(f"{name}, s" for name in series)]
+    headers = ["batch size", *(f"Shin et al. {name}, s" for name in PUBLISHED_S), *(f"{name}, s" for name in series)]
     rows = [
-        [str(size), *(_study_cell(name, size) for name in STUDY_S), *(_cell(cases, size) for cases in series.values())]
-        for size in sorted(measured.union(*STUDY_S.values()))
+        [
+            str(size),
+            *(_published_cell(name, size) for name in PUBLISHED_S),
+            *(_cell(cases, size) for cases in series.values()),
+        ]
+        for size in sorted(measured.union(*PUBLISHED_S.values()))
     ]
     graphed = any(one.case.execution == "cuda_graphs" for cases in series.values() for one in cases.values())
     return _table(headers, rows) + ("\n\ng: replayed from CUDA graphs." if graphed else "")
 
 
-def _study_cell(name: str, size: int) -> str:
-    if size not in STUDY_S[name]:
+def _published_cell(name: str, size: int) -> str:
+    if size not in PUBLISHED_S[name]:
         return "OoM" if (name, size) == _OUT_OF_MEMORY else ""
-    text = f"{STUDY_S[name][size]:,}" + (" (26 %)" if (name, size) == _COLLAPSED else "")
-    return f"**{text}**" if STUDY_S[name][size] == min(STUDY_S[name].values()) else text
+    text = f"{PUBLISHED_S[name][size]:,}" + (" (26 %)" if (name, size) == _COLLAPSED else "")
+    return f"**{text}**" if PUBLISHED_S[name][size] == min(PUBLISHED_S[name].values()) else text
 
 
 def _cell(cases: Cases, size: int) -> str:

@@ -1,6 +1,6 @@
-"""What an option cannot say of the experiment: variables for NCCL, and which model is measured until one is named.
+"""Two settings of the experiment that no option has: variables for NCCL, and the model if none is given.
 
-Both are lines of `pytest.ini`. `pytest benchmarks` comes by here too, with another ini file that has neither.
+Both are lines of `pytest.ini`. `pytest benchmarks` loads this file too, with an ini file that has neither.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the two lines."""
     parser.addini("paper_environment", "variables NAME=VALUE of every process, unless they are set", type="args")
-    parser.addini("paper_stand_in", "flags in force as long as --llmgpu-model is not given", type="args")
+    parser.addini("paper_stand_in", "flags that apply if --llmgpu-model is not given", type="args")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Put both in force, before the plugin looks."""
+    """Apply both before the plugin reads its options."""
     for variable in config.getini("paper_environment"):
         name, _, value = variable.partition("=")
         os.environ.setdefault(name, value)

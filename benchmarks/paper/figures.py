@@ -1,6 +1,7 @@
-"""What the study's claims are about, taken from a report: one figure of one case, or of a strategy by batch size.
+"""The values of a report that the claims of Shin et al. 2024 are about, by case, or by batch size of a strategy.
 
-Means are over GPUs and launches, as the study's figures are. None and missing keys: the report does not have it.
+Means are over GPUs and launches, as in the published figures. None or a missing key means that a report lacks the
+value.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Figure = Callable[[CaseResult], float | None]
 
 
 def by_strategy(results: Iterable[CaseResult], names: Iterable[str]) -> dict[str, Cases]:
-    """Return the first result of each batch size, of the strategies that there are, in the order of the names."""
+    """Return for each strategy of the report, in the order of the names, the first result of each batch size."""
     cases: dict[str, Cases] = {}
     for result in results:
         cases.setdefault(result.case.strategy, {}).setdefault(result.case.batch_size, result)
@@ -28,13 +29,13 @@ def by_strategy(results: Iterable[CaseResult], names: Iterable[str]) -> dict[str
 
 
 def of(cases: Cases, figure: Figure) -> dict[int, float]:
-    """Return a figure by batch size, of the completed cases that have it."""
+    """Return a value by batch size for the completed cases that have it."""
     found = {size: figure(result) for size, result in cases.items() if result.outcome == "completed"}
     return {size: value for size, value in found.items() if value is not None}
 
 
 def seconds(cases: Cases) -> dict[int, float]:
-    """Return the time for all items by batch size, of the cases whose answers are not known to be wrong."""
+    """Return the time for all items by batch size, without cases that are known to have wrong answers."""
     return of(cases, lambda result: None if wrong(result) else result.inference_s)
 
 
@@ -44,29 +45,29 @@ def accuracy(result: CaseResult) -> float | None:
 
 
 def pcie(result: CaseResult) -> float | None:
-    """Return what a GPU sent over PCIe, bytes a second."""
+    """Return the bytes per second that a GPU sent over PCIe."""
     return _mean(result, "pcie_tx_bytes_per_s")
 
 
 def links(result: CaseResult) -> float | None:
-    """Return what a GPU sent over PCIe and NVLink, where it was counted, bytes a second."""
+    """Return the bytes per second that a GPU sent over PCIe and, if it was counted, NVLink."""
     over_pcie, nvlink = pcie(result), _mean(result, "nvlink_tx_bytes_per_s")
     return over_pcie if nvlink is None else nvlink + (over_pcie or 0.0)
 
 
 def sent(result: CaseResult) -> float | None:
-    """Return what all ranks together put on the wire, by the program's own account, bytes a second."""
+    """Return the bytes per second that all ranks together sent, as the program counts them."""
     if result.traffic is None or result.sequences_per_s is None:
         return None
     return result.traffic.wire_bytes_per_sequence * result.sequences_per_s
 
 
 def seen(counted: Figure, *names: LinkName) -> Figure:
-    """Return a figure of some links' counters that is None where most of what the program sent went another way.
+    """Return a value of some links' counters that is None if most of the program's bytes took another link.
 
     Args:
-        counted: the figure.
-        names: of its links; none: all.
+        counted: The value.
+        names: The names of its links; none for all.
     """
     return lambda result: counted(result) if covers_traffic(result, names or LINKS) else None
 
@@ -77,21 +78,21 @@ def busy(result: CaseResult) -> float | None:
 
 
 def used(result: CaseResult) -> float | None:
-    """Return the most memory that a GPU had in use, bytes."""
+    """Return the most bytes that a GPU had in use."""
     devices = [memory for launch in result.launches for memory in launch.memory]
     most = [one.nvml_used_max_bytes for one in devices if one.nvml_used_max_bytes is not None]
     return statistics.fmean(most) if most else None
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's coefficient; 0 where one of the two does not change."""
+    """Return Spearman's coefficient; 0 if one of the two does not change."""
     if len(set(a)) == 1 or len(set(b)) == 1:
         return 0.0
     return statistics.correlation(_ranks(a), _ranks(b))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value; equal ones share the mean of theirs."""
+    """Return the rank of each value; equal values get the mean of their ranks."""
     return [sum(other < one for other in values) + sum(other == one for other in values) / 2 for one in values]
 
 

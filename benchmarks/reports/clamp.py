@@ -1,9 +1,9 @@
-"""Find the cap on a GPU's memory under which DeepSpeed grants few tokens, and keep that run's report.
+"""Find a cap on a GPU's memory under which DeepSpeed grants too few tokens, and keep the report of that run.
 
-The clamp of the study: a workspace that is short of memory silently holds fewer tokens than the sequences have. Whole
-runs of the bundled model, by bisection over the cap. At a batch size of about 1,000 a token is 24 MiB of workspace, and
-DeepSpeed reserves 500 MiB of what is free, so that the forward itself still fits beside it; with less than 1 GiB free
-it reserves 100 MiB only, and the forward is out of memory.
+This reproduces the accuracy collapse of Shin et al. 2024: a workspace that is short of memory silently holds fewer
+tokens than the sequences have. The script runs the bundled model and bisects over the cap. At a batch size of about
+1,000 a token takes 24 MiB of workspace, and DeepSpeed leaves 500 MiB of the free memory, in which the forward fits;
+with less than 1 GiB free it leaves only 100 MiB, and the forward is out of memory.
 
     python benchmarks/reports/clamp.py iok-bundled-clamped.json.gz --batch-size 1024 --tokens 20,26
 """
@@ -22,12 +22,12 @@ _STEPS = 10
 
 
 def main() -> None:
-    """Bisect and print each step as JSON."""
+    """Bisect over the cap and print each step as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", help="where the report of the run that was looked for goes")
+    parser.add_argument("report", help="file for the report of the run that was found")
     parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--tokens", default="20,26", metavar="LEAST,MOST", help="tokens granted that will do")
-    parser.add_argument("--caps", default="1300,2300", metavar="MIB,MIB", help="caps to look between")
+    parser.add_argument("--tokens", default="20,26", metavar="LEAST,MOST", help="the range of granted tokens to find")
+    parser.add_argument("--caps", default="1300,2300", metavar="MIB,MIB", help="the range of caps to search")
     arguments = parser.parse_args()
     least, most = map(int, arguments.tokens.split(","))
     low, high = map(int, arguments.caps.split(","))
@@ -61,11 +61,11 @@ def _run(cap_mib: int, batch_size: int, report: str) -> dict[str, Any]:
     data = Path(report).read_bytes()
     cases = json.loads(gzip.decompress(data) if report.endswith(".gz") else data)["cases"]
     case = next(case for case in cases if case["case"]["strategy"] == "iok")
-    told = case["launches"][0] if case["outcome"] == "completed" else case["failure"] or {}
+    found = case["launches"][0] if case["outcome"] == "completed" else case["failure"] or {}
     return {
         "outcome": case["outcome"],
-        "tokens_granted": told.get("tokens_granted"),
-        "tokens_requested": told.get("tokens_requested"),
+        "tokens_granted": found.get("tokens_granted"),
+        "tokens_requested": found.get("tokens_requested"),
         "acc_norm": case["acc_norm"],
         "message": (case["failure"] or {}).get("message"),
     }

@@ -10,7 +10,7 @@ bench() {
   local name=$1
   shift
   echo "== $name: pytest benchmarks $*"
-  # pytest's status is not ours: a case that is meant to fail is kept as well.
+  # The status of pytest is not the status of this script: a case that is expected to fail is kept as well.
   python3 -m pytest benchmarks -q -p no:cacheprovider --llmgpu-json="$out/$name.json.gz" "$@" || echo "status $?"
 }
 dummy() {
@@ -32,10 +32,10 @@ width_104() {
 30b_no_p2p() { NCCL_P2P_DISABLE=1 dummy llama-30b-4xH200-no-p2p llama-30b --strategy=mp,tp,iok; }
 30b_capped() {
   dummy llama-30b-4xH200-17.3GiB llama-30b --strategy=mp --llmgpu-gpu-memory=17.3GiB
-  # With every logit and a KV cache, a batch of tp takes more than what loading leaves free for it.
+  # With every logit and a KV cache, a batch of tp needs more memory than loading leaves free.
   dummy llama-30b-4xH200-tp-19GiB llama-30b --strategy=tp --llmgpu-scoring=harness --llmgpu-gpu-memory=19GiB \
     --llmgpu-limit=32
-  # Loading takes more than batch size 64: DeepSpeed makes each layer anew beside its old one.
+  # Loading takes more memory than batch size 64: DeepSpeed creates each layer again before it drops the old one.
   dummy llama-30b-4xH200-iok-24GiB llama-30b --strategy=iok --llmgpu-scoring=harness --llmgpu-gpu-memory=24GiB \
     --llmgpu-limit=32 --llmgpu-batch-sizes=1,2,4,8,16,32,64,128
 }
@@ -53,7 +53,7 @@ speed() {
 }
 mp_forward() { python3 benchmarks/overhead/mp_forward.py --dataset "$out/w104.jsonl" --limit 64 >"$out/mp_forward.json"; }
 
-# 2 GPUs: what is beside the weights is what a 32 GB card has beside a quarter of them
+# 2 GPUs: the memory left beside half of the weights is that of a 32 GB card beside a quarter of them
 paper_2() {
   python3 -m pytest benchmarks/paper -q -p no:cacheprovider --strategy=mp,tp,iok --llmgpu-devices=2 \
     --llmgpu-gpu-memory=47.1GiB --llmgpu-limit=128 --llmgpu-dataset="$dataset" \
@@ -72,8 +72,8 @@ launches() {
   bench launches-gpu "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=2,8,32 \
     --llmgpu-launches="${LAUNCHES:-40}"
 }
-# Goes on from what OUT/slow has; on several GPUs at once with GPUS=0,1,2,3. Twice the items: what a launch loses to a
-# stall of the host, 0.03 s, is to be small beside the fault.
+# Continues from the launches in OUT/slow; with GPUS=0,1,2,3 on several GPUs at once. It uses twice the items, so that a
+# stall of the host of 0.03 s is small compared with the fault.
 slow() {
   python3 benchmarks/gate/end_to_end.py slow --gpus="${GPUS:-0}" --together --keep="$out/slow" -- "${of_7b[@]}" \
     --llmgpu-dataset="$dataset" --llmgpu-limit=128 --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=32 >"$out/end-to-end-slow-gpu.json"

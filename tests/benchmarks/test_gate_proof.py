@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/gate: what they make of launches, and that they can fail."""
+"""The scripts of benchmarks/gate: their results for given launches, and that they can fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a script by its name, with those beside it."""
+    """Return a function that imports a script, with the scripts of its folder."""
     monkeypatch.syspath_prepend(BENCHMARKS / "gate")
     return importlib.import_module
 
@@ -40,13 +40,13 @@ def resample(script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def recorded(sd: float, launches: int = 40) -> Report:
-    """Return a report of one case whose launches differ by that."""
+    """Return a report of one case whose launches have this standard deviation."""
     chance = random.Random(1)
     return on_h200([timed(*(1 + chance.gauss(0, sd) for _ in range(launches)))])
 
 
-def test_quiet_launches_show_what_the_tool_promises(resample: ModuleType) -> None:
-    """No false alarm, and margin + 2 points with as many launches as the tool asks for."""
+def test_quiet_launches_keep_the_promises_of_the_gate(resample: ModuleType) -> None:
+    """No false alarm, and threshold + 2 points is found with the minimum launches required."""
     found = resample.study(recorded(0.002), [1], trials=40, calibrating=10, seed=0)
     assert found["slowdown"] == pytest.approx(0.04)
     assert found["launches_asked_for"] == 5
@@ -57,8 +57,8 @@ def test_quiet_launches_show_what_the_tool_promises(resample: ModuleType) -> Non
     assert found["ok"]
 
 
-def test_launches_that_really_were_slower_are_drawn_from(resample: ModuleType) -> None:
-    """A fault of 10 % that was recorded, and not planted, is shown by what the tool asks for; one of 0 % is not."""
+def test_recorded_slower_launches_are_drawn_from(resample: ModuleType) -> None:
+    """A recorded fault of 10 % is found with the minimum launches required; one of 0 % is not."""
     quiet, slow = recorded(0.002), recorded(0.002)
     for launch in slow.cases[0].launches:
         launch.batches.latency_s = [1.1 * each for each in launch.batches.latency_s]
@@ -70,14 +70,14 @@ def test_launches_that_really_were_slower_are_drawn_from(resample: ModuleType) -
 
 
 def test_no_more_slower_launches_are_drawn_than_there_are(resample: ModuleType) -> None:
-    """Those with the fault may be fewer than what a side could have of the others."""
+    """The launches with the fault may be fewer than those without it."""
     found = resample.study(recorded(0.002), [1, 3, 5], trials=2, calibrating=10, seed=0, slower=recorded(0.002, 3))
     assert found["most_launches_a_side"] == 3
     assert [one["launches"] for one in found["trials"]] == [1, 3]
 
 
-def test_some_cases_are_looked_at_alone(resample: ModuleType) -> None:
-    """What one machine can resolve and what it cannot are two answers; one that is not there is no answer."""
+def test_some_cases_can_be_chosen(resample: ModuleType) -> None:
+    """A case that does not exist is refused."""
     both = on_h200([timed(1.0), timed(1.0, batch_size=2)])
     assert [result.id for result in resample.chosen(both, ["mp-bs2"]).cases] == ["mp-bs2"]
     assert resample.chosen(both, None).cases == both.cases
@@ -85,8 +85,8 @@ def test_some_cases_are_looked_at_alone(resample: ModuleType) -> None:
         resample.chosen(both, ["mp-bs2", "mp-bs4"])
 
 
-def test_what_noise_hides_is_inconclusive(resample: ModuleType) -> None:
-    """The tool asks for more launches than there are; few of them pass nothing as OK."""
+def test_a_change_within_the_noise_is_inconclusive(resample: ModuleType) -> None:
+    """The minimum launches required are more than there are; fewer launches are never OK."""
     found = resample.study(recorded(0.04), [1, 3], trials=20, calibrating=10, seed=0)
     assert found["launches_asked_for"] > found["most_launches_a_side"] == 15
     assert [one["launches"] for one in found["trials"]] == [1, 3]
@@ -95,10 +95,10 @@ def test_what_noise_hides_is_inconclusive(resample: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("verdict", "broken"), [("REGRESSED", "no_false_alarms"), ("OK", "slower_is_never_ok")])
-def test_a_gate_that_always_says_the_same_is_found_out(
+def test_a_gate_with_a_constant_verdict_fails_the_proof(
     resample: ModuleType, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, broken: str
 ) -> None:
-    """Whichever it says."""
+    """This holds for both verdicts."""
 
     def judge(base: Report, head: Report, *arguments: object, **named: object) -> Verdicts:
         found = gate_judge(base, head, *arguments, **named)  # type: ignore[arg-type]
@@ -113,16 +113,16 @@ def test_a_gate_that_always_says_the_same_is_found_out(
     assert not found["ok"]
 
 
-def test_calibration_is_the_commands_own(resample: ModuleType) -> None:
-    """Its noise is that of the launches that were drawn."""
+def test_calibration_is_that_of_the_command(resample: ModuleType) -> None:
+    """Its noise is that of the drawn launches."""
     noise = resample.calibrated(recorded(0.01), range(10))
     assert isinstance(noise, Calibration)
     [sd] = noise.sd.values()
     assert 0.005 < sd < 0.03
 
 
-def test_the_recorded_launches_are_what_the_proof_needs(resample: ModuleType) -> None:
-    """Forty launches of every case of the main job, on a CPU, each with its batches."""
+def test_the_recorded_launches_are_complete(resample: ModuleType) -> None:
+    """There are forty launches of every case of the main job on a CPU, each with its batches."""
     path = BENCHMARKS / "reports" / "launches-cpu.json.gz"
     found = file.load(path)
     cases = resample.completed(found)
@@ -132,10 +132,10 @@ def test_the_recorded_launches_are_what_the_proof_needs(resample: ModuleType) ->
     assert all(result.inference_s is not None for result in few.cases)
 
 
-def test_a_gpu_that_is_kept_busy_shows_what_the_tool_promises(resample: ModuleType) -> None:
-    """Real launches of an H200 at batch size 32: what the tool asks for tells 4 % from nothing, both ways.
+def test_launches_of_a_busy_gpu_keep_the_promises_of_the_gate(resample: ModuleType) -> None:
+    """With real launches of an H200 at batch size 32 a change of 4 % is found, and the same program is OK.
 
-    Beside them batch size 2, which waits for the CPU: nothing can be told of it, and that spoils nothing.
+    Batch size 2, which waits for the CPU, is inconclusive.
     """
     found = file.load(BENCHMARKS / "reports" / "launches-gpu-2.json.gz")
     assert {len(result.launches) for result in found.cases} == {20}
@@ -148,21 +148,21 @@ def test_a_gpu_that_is_kept_busy_shows_what_the_tool_promises(resample: ModuleTy
     assert waiting["ok"]
     noise = resample.calibrated(found, range(10))
     quiet, *loud = sorted(noise.of(result.key) for result in found.cases)
-    assert quiet < min(loud) / 4, "one that surely is quieter counts as that"
+    assert quiet < min(loud) / 4, "a case that is significantly quieter has a smaller noise estimate"
 
 
-def test_two_sessions_are_one_study(resample: ModuleType) -> None:
-    """Launches of two machines of a kind, as several reports of one command."""
+def test_two_sessions_are_merged(resample: ModuleType) -> None:
+    """Launches of two machines of a kind are given as several reports of one command."""
     paths = [BENCHMARKS / "reports" / f"launches-gpu-{number}.json.gz" for number in (1, 2)]
     both = launch_merging.merge([file.load(path) for path in paths])
     found = resample.study(both, [10], trials=20, calibrating=10, seed=0)
     assert (found["launches_recorded"], found["cases"]) == (39, 3)
     assert found["checks"]["slower_is_never_ok"]
-    assert found["trials"][0]["slower"]["rows_regressed"] < 0.2, "two machines differ by more than launches of one"
+    assert found["trials"][0]["slower"]["rows_regressed"] < 0.2, "two machines differ by more than the launches of one"
 
 
-def test_the_recorded_proof_is_judged_as_it_was(resample: ModuleType, script: Callable[[str], ModuleType]) -> None:
-    """20 rounds of real launches on four H200: what sleeps 10 % is REGRESSED in each, what does not in none."""
+def test_the_recorded_proof_is_judged_the_same(resample: ModuleType, script: Callable[[str], ModuleType]) -> None:
+    """In 20 rounds of launches on four H200 a strategy that sleeps 10 % is REGRESSED in each, the same one in none."""
     sides = ("calibrating", "without", "with")
     found = {side: file.load(BENCHMARKS / "reports" / f"slow-gpu-2-{side}.json.gz") for side in sides}
     noise = resample.calibrated(found["calibrating"], range(10))
@@ -172,23 +172,23 @@ def test_the_recorded_proof_is_judged_as_it_was(resample: ModuleType, script: Ca
         [resample.part(found[side], range(launches * n, launches * (n + 1))) for n in range(20)] for side in sides[1:]
     )
 
-    def told(base: Report, head: Report) -> str:
-        # The first launch alone kept its answers: accuracy is that round's only.
-        said = gate.judge(base, head, Policy(), today=resample.TODAY, calibration=noise)
-        [row] = [row for row in said.rows if row.metric == "time"]
+    def time_verdict(base: Report, head: Report) -> str:
+        # Only the first launch has its answers: only its round has a verdict of accuracy.
+        found_verdicts = gate.judge(base, head, Policy(), today=resample.TODAY, calibration=noise)
+        [row] = [row for row in found_verdicts.rows if row.metric == "time"]
         return row.verdict
 
-    assert [told(base, head) for base, head in zip(without, slower, strict=True)] == ["REGRESSED"] * 20
+    assert [time_verdict(base, head) for base, head in zip(without, slower, strict=True)] == ["REGRESSED"] * 20
     following = script("end_to_end").following
-    alike = Counter(told(base, without[following(n, 20, 4)]) for n, base in enumerate(without))
+    alike = Counter(time_verdict(base, without[following(n, 20, 4)]) for n, base in enumerate(without))
     assert set(alike) <= {"OK", "INCONCLUSIVE"}
-    assert alike["OK"] >= 10, "nor is it noise that hides a false alarm"
+    assert alike["OK"] >= 10, "a false alarm is not hidden by noise"
 
 
-def test_a_run_that_was_cut_goes_on(
+def test_an_interrupted_run_continues(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in the folder is not measured again: only the second round is."""
+    """Launches in the folder are not measured again: only the second round is."""
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [])
     launched = []
 
@@ -206,10 +206,10 @@ def test_a_run_that_was_cut_goes_on(
     assert launched[4:] == [("1-a-0", False), ("1-b-0", True), ("1-a-1", False), ("1-b-1", True)]
 
 
-def test_launches_of_a_side_may_be_of_one_run(
+def test_the_launches_of_a_report_may_be_of_one_run(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One run of pytest a side, with as many launches as the round is to have."""
+    """One run of pytest makes the launches of a round of each report."""
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [], together=True)
     ran = []
 
@@ -226,8 +226,8 @@ def test_launches_of_a_side_may_be_of_one_run(
     assert ran[1:] == [[]]
 
 
-def test_rounds_are_dealt_out_to_the_gpus(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    """In the order of their numbers, each on one GPU."""
+def test_rounds_are_split_over_the_gpus(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Each round runs on one GPU, in the order of their numbers."""
     bench = script("end_to_end").Bench("slow", 0.1, tmp_path, [], ["0", "1", "2"])
     assert bench.dealt(7, lambda number, gpu: (number, gpu)) == [(number, str(number % 3)) for number in range(7)]
 
@@ -235,9 +235,9 @@ def test_rounds_are_dealt_out_to_the_gpus(script: Callable[[str], ModuleType], t
 def test_a_launch_that_fails_ends_them_all(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those under way on other GPUs end as they do; no other begins."""
+    """Launches that run on other GPUs are completed; no other begins."""
     end_to_end = script("end_to_end")
-    failed = threading.Event()  # the bench's own: others go on when it knows, not a moment before
+    failed = threading.Event()  # the event of the bench: others continue when it is set
     monkeypatch.setattr(end_to_end, "threading", SimpleNamespace(Event=lambda: failed))
     begun, known = [], []
 
@@ -245,7 +245,7 @@ def test_a_launch_that_fails_ends_them_all(
         begun.append(number)
         if number == 0:
             raise SystemExit("round 0")
-        known.append(failed.wait(5))
+        known.append(failed.wait(300))
 
     with pytest.raises(SystemExit, match="round 0"):
         end_to_end.Bench("slow", 0.1, tmp_path, [], ["0", "1", "2"]).dealt(300, make)
@@ -253,8 +253,8 @@ def test_a_launch_that_fails_ends_them_all(
     assert all(known)
 
 
-def test_a_round_is_held_against_the_next_of_its_gpu(script: Callable[[str], ModuleType]) -> None:
-    """Never against itself, which would be equal whatever the gate does."""
+def test_a_round_is_compared_with_the_next_one_of_its_gpu(script: Callable[[str], ModuleType]) -> None:
+    """A round is never compared with itself, which would be equal for any gate."""
     following = script("end_to_end").following
     assert [following(number, 5, 1) for number in range(5)] == [1, 2, 3, 4, 0]
     assert [following(number, 5, 2) for number in range(5)] == [2, 3, 4, 1, 0]
@@ -262,8 +262,8 @@ def test_a_round_is_held_against_the_next_of_its_gpu(script: Callable[[str], Mod
     assert following(0, 1, 1) is None
 
 
-def test_another_experiment_is_not_taken_for_this_one(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    """A folder goes on with what was asked for, and with nothing else."""
+def test_a_folder_of_a_different_experiment_is_refused(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """A folder can only be continued with the same settings."""
     asked = {
         "probe": "slow",
         "fault": 0.1,
@@ -275,7 +275,7 @@ def test_another_experiment_is_not_taken_for_this_one(script: Callable[[str], Mo
         "gpus": ["0", "1"],
     }
     end_to_end = script("end_to_end")
-    for gpus in (["0", "1"], ["2", "3"]):  # others of as many are dealt the same rounds
+    for gpus in (["0", "1"], ["2", "3"]):  # other GPUs of the same number get the same rounds
         end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked | {"gpus": gpus}))
     others: dict[str, object] = {
         "probe": "chatty",
@@ -321,15 +321,15 @@ NOTHING: Trial = (0, Counter(OK=1, INCONCLUSIVE=1))
         ([(1, Counter(REGRESSED=1, OK=0))], [NOTHING], True),
     ],
 )
-def test_a_proof_is_ok_where_every_round_was_told_and_nothing_wrong(
+def test_a_proof_needs_a_correct_row_in_every_round(
     script: Callable[[str], ModuleType], with_fault: list[Trial], without_fault: list[Trial], ok: bool
 ) -> None:
-    """A row in every round that is as it should be or hidden by noise, and an exit status that agrees."""
+    """Every round has a correct or an inconclusive row, and an exit status that agrees."""
     assert script("end_to_end").proven(with_fault=with_fault, without_fault=without_fault) is ok
 
 
-def test_a_round_is_summed_up(script: Callable[[str], ModuleType]) -> None:
-    """Exit statuses, verdicts, and the rounds in which the fault was seen."""
+def test_rounds_are_summarised(script: Callable[[str], ModuleType]) -> None:
+    """The summary has exit statuses, verdicts, and the rounds in which the fault was found."""
     trials = [(1, Counter(REGRESSED=2)), (0, Counter(OK=1, INCONCLUSIVE=1))]
     assert script("end_to_end").summary(trials) == {
         "exit_status": {"0": 1, "1": 1},

@@ -1,4 +1,4 @@
-"""The judgements that benchmarks/overhead makes of what it measures."""
+"""The judgements of the scripts in benchmarks/overhead."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def step(kind: str, message_bytes: int, wire_bytes: int, **counted: list[int | N
 
 
 def over_nvlink(tx: int | None, message_bytes: int = 4 * MIB, wire_bytes: int = 4 * MIB) -> dict[str, Any]:
-    """Return an all-reduce of which the second device's counter says that."""
+    """Return an all-reduce for which the second device has this count."""
     rx = 10 * wire_bytes
     return step("all_reduce", message_bytes, wire_bytes, nvlink_tx_bytes=[rx, tx], nvlink_rx_bytes=[rx, rx])
 
@@ -56,7 +56,7 @@ def over_nvlink(tx: int | None, message_bytes: int = 4 * MIB, wire_bytes: int = 
     ("off", "ok"), [(0.0009, True), (-0.0009, True), (0.001 + 4090 / (4 * MIB), True), (0.002, False), (-0.0011, False)]
 )
 def test_a_collective_agrees_within_a_thousandth_and_its_protocol(agreement: ModuleType, off: float, ok: bool) -> None:
-    """One device's counter that is off by more than 2 KiB a step of the ring beside that is enough to fail."""
+    """A step fails if one counter is off by 0.1 % and more than 2 KiB for each step of the ring."""
     answer = agreement.judged(over_nvlink(round(40 * MIB * (1 + off))))
     assert answer["ok"] is ok
     assert answer["ratios"]["nvlink_tx_bytes"] == pytest.approx([1, 1 + off], abs=2e-6)
@@ -72,10 +72,10 @@ def test_a_collective_agrees_within_a_thousandth_and_its_protocol(agreement: Mod
         ("all_gather", 64, 2408, 121_210_631_168, 4993),
     ],
 )
-def test_what_the_protocol_adds_is_told_by_the_message(
+def test_the_bytes_of_the_protocol_do_not_depend_on_the_message(
     agreement: ModuleType, kind: str, message_mib: int, repetitions: int, counted: int, beyond: float
 ) -> None:
-    """Counts of 4 GPUs: the ratio falls as messages grow, the bytes beside each stay, and all are within the bound."""
+    """With 4 GPUs the ratio falls as messages grow, the added bytes stay, and all are within the bound."""
     wire_bytes = agreement.formula(kind, message_mib * MIB, 4)
     given = {
         **step(kind, message_mib * MIB, wire_bytes, nvlink_tx_bytes=[counted], nvlink_rx_bytes=[counted]),
@@ -88,22 +88,22 @@ def test_what_the_protocol_adds_is_told_by_the_message(
     assert agreement.judged({**given, "wire_bytes_of_one": wire_bytes + 1})["ok"] is False
 
 
-def test_a_large_message_is_allowed_little_beside_a_thousandth(agreement: ModuleType) -> None:
-    """The allowance is bytes, not a wider ratio: 0.15 % too much of 64 MiB fails."""
+def test_the_allowance_of_a_large_message_is_small(agreement: ModuleType) -> None:
+    """The allowance is in bytes, not a ratio: 0.15 % too much of 64 MiB fails."""
     counted = round(640 * MIB * 1.0015)
     assert agreement.judged(over_nvlink(counted, 64 * MIB, 64 * MIB))["ok"] is False
 
 
 def test_small_messages_are_shown_and_not_judged(agreement: ModuleType) -> None:
-    """At 1 MiB flags weigh too much for the bound: there is a ratio, no verdict, and the reason for that."""
+    """At 1 MiB the flags are too large for the bound: there is a ratio, no verdict, and the reason."""
     answer = agreement.judged(over_nvlink(11 * MIB, MIB, MIB))
     assert answer["ok"] is None
     assert answer["ratios"]["nvlink_tx_bytes"] == [1.0, 1.1]
     assert "1 MiB" in answer["why"]
 
 
-def test_what_was_not_counted_does_not_agree(agreement: ModuleType) -> None:
-    """A counter that gave nothing fails the step with the reason that the device told."""
+def test_a_missing_count_does_not_agree(agreement: ModuleType) -> None:
+    """A missing counter fails the step, with the reason of the device."""
     answer = agreement.judged(over_nvlink(None))
     assert answer["ok"] is False
     assert answer["why"] == "nvlink_tx_bytes: refused"
@@ -112,23 +112,23 @@ def test_what_was_not_counted_does_not_agree(agreement: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("shown", "ok", "why"),
     [
-        ([40 * MIB, 44 * MIB], True, "there is no NVLink: held against PCIe"),
-        ([40 * MIB, 100 * MIB], True, "there is no NVLink: held against PCIe"),
-        ([39 * MIB, 44 * MIB], False, "there is no NVLink: held against PCIe; a ratio lies outside of the bound"),
+        ([40 * MIB, 44 * MIB], True, "there is no NVLink: compared with PCIe"),
+        ([40 * MIB, 100 * MIB], True, "there is no NVLink: compared with PCIe"),
+        ([39 * MIB, 44 * MIB], False, "there is no NVLink: compared with PCIe; a ratio lies outside the bound"),
         ([40 * MIB, None], None, "there is no NVLink, and PCIe was not counted: nvlink_tx_bytes: refused"),
     ],
 )
-def test_without_nvlink_a_collective_is_held_against_pcie(
+def test_without_nvlink_a_collective_is_compared_with_pcie(
     agreement: ModuleType, shown: list[int | None], ok: bool | None, why: str
 ) -> None:
-    """At least what was sent shows there; how much more is the way's. A machine that cannot count it does not fail."""
+    """PCIe must show at least the sent bytes. A machine that cannot count them does not fail."""
     given = step("all_reduce", 4 * MIB, 4 * MIB, pcie_tx_bytes=shown, pcie_rx_bytes=shown, nvlink_tx_bytes=[None, None])
     answer = agreement.judged({**given, "nvlink": False})
     assert (answer["ok"], answer["why"], answer["bound"]) == (ok, why, (0.99, None))
 
 
 def test_the_package_and_the_formula_must_count_the_same(agreement: ModuleType) -> None:
-    """Counters that agree with a wrong account are no agreement."""
+    """Counters that agree with a wrong count of the package fail."""
     answer = agreement.judged(over_nvlink(80 * MIB, wire_bytes=8 * MIB))
     assert answer["ok"] is False
     assert "formula" in answer["why"]
@@ -136,7 +136,7 @@ def test_the_package_and_the_formula_must_count_the_same(agreement: ModuleType) 
 
 @pytest.mark.parametrize(("ratio", "ok"), [(0.98, False), (1.0, True), (1.14, True), (1.16, False)])
 def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, ratio: float, ok: bool) -> None:
-    """What goes to the device is received: at least the payload, at most that with packet headers."""
+    """A device receives at least the payload of a copy, and at most the payload with packet headers."""
     counted = round(160 * MIB * ratio)
     given = step("host_to_device", 16 * MIB, 16 * MIB, pcie_rx_bytes=[counted, counted], pcie_tx_bytes=[0, 0])
     assert agreement.judged(given)["ok"] is ok
@@ -147,7 +147,7 @@ def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, 
     [("all_reduce", 4, 96), ("all_gather", 4, 48), ("all_reduce", 2, 64), ("device_to_host", 4, 64)],
 )
 def test_the_formulas_are_those_of_rings(agreement: ModuleType, kind: str, ranks: int, wire_bytes: int) -> None:
-    """Of 64 bytes an all-reduce sends 2 (n-1)/n, an all-gather of 64 in all (n-1)/n, a copy all."""
+    """For 64 bytes an all-reduce sends 2 (n-1)/n, an all-gather of 64 in total (n-1)/n, a copy all."""
     assert agreement.formula(kind, 64, ranks) == wire_bytes
 
 
@@ -183,7 +183,7 @@ def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
     sure: bool,
     status: int,
 ) -> None:
-    """By the median; on a CPU, whose noise is larger than the limit, only where there is no doubt."""
+    """The median decides; on a CPU, whose noise is larger than the limit, the whole interval."""
     profiler = script("profiler")
     assert profiler.judged(median, least, most) == {"ok": ok, "sure": sure}
     assert profiler.status(median, least, device) == status
@@ -192,17 +192,17 @@ def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
 @pytest.mark.parametrize(
     ("flags", "eager"), [(["cpu"], True), (["cuda"], False), (["cuda", "--eager"], True), (["cpu", "--eager"], True)]
 )
-def test_graphs_are_for_gpus_unless_they_are_declined(
+def test_cuda_graphs_are_used_on_gpus_by_default(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, flags: list[str], eager: bool
 ) -> None:
-    """What is profiled runs eagerly on a CPU, and where that is asked for."""
+    """The profiled model runs eagerly on a CPU and with --eager."""
     profiler = script("profiler")
     monkeypatch.setattr(sys, "argv", ["profiler.py", "--device", *flags])
     assert profiler.parse().eager is eager
 
 
 def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    """Its time from start to end, and memory that whoever started it does not add to."""
+    """The memory of the process that starts the command does not count."""
     judging = script("gate")
     for seed, name in enumerate(("base", "head")):
         judging.write(tmp_path / name, seed, cases=1, batches=2, items=1, launches=1)
@@ -216,7 +216,7 @@ def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tm
 
 
 def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], ModuleType]) -> None:
-    """A hundred ticks of which one is missing and one late: one missed, the late one the largest, the 99th small."""
+    """Of a hundred ticks one is missing and one is late: the late one is the maximum, not the 99th percentile."""
     ticks = [{"k": k, "t_s": 5 + k * 0.1 + 0.001, "cpu_s": 0.01 * k} for k in range(101) if k != 7]
     ticks[50]["t_s"] += 0.05
     figures = script("sampler").figures({"t0_s": 5.0, "period_s": 0.1}, ticks)
@@ -227,10 +227,10 @@ def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], 
 
 
 class Nvml:
-    """A library with a call that is refused, and one whose samples take turns."""
+    """A library with a call that is refused, and one whose samples alternate."""
 
     class NVMLError(Exception):
-        """What it raises."""
+        """The error of a refused call."""
 
     def __init__(self) -> None:
         self.made: list[tuple[object, ...]] = []
@@ -242,35 +242,35 @@ class Nvml:
             raise self.NVMLError
         return 1
 
-    def nvmlGpmMetricsGet(self, question: Any) -> None:  # noqa: N802 - NVML's name
+    def nvmlGpmMetricsGet(self, request: Any) -> None:  # noqa: N802 - NVML's name
         """Take down which samples it was asked about."""
-        self.made.append(("gpm", question.sample1, question.sample2))
+        self.made.append(("gpm", request.sample1, request.sample2))
 
 
 class Rounds:
-    """A sampler that asks both devices, and GPM about samples a and b in turn."""
+    """Record the samples of the request."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
-        self.question = SimpleNamespace(sample1="a", sample2="b")
+        self.request = SimpleNamespace(sample1="a", sample2="b")
 
     def round(self, _now_s: float) -> None:
         """Make the calls of a tick."""
         for handle in (0, 1):
             with suppress(Nvml.NVMLError):
                 self.nvml.nvmlDeviceGetPowerUsage(handle)
-        self.nvml.nvmlGpmMetricsGet(self.question)
-        self.question.sample1, self.question.sample2 = self.question.sample2, self.question.sample1
+        self.nvml.nvmlGpmMetricsGet(self.request)
+        self.request.sample1, self.request.sample2 = self.request.sample2, self.request.sample1
 
     def poll(self) -> None:
-        """Say that nothing is due between ticks."""
+        """Return that no poll is due between ticks."""
 
 
-def test_the_calls_made_again_are_those_of_the_sampler(script: Callable[[str], ModuleType]) -> None:
-    """Refused ones too, and GPM's with the samples of their own round, whatever its question holds by then."""
+def test_the_repeated_calls_are_those_of_the_sampler(script: Callable[[str], ModuleType]) -> None:
+    """Refused calls are repeated too, and those of GPM with the samples of their own round."""
     bare, nvml = script("bare_calls"), Nvml()
-    listening = bare.Listening(nvml)
-    rounds = bare.record(Rounds(listening), listening, 0.001, 2)
+    recorder = bare.Recorder(nvml)
+    rounds = bare.record(Rounds(recorder), recorder, 0.001, 2)
     nvml.made.clear()
     cpu_s_per_s, calls_per_s = bare.repeat(rounds, nvml, 0.001, 0.004)
     assert nvml.made[:6] == [
@@ -283,8 +283,8 @@ def test_the_calls_made_again_are_those_of_the_sampler(script: Callable[[str], M
     assert [len(each) for each in rounds] == [3, 3]
 
 
-def test_the_cost_of_a_call_is_told_by_gpu_and_second(script: Callable[[str], ModuleType]) -> None:
-    """Two GPUs, two rounds of a second: three calls of 2 ms and one of 1 ms, the dearest first."""
+def test_the_cost_of_a_call_is_per_gpu_and_second(script: Callable[[str], ModuleType]) -> None:
+    """Two GPUs, two rounds of a second: three calls of 2 ms and one of 1 ms, the most expensive call first."""
     bare = script("bare_calls")
 
     def made(name: str, cpu_s: float) -> Any:
@@ -296,10 +296,10 @@ def test_the_cost_of_a_call_is_told_by_gpu_and_second(script: Callable[[str], Mo
     assert found["dear"] == {"us": 4000.0, "cpu_us": 2000.0, "per_gpu_per_s": 0.75, "cpu_ms_per_gpu_per_s": 1.5}
 
 
-def test_a_sampler_that_is_not_installed_is_said_to_be(
+def test_a_sampler_that_is_not_installed_has_the_reason(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its figures are not left out without a word."""
+    """Its figures are missing with a reason."""
 
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -1,4 +1,4 @@
-"""The study's experiment in benchmarks/paper: its settings, that it stands apart, and the claims beside a report."""
+"""The experiment of Shin et al. 2024 in benchmarks/paper: its settings, its separation, and the claims."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ VARIABLE = "NCCL_P2P_DISABLE"
 
 @pytest.fixture(autouse=True)
 def _peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is not set, and is not once the test is over."""
+    """The variable is not set before and after the test."""
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv(VARIABLE)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and a dataset: made before pytester, which forgets what is imported meanwhile."""
+    """A folder with a model and a dataset, made before pytester, which unloads modules imported later."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model.write_model(folder / "model")
     tiny_model.write_dataset(folder / "items.jsonl")
@@ -60,7 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def claims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import claims.py, with what is beside it."""
+    """Import claims.py, with the scripts of its folder."""
     monkeypatch.syspath_prepend(PAPER)
     return importlib.import_module("claims")
 
@@ -73,31 +73,31 @@ def _collected(result: pytest.RunResult) -> list[str]:
     return [line for line in result.outlines if "::" in line]
 
 
-def test_the_settings_are_the_studys(pytester: pytest.Pytester) -> None:
-    """What the command leaves out is in one file: the study's server, harness and profiler."""
+def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) -> None:
+    """One file has the settings of its server, harness and profiler."""
     chosen = _chosen(pytester)
     assert chosen.strategy == ("mp", "tp", "iok")
     assert (chosen.model, chosen.load_format, chosen.dtype) == ("llama-30b", "dummy", "float16")
     assert (chosen.device, chosen.devices) == ("cuda", 4)
     assert chosen.gpu_memory == pytest.approx(32 * GIB, rel=0.02)
     assert chosen.gpu_memory is not None
-    assert chosen.gpu_memory < 31.75 * GIB, "what a card of 32 GB has"
+    assert chosen.gpu_memory < 31.75 * GIB, "the memory of a card of 32 GB"
     assert (chosen.scoring, chosen.cuda_graphs, chosen.iok_min_tokens) == ("harness", "off", 1)
     assert chosen.profile_method == "polling"
     assert chosen.sample_period == pytest.approx(1 / 6)
     assert os.environ[VARIABLE] == "1"
 
 
-def test_batch_sizes_double_from_1_to_beyond_the_studys(pytester: pytest.Pytester) -> None:
-    """They go on until one is out of memory, and the stand-in's items make up the largest of them."""
+def test_batch_sizes_double_from_1_to_beyond_the_published_ones(pytester: pytest.Pytester) -> None:
+    """They continue until one is out of memory, and the default items make up the largest of them."""
     chosen = _chosen(pytester)
     assert chosen.batch_sizes == tuple(2**power for power in range(len(chosen.batch_sizes)))
     assert chosen.limit is not None
     assert max(PAPER_S["mp"]) < max(chosen.batch_sizes) <= 4 * chosen.limit
 
 
-def test_weights_of_ones_own_are_measured_on_the_whole_dataset(pytester: pytest.Pytester) -> None:
-    """The same command with --llmgpu-model gives the study's whole table: nothing stands in for anything."""
+def test_given_weights_are_measured_on_the_whole_dataset(pytester: pytest.Pytester) -> None:
+    """With --llmgpu-model the command measures the whole published table."""
     chosen = _chosen(pytester, "--llmgpu-model=huggyllama/llama-30b")
     assert (chosen.model, chosen.load_format) == ("huggyllama/llama-30b", "auto")
     assert (chosen.dataset, chosen.limit) == ("hellaswag", None)
@@ -105,7 +105,7 @@ def test_weights_of_ones_own_are_measured_on_the_whole_dataset(pytester: pytest.
 
 
 def test_a_flag_wins_over_every_setting(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the ini file, those of the stand-in, and a variable that is set."""
+    """A flag overrides the ini file and the default model, and a variable that is set is kept."""
     monkeypatch.setenv(VARIABLE, "0")
     chosen = _chosen(pytester, "--strategy=tp", "--llmgpu-limit=60", "--llmgpu-scoring=lean")
     assert (chosen.strategy, chosen.limit, chosen.scoring) == (("tp",), 60, "lean")
@@ -113,8 +113,8 @@ def test_a_flag_wins_over_every_setting(pytester: pytest.Pytester, monkeypatch: 
     assert os.environ[VARIABLE] == "0"
 
 
-def test_the_main_job_leaves_the_experiment_alone(pytester: pytest.Pytester) -> None:
-    """`pytest benchmarks` collects none of it, and none of its settings are in force."""
+def test_the_main_job_does_not_collect_the_experiment(pytester: pytest.Pytester) -> None:
+    """`pytest benchmarks` collects none of it, and none of its settings apply."""
     result = pytester.runpytest_inprocess(str(BENCHMARKS), "--collect-only", "-q", "-p", "no:cacheprovider")
     tests = _collected(result)
     assert tests
@@ -123,7 +123,7 @@ def test_the_main_job_leaves_the_experiment_alone(pytester: pytest.Pytester) -> 
 
 
 def test_its_own_command_collects_the_experiment(pytester: pytest.Pytester) -> None:
-    """Every strategy at every batch size, and nothing else."""
+    """The command collects every strategy at every batch size, and nothing else."""
     flags = ("--strategy=mp,tp,iok", "--collect-only", "-q", "-p", "no:cacheprovider")
     result = pytester.runpytest_inprocess(str(PAPER), *flags)
     sizes = [2**power for power in range(11)]
@@ -131,13 +131,14 @@ def test_its_own_command_collects_the_experiment(pytester: pytest.Pytester) -> N
     assert _collected(result) == expected
 
 
+@pytest.mark.slow
 def test_the_command_measures(tiny: Path, pytester: pytest.Pytester) -> None:
-    """On a CPU, which has no memory to cap, the experiment runs and its report holds what was set."""
+    """On a CPU, which has no memory to cap, the experiment runs and its report has the settings."""
     folder = pytester.path / "paper"
     shutil.copytree(PAPER, folder, ignore=shutil.ignore_patterns("__pycache__", "*.json.gz"))
     settings = (folder / "pytest.ini").read_text()
     (folder / "pytest.ini").write_text(settings.replace("llmgpu_gpu_memory = 31.7GiB\n", ""))
-    of_the_server = ("--llmgpu-device=cpu", "--llmgpu-devices=1", "--llmgpu-dtype=float32")
+    for_the_cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=1", "--llmgpu-dtype=float32")
     flags = (
         "--strategy=mp",
         f"--llmgpu-model={tiny / 'model'}",
@@ -145,24 +146,24 @@ def test_the_command_measures(tiny: Path, pytester: pytest.Pytester) -> None:
         "--llmgpu-batch-sizes=2,8",
     )
     # A process of its own: pytester would forget the parts of torch that are imported on the way.
-    result = pytester.runpytest_subprocess("paper", *flags, *of_the_server, "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess("paper", *flags, *for_the_cpu, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)
-    told = file.load(folder / "report.json.gz")
-    assert [(case.id, case.case.workload) for case in told.cases] == [
+    report = file.load(folder / "report.json.gz")
+    assert [(case.id, case.case.workload) for case in report.cases] == [
         ("mp-bs2", "loglikelihood_full_logits"),
         ("mp-bs8", "loglikelihood_full_logits"),
     ]
-    assert told.environment.variables[VARIABLE] == "1"
-    assert told.options["--llmgpu-scoring"] == "harness"
+    assert report.environment.variables[VARIABLE] == "1"
+    assert report.options["--llmgpu-scoring"] == "harness"
 
 
-def _rows(claims: ModuleType, told: Report) -> dict[str, tuple[str, bool | None]]:
-    """Return what is said of each claim, and whether it holds."""
-    return {one.text: (one.ours, one.holds) for one in claims.claims(told)}
+def _rows(claims: ModuleType, report: Report) -> dict[str, tuple[str, bool | None]]:
+    """Return the value for each claim, and whether it holds."""
+    return {one.text: (one.ours, one.holds) for one in claims.claims(report)}
 
 
-def test_the_studys_own_figures_bear_its_claims_out(claims: ModuleType) -> None:
-    """Its Table 2 as a report: whatever it says of times, thresholds and accuracy holds of it."""
+def test_the_published_figures_support_the_claims(claims: ModuleType) -> None:
+    """In a report of Table 2 the claims about times, thresholds and accuracy hold."""
     results = [
         msgspec.structs.replace(one, case=msgspec.structs.replace(one.case, gpu_memory_bytes=32 * GIB))
         for one in [
@@ -193,7 +194,7 @@ def test_the_studys_own_figures_bear_its_claims_out(claims: ModuleType) -> None:
 
 
 def test_a_wrong_answer_is_no_best_time(claims: ModuleType) -> None:
-    """However fast: it is no achievement, and its cell says why it is not the best."""
+    """A fast case with wrong answers is not the best, and its cell has the accuracy."""
     results = [
         make_result(seconds, make_accuracy(right), strategy="iok", batch_size=size)
         for size, seconds, right in ((16, 60.0, 0.82), (32, 1.0, 0.26))
@@ -201,19 +202,19 @@ def test_a_wrong_answer_is_no_best_time(claims: ModuleType) -> None:
     results[1].accuracy_check = AccuracyCheck(
         metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=False, text="wrong"
     )
-    told = make_report(results)
-    assert _rows(claims, told)["iok: best batch size"][0] == "16 (60.00 s)"
-    lines = claims.markdown({"a": told}).splitlines()
+    report = make_report(results)
+    assert _rows(claims, report)["iok: best batch size"][0] == "16 (60.00 s)"
+    lines = claims.markdown({"a": report}).splitlines()
     assert [line.rpartition(" | ")[2] for line in lines if line.startswith(("| 16 |", "| 32 |"))] == [
         "**60.00** |",
         "1.00 (26 %) |",
     ]
 
 
-def test_a_part_of_the_experiment_judges_no_claim_on_the_rest(claims: ModuleType) -> None:
-    """One batch size of one strategy is no series; what is not there is said so."""
-    told = make_report([make_result(60.0, make_accuracy(0.5), strategy="iok", batch_size=16)])
-    rows = _rows(claims, told)
+def test_a_part_of_the_experiment_judges_no_other_claim(claims: ModuleType) -> None:
+    """One batch size of one strategy is no series; a claim without data is not shown."""
+    report = make_report([make_result(60.0, make_accuracy(0.5), strategy="iok", batch_size=16)])
+    rows = _rows(claims, report)
     assert {holds for _, holds in rows.values()} == {None}
     assert rows["iok: best batch size"][0] == "16 (60.00 s)"
     assert rows["mp: best batch size"][0] == rows["order at batch size 1"][0] == "not shown"
@@ -228,41 +229,43 @@ def test_a_part_of_the_experiment_judges_no_claim_on_the_rest(claims: ModuleType
         (None, " (with no cap)", None),
     ],
 )
-def test_a_threshold_is_held_against_the_studys_at_its_cap_only(
+def test_a_threshold_is_compared_at_the_published_cap_only(
     claims: ModuleType, cap: float | None, ours: str, holds: bool | None
 ) -> None:
-    """Another amount of memory has another threshold."""
+    """A different amount of memory has a different threshold."""
     fields: dict[str, Any] = {"strategy": "mp", "gpu_memory_bytes": cap and int(cap * GIB)}
-    told = make_report([make_result(batch_size=1, **fields), make_failed(batch_size=2, **fields)])
+    report = make_report([make_result(batch_size=1, **fields), make_failed(batch_size=2, **fields)])
     text = f"1: 2 is out of memory{ours}"
-    assert _rows(claims, told)["mp: largest batch size in 32 GiB a GPU"] == (text, holds)
+    assert _rows(claims, report)["mp: largest batch size in 32 GiB a GPU"] == (text, holds)
 
 
 @pytest.mark.parametrize(("largest", "holds"), [(64, None), (128, False)])
-def test_more_than_fitted_in_the_study_is_another_threshold(
+def test_a_larger_batch_than_published_is_a_different_threshold(
     claims: ModuleType, largest: int, holds: bool | None
 ) -> None:
-    """Even where nothing was out of memory; as much as in the study is no threshold yet."""
-    told = make_report([make_result(60.0, sequences=128, batch_size=largest, strategy="tp", gpu_memory_bytes=32 * GIB)])
-    assert _rows(claims, told)["tp: largest batch size in 32 GiB a GPU"][1] is holds
+    """This holds if nothing was out of memory; the published size alone is no threshold yet."""
+    report = make_report(
+        [make_result(60.0, sequences=128, batch_size=largest, strategy="tp", gpu_memory_bytes=32 * GIB)]
+    )
+    assert _rows(claims, report)["tp: largest batch size in 32 GiB a GPU"][1] is holds
 
 
 @pytest.mark.parametrize(
     ("busy", "holds"), [((90.0, 60.0, 40.0, 30.0), True), ((40.0, 60.0, 80.0, 90.0), False), ((90.0,) * 4, False)]
 )
-def test_utilisation_is_held_against_traffic(claims: ModuleType, busy: tuple[float, ...], holds: bool) -> None:
-    """It falls as traffic grows, or it does not; one that stays does not fall."""
-    told = make_report(
+def test_utilisation_is_compared_with_traffic(claims: ModuleType, busy: tuple[float, ...], holds: bool) -> None:
+    """It falls as traffic grows, or it does not; a constant one does not fall."""
+    report = make_report(
         [
             make_result(profile=make_profile(tx=(1 + number) * 1e9, busy=value), strategy="tp", batch_size=2**number)
             for number, value in enumerate(busy)
         ]
     )
-    assert _rows(claims, told)["tp: utilisation falls as traffic grows"][1] is holds
+    assert _rows(claims, report)["tp: utilisation falls as traffic grows"][1] is holds
 
 
-def test_counters_that_saw_a_part_of_the_traffic_make_no_ratio(claims: ModuleType) -> None:
-    """Mp's copies may take NVLink where tp is kept from it: PCIe shows a host's chatter then, and a wild ratio."""
+def test_counters_of_a_part_of_the_traffic_give_no_ratio(claims: ModuleType) -> None:
+    """Copies of mp may use NVLink while tp cannot: PCIe then has background traffic only."""
     wire_bytes, cases = 40e6, []
     for strategy, tx, nvlink in (("mp", 1e6, 1e8), ("tp", 1e11, 0.0)):
         profile = make_profile(tx=tx, nvlink=nvlink)
@@ -277,9 +280,9 @@ def test_counters_that_saw_a_part_of_the_traffic_make_no_ratio(claims: ModuleTyp
     assert rows["tp sends two orders more a second than mp: sent by the program"] == ("1 to 1 times (at 1)", False)
 
 
-def test_a_link_that_was_not_counted_is_said_of_its_batch_size(claims: ModuleType) -> None:
-    """Of the largest, whose figure it is: neither hidden by the others nor said because of them."""
-    told = []
+def test_a_link_that_was_not_counted_is_reported_for_its_batch_size(claims: ModuleType) -> None:
+    """Only the traffic at the largest batch size decides, whose rate is shown."""
+    found = []
     for largest in (1e6, 1e9):
         cases = [
             make_result(
@@ -287,12 +290,12 @@ def test_a_link_that_was_not_counted_is_said_of_its_batch_size(claims: ModuleTyp
             )
             for size, tx in ((1, 1e9), (2, 1e6), (4, largest))
         ]
-        told.append(_rows(claims, make_report(cases))["tp: PCIe TX at the largest batch size, GB/s"][0])
-    assert told == ["0.00103 (at 4); it sent more, over a link that was not counted", "1.02 (at 4)"]
+        found.append(_rows(claims, make_report(cases))["tp: PCIe TX at the largest batch size, GB/s"][0])
+    assert found == ["0.00103 (at 4); it sent more, over a link that was not counted", "1.02 (at 4)"]
 
 
-def test_charts_and_claims_hold_the_counters_against_the_account_alike(claims: ModuleType) -> None:
-    """A path over a link that was counted is one that was seen, whatever the sum."""
+def test_a_counted_path_gives_a_rate(claims: ModuleType) -> None:
+    """A rate is shown if the link of the path was counted, whatever the sum."""
     path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, TrafficPath)
     traffic = msgspec.structs.replace(make_traffic(), path=path)
     (case,) = make_report([make_result(1.0, profile=make_profile(tx=1e3, nvlink=1e3), traffic=traffic)]).cases
@@ -301,8 +304,8 @@ def test_charts_and_claims_hold_the_counters_against_the_account_alike(claims: M
     assert figures.seen(figures.pcie, "pcie")(case) is None
 
 
-def test_a_reading_of_another_time_is_no_figure(claims: ModuleType) -> None:
-    """A case that was over before the first sample has none, though its profile holds the nearest."""
+def test_a_reading_of_another_time_is_no_value(claims: ModuleType) -> None:
+    """A case without a sample has no value, although its profile has the nearest reading."""
     cases = [
         make_result(profile=make_profile(tx=1e9 * size, samples=0), strategy="tp", batch_size=size)
         for size in (1, 2, 4, 8)
@@ -310,62 +313,64 @@ def test_a_reading_of_another_time_is_no_figure(claims: ModuleType) -> None:
     assert _rows(claims, make_report(cases))["tp: utilisation falls as traffic grows"] == ("not shown", None)
 
 
-def test_random_weights_say_nothing_of_accuracy(claims: ModuleType) -> None:
-    """But a workspace that was cut short is named, whatever the weights are."""
-    told = make_report(
+def test_random_weights_do_not_judge_accuracy(claims: ModuleType) -> None:
+    """A workspace that was cut short is named with random weights too."""
+    report = make_report(
         [
             make_result(accuracy=make_accuracy(value), strategy="iok", batch_size=size, load_format="dummy")
             for size, value in ((16, 0.25), (32, 0.31))
         ]
     )
-    launch = told.cases[1].launches[0]
+    launch = report.cases[1].launches[0]
     launch.tokens_requested, launch.tokens_granted = 88, 23
-    said = _rows(claims, told)["iok: accuracy over batch sizes"]
-    assert said == ("25.0 to 31.0 %; 23 of 88 tokens at 32 (random weights: chance)", None)
+    found = _rows(claims, report)["iok: accuracy over batch sizes"]
+    assert found == ("25.0 to 31.0 %; 23 of 88 tokens at 32 (random weights: chance)", None)
 
 
 @pytest.mark.parametrize(("outcome", "cell"), [("oom", "OoM"), ("skipped_after_oom", ""), ("timeout", "timeout")])
-def test_how_a_case_ended_stands_where_its_time_would(claims: ModuleType, outcome: Outcome, cell: str) -> None:
-    """A row of the table beside the study's says what happened."""
-    told = make_report(
+def test_the_outcome_of_a_case_is_shown_in_place_of_its_time(claims: ModuleType, outcome: Outcome, cell: str) -> None:
+    """A cell of the table has the outcome of a case without a time."""
+    report = make_report(
         [make_result(60.0, strategy="tp", batch_size=32), make_failed(outcome, strategy="tp", batch_size=64)]
     )
-    lines = claims.markdown({"a": told}).splitlines()
+    lines = claims.markdown({"a": report}).splitlines()
     assert "| 32 | **3,705** | 4,087 | 4,201 (26 %) | **60.00** |" in lines
     assert f"| 64 | 3,800 | **4,079** | OoM | {cell} |" in lines
 
 
 def test_the_command_prints_the_tables(claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A report for a column, after a line that says what was measured."""
-    told = make_report(paper_results())
-    told.environment.variables[VARIABLE] = "1"
-    file.dump(told, tmp_path / "study.json.gz")
-    claims.main([str(tmp_path / "study.json.gz")])
+    """Each report has a column, after a line on what was measured."""
+    report = make_report(paper_results())
+    report.environment.variables[VARIABLE] = "1"
+    file.dump(report, tmp_path / "published.json.gz")
+    claims.main([str(tmp_path / "published.json.gz")])
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "study: huggyllama/llama-30b, real weights, float16, on 4 NVIDIA H200, NCCL_P2P_DISABLE=1; "
+        "published: huggyllama/llama-30b, real weights, float16, on 4 NVIDIA H200, NCCL_P2P_DISABLE=1; "
         "10,042 items of hellaswag, lean scoring.\n"
     )
     assert "| order at batch size 1 | iok 4,959 s, tp 6,548 s, mp 10,258 s | holds: iok 4959.00 s, tp" in printed
 
 
-def test_another_report_is_refused(claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says why, with argparse's status."""
+def test_a_report_without_the_strategies_is_refused(
+    claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line has the reason, with the exit status of argparse."""
     file.dump(make_report([make_result(strategy="mine")]), tmp_path / "mine.json")
     with pytest.raises(SystemExit, match="2"):
         claims.main([str(tmp_path / "mine.json")])
-    assert "mine: no case of mp, tp, iok is in this report" in capsys.readouterr().err
+    assert "mine: this report has no case of mp, tp, iok" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_figures_of_the_reports(claims: ModuleType) -> None:
-    """Its table is what the script says of the runs that there are; a new run needs a new table."""
+    """Its tables are the output of the script for the stored reports; a new run needs new tables."""
     readme = (PAPER / "README.md").read_text().splitlines()
-    told = {path.name: file.load(path) for path in REPORTS}
-    table = claims.markdown(told).splitlines()
-    rows = table[table.index(f"| claim | study | {' | '.join(told)} |") + 2 :]
+    reports = {path.name: file.load(path) for path in REPORTS}
+    table = claims.markdown(reports).splitlines()
+    rows = table[table.index(f"| claim | Shin et al. | {' | '.join(reports)} |") + 2 :]
     assert len(rows) > 20
     assert [row for row in rows if row not in readme] == []
-    seconds = claims.markdown({REPORTS[0].name: told[REPORTS[0].name]}).splitlines()
+    seconds = claims.markdown({REPORTS[0].name: reports[REPORTS[0].name]}).splitlines()
     times = [line.split("|")[5:-1] for line in seconds if re.match(r"\| \d", line)]
     shown = [line.split("|")[5:-1] for line in readme if re.match(r"\| \d+ \|", line)]
     assert [[cell.strip(" s") for cell in row] for row in shown] == [[cell.strip() for cell in row] for row in times]

@@ -1,4 +1,4 @@
-"""What the study's figures 4 to 6 show is in the report's JSON, whatever reads it."""
+"""The data of figures 4 to 6 of Shin et al. 2024 are in the JSON of a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Key = tuple[str, int]
 
 @pytest.fixture
 def written() -> dict[str, Any]:
-    """Return a report with the study's cases as plain JSON gives it."""
+    """Return the plain JSON of a report with the published cases."""
     answer: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(make_report(paper_results())))
     return answer
 
@@ -35,7 +35,7 @@ def per_gpu(launch: dict[str, Any], metric: str) -> list[float]:
 
 
 def test_mean_traffic_per_gpu_by_batch_size_and_strategy(written: dict[str, Any]) -> None:
-    """Figure 4: what each GPU sends and receives, one curve a strategy; four GPUs, of which the last is 10 % above."""
+    """Figure 4: the sent and received bytes of each GPU, one curve per strategy."""
     curves: dict[str, dict[int, tuple[float, float]]] = {}
     for (strategy, batch_size), launch in launches(written).items():
         sent, received = (per_gpu(launch, f"pcie_{way}_bytes_per_s") for way in ("tx", "rx"))
@@ -58,7 +58,7 @@ def test_utilisation_against_traffic(written: dict[str, Any]) -> None:
 
 
 def test_memory_by_batch_size_and_strategy(written: dict[str, Any]) -> None:
-    """Figure 6: the fullest GPU and the mean of all; a case that ran out of memory is there as such."""
+    """Figure 6: the fullest GPU and the mean of all; a case that is out of memory is shown as such."""
     largest = {key: max(gpu["nvml_used_max_bytes"] for gpu in one["memory"]) for key, one in launches(written).items()}
     mean = {
         key: statistics.fmean(gpu["nvml_used_mean_bytes"] for gpu in one["memory"])
@@ -71,8 +71,8 @@ def test_memory_by_batch_size_and_strategy(written: dict[str, Any]) -> None:
     assert [(case["strategy"], case["batch_size"]) for case in lost] == [("iok", 64)]
 
 
-def test_every_figure_says_how_it_was_made(written: dict[str, Any]) -> None:
-    """A mean comes with its call and with how much of the time it speaks for, and a profile with its period."""
+def test_every_mean_has_its_method_and_coverage(written: dict[str, Any]) -> None:
+    """A mean has its NVML call and its coverage, and a profile has its period."""
     for launch in launches(written).values():
         assert launch["profile"]["period_s"] == pytest.approx(1 / 6)
         for device in launch["profile"]["devices"]:
