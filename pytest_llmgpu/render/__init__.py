@@ -1,1 +1,1 @@
-"""How people and other tools read a report."""
+"""Outputs of a report: terminal, HTML, charts and exports."""

@@ -28,7 +28,7 @@ _OUTCOMES = {
     "skipped_after_oom": "not run after out of memory",
     "timeout": "timed out",
     "crashed": "crashed",
-    "error": "failed",
+    "error": "ended with an error",
     "interrupted": "interrupted",
 }
 _NEXT_STEPS = {

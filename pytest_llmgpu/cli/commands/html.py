@@ -11,7 +11,7 @@ from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.file import paused
 
-__all__ = ["COMMAND"]
+__all__ = ["COMMAND", "page_name"]
 
 
 class _Html:
@@ -30,7 +30,7 @@ class _Html:
         from pytest_llmgpu.store.references import public
 
         found = source(arguments.report, arguments)
-        output: Path = arguments.output or Path(_file_name(found.name))
+        output: Path = arguments.output or Path(page_name(found.name))
         html_report.check(output)
         with paused():
             report = found.report()
@@ -41,8 +41,8 @@ class _Html:
         return 0
 
 
-def _file_name(name: str) -> str:
-    """Return `0001_3b1f09ac.html` for `.llmgpu/machine/0001_3b1f09ac.json.gz`; a colon or slash of git is no folder."""
+def page_name(name: str) -> str:
+    """Return the file name of a page without folders and git reference: `0001_3b1f09ac.html`."""
     stem = Path(name.rpartition(":")[2]).name
     return f"{stem.removesuffix('.gz').removesuffix('.json') or 'report'}.html"
 

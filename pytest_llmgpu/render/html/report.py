@@ -8,7 +8,6 @@ import errno
 import hashlib
 import importlib.util
 import os
-import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, grouping
 from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.html import colors, facts
-from pytest_llmgpu.render.html.templates import MISSING, asset, templates
+from pytest_llmgpu.render.html.templates import MISSING, asset, templates, vega
 from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
@@ -103,7 +102,7 @@ def render(
 
 
 def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
-    library = _library()
+    library = vega()
     drawn = charts.of_report(report)
     timelines = _timelines(report)
     config, colored = colors.config_and_style()
@@ -165,17 +164,6 @@ def _endings(report: Report) -> Iterator[tuple[str, str]]:
     for result in report.cases:
         timed = result.outcome == "completed" and result.inference_s is not None
         yield result.id, times[result.id] if timed else result.outcome.replace("_", " ")
-
-
-def _library() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script."""
-    try:
-        import vl_convert
-    except ImportError:
-        raise ValueError(MISSING) from None
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    # The string keeps its value, and an HTML parser does not read it as the end of the element.
-    return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
 
 
 def _json(value: Mapping[str, Any]) -> str:

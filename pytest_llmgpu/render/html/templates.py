@@ -1,15 +1,16 @@
-"""The files of the page: templates, style and script."""
+"""The files of the page: templates, style and scripts."""
 
 from __future__ import annotations
 
 import importlib.resources
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Environment as Templates
     from markupsafe import Markup
 
-__all__ = ["MISSING", "asset", "templates"]
+__all__ = ["MISSING", "asset", "templates", "vega"]
 
 MISSING = "the page needs the extra report: pip install 'pytest-llmgpu[report]'"
 """The message if a library of the page is not installed."""
@@ -39,6 +40,21 @@ def templates() -> Templates:
     )
     found.filters["as_markup"] = _as_markup
     return found
+
+
+def vega() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script.
+
+    Raises:
+        ValueError: vl-convert is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError:
+        raise ValueError(MISSING) from None
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # The string keeps its value, and an HTML parser does not read it as the end of the element.
+    return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
 
 
 def _as_markup(text: str) -> Markup:

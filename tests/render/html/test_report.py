@@ -15,7 +15,7 @@ from support.page_reports import EVIL, make_verdicts, paper_report, time_row
 from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.cli.commands import html as html_command
+from pytest_llmgpu.cli.commands.html import page_name
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.render.terminal.verdicts import notes
 from pytest_llmgpu.report.file import dump
@@ -79,7 +79,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out Vega: to bundle it takes seconds, and these tests do not need it."""
-    monkeypatch.setattr(html_report, "_library", lambda: "/* Vega */")
+    monkeypatch.setattr(html_report, "vega", lambda: "/* Vega */")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def whole() -> str:
     for result in base.cases:
         for launch in result.launches:
             launch.batches.latency_s = [2 * value for value in launch.batches.latency_s]
-    return html_report.render(paper_report(points=2000), base, name="study.json")
+    return html_report.render(paper_report(points=2000), base, name="sweep.json")
 
 
 def test_the_page_is_valid_markup(whole: str) -> None:
@@ -172,7 +172,7 @@ def test_the_status_comes_first() -> None:
     report = paper_report()
     wrong = next(result for result in report.cases if result.id == "iok-bs32")
     wrong.findings = [Finding(code="accuracy-collapsed", severity="failure", text="It is 26 %.", next_step="Use less.")]
-    text = Page(html_report.render(report, name="study.json")).text
+    text = Page(html_report.render(report, name="sweep.json")).text
     place = 0
     for words in (
         "Failed 20 of 21 cases completed, 1 out of memory. Worst: iok-bs32: It is 26 %.",
@@ -413,7 +413,7 @@ def test_html_reports_an_error_in_one_line(
 )
 def test_the_page_is_named_for_its_report(name: str, file: str) -> None:
     """Folders of the store and git references are removed from the name."""
-    assert html_command._file_name(name) == file
+    assert page_name(name) == file
 
 
 @pytest.mark.usefixtures("quick")
