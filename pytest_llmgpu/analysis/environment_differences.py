@@ -1,4 +1,4 @@
-"""How the machines and libraries of two reports differ."""
+"""Finds how the machines and libraries of two reports differ."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections import Counter
 from typing import Any
 
 from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.text import gib
 
-__all__ = ["hardware_differences", "software_differences"]
+__all__ = ["hardware_differences", "shortened", "software_differences"]
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 
-
 _WIDTH = 40
-"""Most characters of a value that a reason shows whole: less than a digest has."""
+"""A value with more characters, such as a digest, is cut."""
 
 
 def hardware_differences(base: Environment, head: Environment, device: str) -> list[str]:
-    """Return in what the machines differ so much that figures cannot be compared, each in a few words.
+    """Return the differences between machines that make figures incomparable, each as `name then -> now`.
 
     Args:
-        base: machine of the baseline.
-        head: machine of the candidate.
-        device: `cuda` or `cpu`: what the case ran on. Only that counts.
+        base: The machine of the baseline.
+        head: The machine of the candidate.
+        device: `cuda` or `cpu`, where the case ran; only differences of that device count.
     """
     if device == "cpu":
         seen = [("CPU", base.cpu, head.cpu), ("cores", base.cores, head.cores)]
@@ -37,7 +37,7 @@ def hardware_differences(base: Environment, head: Environment, device: str) -> l
 
 
 def software_differences(base: Environment, head: Environment) -> list[str]:
-    """Return what else differs between the machines, which may explain a change but does not forbid comparing."""
+    """Return the other differences between machines: they may explain a change, but figures stay comparable."""
     seen: list[tuple[str, Any, Any]] = [
         ("driver", base.driver, head.driver),
         ("CUDA", base.cuda, head.cuda),
@@ -51,12 +51,12 @@ def software_differences(base: Environment, head: Environment) -> list[str]:
         ("PCIe", _lanes(base), _lanes(head)),
     ]
     if (base.topology is None) != (head.topology is None) and base.gpus and head.gpus:
-        # Where both are known it is hardware, and they are not compared.
+        # Two known topologies that differ are a hardware difference.
         seen.append(("topology", _links(base) or "unknown", _links(head) or "unknown"))
-    # Reports of before it was recorded say nothing of it.
+    # Old reports do not have the power limits.
     if None not in (limits := (_power_limits(base), _power_limits(head))):
         seen.append(("power limit", *limits))
-    found = [f"{name} {_word(then)} -> {_word(now)}" for name, then, now in seen if then != now]
+    found = [f"{name} {shortened(then)} -> {shortened(now)}" for name, then, now in seen if then != now]
     if base.gpus and head.gpus and {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
         found.append("other boards of the same kind")
     return found
@@ -68,7 +68,7 @@ def _models(environment: Environment) -> str:
 
 def _memory(environment: Environment) -> str | None:
     sizes = [gpu.memory_bytes for gpu in environment.gpus]
-    return ", ".join(f"{size / 2**30:.1f} GiB" for size in sorted({size for size in sizes if size})) or None
+    return ", ".join(gib(size, 1) for size in sorted({size for size in sizes if size})) or None
 
 
 def _links(environment: Environment) -> str | None:
@@ -90,7 +90,7 @@ def _power_limits(environment: Environment) -> str | None:
     return f"{limits[0]:g} W" if len(set(limits)) == 1 else ", ".join(f"{limit:g} W" for limit in limits)
 
 
-def _word(value: Any) -> str:
-    """Return a value in a few characters: a digest by its beginning."""
+def shortened(value: Any) -> str:
+    """Return a value as text; of a digest only its beginning."""
     text = "none" if value is None else str(value)
     return text if len(text) <= _WIDTH else f"{text[:12]}..."

@@ -1,50 +1,56 @@
-"""What a person should know of a case's profile: none, gaps, disturbances, and one device that decides for all."""
+"""Findings on the profile of a case: a missing profile, gaps, disturbances, and a device that differs from the others.
+
+The functions `decide...` return data, the functions `describe...` word it.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
 
 from pytest_llmgpu.analysis.accuracy_findings import has_finding, sentence
 from pytest_llmgpu.analysis.traffic_path import AGREE
-from pytest_llmgpu.report import disturbances as evidence
+from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult, Finding, Launch, Metric, Profile
+from pytest_llmgpu.report.text import GIB, gib
 
-__all__ = ["disturbances", "imbalance", "of_profile"]
+__all__ = ["Imbalance", "Outlier", "decide_imbalance", "describe_imbalance", "disturbances", "of_profile"]
 
-_GIB = 2**30
-_MISSED_SAMPLES = 0.05  # a profile that lacks more of its ticks than this may have missed what it is for
+_MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
 
 _ABOVE = 1.2
-"""A device this many times above the median decides for the others: what they have left over is a fifth or more."""
+"""A device with this many times the median of the others limits them: they are idle for a fifth of the time or more."""
 
-_ABOVE_BYTES = _GIB
-"""Less than this above the median is a head, an embedding or a context that has to be somewhere."""
+_ABOVE_BYTES = GIB
+"""A smaller difference from the median is an output layer, an embedding or a context that only one device has."""
 
 _ABOVE_PCT = 10
-"""Points of utilisation above the median that a driver's samples of 1 s still tell apart in a short case; or below it,
-or of the time that a device is throttled."""
+"""A smaller difference, in points of utilisation or of throttled time, is not seen in a short case: a driver may sample
+once per second."""
 
 _READINGS = 30
-"""Moments whose mean tells devices apart: of ten that are 0 or 100 % it is off by 13 points."""
+"""A mean of fewer readings is not compared: a mean of ten readings of 0 or 100 % has an error of 13 points."""
 
 _WHOLE = 0.9
-"""Part of a window from which on a mean is of all of it."""
+"""A mean that covers this part of a window counts for all of it."""
 
 _CLOCK = 0.05
-"""A median SM clock so much below that of the others makes a device slower, however power is shared out."""
+"""A median SM clock that is lower than that of the others by more than this makes a device slower."""
 
 
-def of_profile(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    """Yield what to say of the profile of a completed result, its disturbances aside; see `findings`.
+def of_profile(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]:
+    """Return the findings on the profile of a completed result, without its disturbances; see `findings.findings`.
 
-    What several launches say is said once, with the figures of the first that does.
+    If several launches have the same finding, the first one counts.
     """
     found: dict[str, Finding] = {}
     for finding in _of_launches(result, earlier) if result.case.device == "cuda" else ():
         found.setdefault(finding.code, finding)
-    yield from found.values()
+    return list(found.values())
 
 
 def _of_launches(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
@@ -53,154 +59,135 @@ def _of_launches(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[
         reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
         if profile is None or reason:
             if not has_finding("no-profile", earlier):
-                yield Finding(
-                    code="no-profile",
-                    severity="info",
-                    text=sentence(f"No GPU profile: {reason or 'no reason was recorded'}"),
-                    next_step="For utilisation, communication and memory of the devices, make NVML usable "
-                    "(in a container: the `utility` driver capability).",
-                )
-            continue
-        yield from _of_samples(profile, earlier)
+                yield _no_profile(reason or "no reason was recorded")
+        elif (state := decide_samples(profile)) == "gaps" or (state and not has_finding("profile-too-short", earlier)):
+            yield _describe_samples(state, profile)
     series = [other for other in earlier if other is not result and other.case.series == result.case.series]
-    for finding in (*_of_path(result), *(finding for launch in result.launches for finding in imbalance(launch))):
-        if not has_finding(finding.code, series):
-            yield finding
+    found = [] if (code := decide_path(result)) is None else [_describe_path(code, result)]
+    for launch in result.launches:
+        found += describe_imbalance(decide_imbalance(launch))
+    yield from (finding for finding in found if not has_finding(finding.code, series))
 
 
-def _of_path(result: CaseResult) -> Iterator[Finding]:
-    """Yield what is unusual of the links that carried a result's traffic: their figures are no proof of its bytes."""
-    path = result.traffic.path if result.traffic is not None else None
-    if path is None or path.link is None:
-        return
-    if path.link != "nvlink" and path.nvlink_bytes is not None:
-        yield Finding(
-            code="traffic-off-nvlink",
-            severity="info",
-            text=path.text,
-            next_step="If NVLinks join these GPUs (nvidia-smi topo -m), see NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and "
-            "whether the container lets one GPU reach another.",
-        )
-    elif path.link == "nvlink" and any(abs(share - 1) > AGREE for share in path.nvlink_shares):
-        yield Finding(
-            code="traffic-counted-otherwise",
-            severity="info",
-            text=path.text,
-            next_step="Compare what NVLink carried with runs in which NCCL chose the same algorithm and protocol only "
-            "(NCCL_DEBUG=INFO tells); what the program sent compares always.",
-        )
+def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]:
+    """Return the findings on the disturbances of a result: one may be the cause of a failure; see `findings.findings`.
 
-
-def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    """Yield what else was measured with a result; of one that failed it may be the cause. See `findings`."""
-    said_invalid = [text for launch in result.launches if launch.profile for text in launch.profile.invalid]
-    power = [text for text in said_invalid if evidence.is_power(text)]
-    others = [text for text in said_invalid if not evidence.is_power(text)]
-    if others:
-        yield Finding(
-            code="profile-invalid",
-            severity="warning",
-            text=sentence(f"The measurement was disturbed: {'; '.join(others)}"),
-            next_step="Measure again with the GPUs to yourself before you trust this result.",
-        )
-    # Full load at the limit of its power is how a GPU works: once is enough.
-    if power and not has_finding("clocks-held-down", earlier):
-        yield Finding(
-            code="clocks-held-down",
-            severity="info",
-            text=sentence(f"Times depend on the power and heat that were allowed: {'; '.join(power)}"),
-            next_step="Compare them with runs on the same machine only, or lock the clocks lower than that (nvidia-smi "
-            "--lock-gpu-clocks). Other cases may have it too: see `profile.invalid` in the report.",
-        )
-
-
-def imbalance(launch: Launch) -> list[Finding]:
-    """Return which devices of a launch stand out: by their work, by how fast they may run, by their memory.
-
-    The busiest is the slowest: the same work took it longer, or it has more of it. Ranks that share every layer wait
-    for each other in kernels, which NVML counts as busy: among them the one that the others wait for is the least busy,
-    or does not show by that at all, but by its clock.
+    Limits of power and heat are reported once: under full load a GPU works at the limit of its power.
     """
+    texts = [text for launch in result.launches if launch.profile for text in launch.profile.invalid]
+    power = [text for text in texts if window.is_power(text)]
+    others = [text for text in texts if not window.is_power(text)]
     found = []
-    profile = launch.profile
-    if profile is not None:
-        found += [*_of_work(profile), *_of_clocks(profile)]
-    full = {memory.index: memory.nvml_used_max_bytes for memory in launch.memory}
-    of = "at its fullest"
-    if None in full.values():
-        full = {memory.index: memory.peak_reserved_bytes for memory in launch.memory}
-        of = "reserved by torch at its fullest"
-    if (outlier := _outlier(full, _ABOVE_BYTES)) is not None:
-        index, size, median = outlier
+    if others:
         found.append(
             Finding(
-                code="imbalanced-memory",
+                code="profile-invalid",
+                severity="warning",
+                text=sentence(f"The measurement was disturbed: {'; '.join(others)}"),
+                next_step="Measure again with nothing else on the GPUs before you trust this result.",
+            )
+        )
+    if power and not has_finding("clocks-held-down", earlier):
+        found.append(
+            Finding(
+                code="clocks-held-down",
                 severity="info",
-                text=f"GPU {index} had {size / _GIB:.1f} GiB {of}, the median of the GPUs is {median / _GIB:.1f} GiB.",
-                next_step=f"A larger batch fits once GPU {index} has less: it is the first to be out of memory.",
+                text=sentence(f"Times depend on the limits of power and heat: {'; '.join(power)}"),
+                next_step="Compare them only with runs on the same machine, or lock the clocks below that (nvidia-smi "
+                "--lock-gpu-clocks). Other cases may have it, too: see `profile.invalid` in the report.",
             )
         )
     return found
 
 
-def _few(metric: Metric, profile: Profile) -> bool:
-    """Return whether a mean is of too few moments to tell devices apart, and not of the whole time."""
-    return profile.samples < _READINGS and (metric.coverage or 0.0) < _WHOLE
+class Outlier(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that differs from the others."""
+
+    index: int
+    """NVML index of the device."""
+    value: float
+    """Its value."""
+    median: float
+    """The median it is compared with."""
 
 
-def _of_work(profile: Profile) -> Iterator[Finding]:
+class Imbalance(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices of a launch that differ from the others by their work, their speed or their memory."""
+
+    busiest: Outlier | None = None
+    """The busiest device, in percent of the time, compared with the median of all."""
+    least_busy: Outlier | None = None
+    """The least busy device, in percent of the time, compared with the median of the others."""
+    slowest_clock: Outlier | None = None
+    """The device with the lowest SM clock, in MHz, compared with the median of the others."""
+    throttled: Outlier | None = None
+    """The device that was throttled for longest, in percent of the time, compared with the median of the others."""
+    fullest: Outlier | None = None
+    """The fullest device, in bytes, compared with the median of all."""
+    by_reserved: bool = False
+    """Whether these bytes are those that torch reserved: NVML's are unknown then."""
+
+
+def decide_imbalance(launch: Launch) -> Imbalance:
+    """Return the devices of a launch that differ from the others.
+
+    The busiest device is the slowest: the same work took it longer, or it has more work. If ranks share every layer,
+    they wait for each other in kernels, which NVML counts as busy: the rank that the others wait for is then the least
+    busy, or does not differ by that at all, but by its clock.
+    """
+    full = {memory.index: memory.nvml_used_max_bytes for memory in launch.memory}
+    by_reserved = None in full.values()
+    if by_reserved:
+        full = {memory.index: memory.peak_reserved_bytes for memory in launch.memory}
+    fullest = _largest(full, _ABOVE_BYTES)
+    profile = launch.profile
+    if profile is None:
+        return Imbalance(fullest=fullest, by_reserved=by_reserved)
+
     metrics = {device.index: of_window(profile, device, "utilization_pct") for device in profile.devices}
     busy = {
         index: None if isinstance(metric, str) or _few(metric, profile) else metric.mean
         for index, metric in metrics.items()
     }
-    if (outlier := _outlier(busy, _ABOVE_PCT)) is not None:
-        index, pct, median = outlier
-        yield Finding(
-            code="imbalanced-work",
-            severity="info",
-            text=f"GPU {index} was busy for {pct:.0f} % of the time, the median of the GPUs is {median:.0f} %.",
-            next_step="See in `profile.devices` whether it is slower: its SM clock, its throttled time, its PCIe "
-            f"figures. If each has layers of its own, give GPU {index} fewer of them.",
-        )
-    elif (least := _least(busy)) is not None and least[2] - least[1] > _ABOVE_PCT and least[2] > _ABOVE * least[1]:
-        index, pct, median = least
-        yield Finding(
-            code="less-busy-device",
-            severity="info",
-            text=f"GPU {index} was busy for {pct:.0f} % of the time, the median of the others is {median:.0f} %.",
-            next_step="Ranks that share every layer wait for the least busy one: see what its process does meanwhile "
-            f"(CPU cores, reading, Python). If each has layers of its own, give GPU {index} more of them.",
-        )
+    busiest, least = _largest(busy, _ABOVE_PCT), _smallest(busy)
+    if busiest or (least and (least.median - least.value <= _ABOVE_PCT or least.median <= _ABOVE * least.value)):
+        least = None
+
+    clocks = window.clocks_mhz(profile)
+    slowest = _smallest({device.index: clocks.get(device.uuid) for device in profile.devices})
+    if slowest and slowest.value >= (1 - _CLOCK) * slowest.median:
+        slowest = None
+    return Imbalance(
+        busiest=busiest,
+        least_busy=least,
+        slowest_clock=slowest,
+        throttled=None if slowest else _most_throttled(profile),
+        fullest=fullest,
+        by_reserved=by_reserved,
+    )
 
 
-def _of_clocks(profile: Profile) -> Iterator[Finding]:
-    """Yield the device that ran at a lower clock than the others, or else the one that was throttled for longer."""
-    clocks = evidence.clocks_mhz(profile)
-    throttled = {device.index: device.throttled_s for device in profile.devices}
-    most = _least({index: None if seconds is None else -seconds for index, seconds in throttled.items()})
-    text = None
-    slowest = _least({device.index: clocks.get(device.uuid) for device in profile.devices})
-    if slowest is not None and slowest[1] < (1 - _CLOCK) * slowest[2]:
-        text = f"ran at {slowest[1]:,.0f} MHz, the median of the others is {slowest[2]:,.0f} MHz"
-    elif most is not None and profile.duration_s:
-        slowest = most
-        # The counters are read a moment beyond the window's ends.
-        pct, median = (min(100.0, -100 * seconds / profile.duration_s) for seconds in most[1:])
-        if pct - median > _ABOVE_PCT:
-            text = f"was throttled for {pct:.0f} % of the time, the median of the others is {median:.0f} %"
-    if slowest is not None and text is not None:
-        yield Finding(
-            code="slower-device",
-            severity="info",
-            text=f"GPU {slowest[0]} {text}.",
-            next_step=f"The others wait for it: see its power limit, its cooling and what else runs there (nvidia-smi "
-            f"-q -d PERFORMANCE,POWER,TEMPERATURE -i {slowest[0]}).",
-        )
+def _few(metric: Metric, profile: Profile) -> bool:
+    """Return whether a mean has too few readings to compare devices, and does not cover the whole window."""
+    return profile.samples < _READINGS and (metric.coverage or 0.0) < _WHOLE
 
 
-def _outlier(values: Mapping[int, float | None], least: float) -> tuple[int, float, float] | None:
-    """Return index and value of the largest and the median, if it stands out by that much; None if one is unknown."""
+def _most_throttled(profile: Profile) -> Outlier | None:
+    negative = {device.index: None if device.throttled_s is None else -device.throttled_s for device in profile.devices}
+    found = _smallest(negative)
+    if found is None or not profile.duration_s:
+        return None
+    # The counters are read a moment after the end of the window.
+    pct, median = (min(100.0, 100 * abs(seconds) / profile.duration_s) for seconds in (found.value, found.median))
+    return Outlier(index=found.index, value=pct, median=median) if pct - median > _ABOVE_PCT else None
+
+
+def _largest(values: Mapping[int, float | None], least: float) -> Outlier | None:
+    """Return the device with the largest value, if it is above the median of all by `least` and by a fifth.
+
+    Returns:
+        None where no device is above, or a value is unknown.
+    """
     known = {index: value for index, value in values.items() if value is not None}
     if len(known) < max(2, len(values)):
         return None
@@ -208,33 +195,129 @@ def _outlier(values: Mapping[int, float | None], least: float) -> tuple[int, flo
     median = statistics.median(known.values())
     if known[index] - median <= least or known[index] <= _ABOVE * median:
         return None
-    return index, known[index], median
+    return Outlier(index=index, value=known[index], median=median)
 
 
-def _least(values: Mapping[int, float | None]) -> tuple[int, float, float] | None:
-    """Return index and value of the smallest and the median of the others; None if one is unknown or alone."""
+def _smallest(values: Mapping[int, float | None]) -> Outlier | None:
+    """Return the device with the smallest value and the median of the others; None where a value is unknown."""
     known = {index: value for index, value in values.items() if value is not None}
     if len(known) < max(2, len(values)):
         return None
     index = min(known, key=lambda index: known[index])
     smallest = known.pop(index)
-    return index, smallest, statistics.median(known.values())
+    return Outlier(index=index, value=smallest, median=statistics.median(known.values()))
 
 
-def _of_samples(profile: Profile, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
-    ticks = profile.samples + profile.missed
-    if not profile.samples and profile.duration_s < 2 * profile.period_s:
-        if not has_finding("profile-too-short", earlier):
-            yield Finding(
-                code="profile-too-short",
-                severity="info",
-                text=f"No sample: it took {profile.duration_s:.2g} s; samples are {profile.period_s:.2g} s apart.",
-                next_step="Score more items (--llmgpu-limit) or shorten --llmgpu-sample-period.",
+def describe_imbalance(found: Imbalance) -> list[Finding]:
+    """Return a finding for each device that differs."""
+    findings = []
+    if (one := found.busiest) is not None:
+        findings.append(
+            _info(
+                "imbalanced-work",
+                f"GPU {one.index} was busy for {one.value:.0f} % of the time, the median of the GPUs is "
+                f"{one.median:.0f} %.",
+                "See in `profile.devices` whether it is slower: its SM clock, its throttled time, its PCIe figures. If "
+                f"each GPU has layers of its own, give GPU {one.index} fewer of them.",
             )
-    elif profile.missed > _MISSED_SAMPLES * ticks:
-        yield Finding(
-            code="profile-gaps",
-            severity="info",
-            text=f"{profile.missed:,} of {ticks:,} samples of the GPU profile are missing.",
-            next_step="Leave a CPU core to the sampler, or lengthen --llmgpu-sample-period.",
         )
+    if (one := found.least_busy) is not None:
+        findings.append(
+            _info(
+                "less-busy-device",
+                f"GPU {one.index} was busy for {one.value:.0f} % of the time, the median of the others is "
+                f"{one.median:.0f} %.",
+                "Ranks that share every layer wait for the least busy one: see what delays its process (CPU cores, "
+                f"reading, Python). If each GPU has layers of its own, give GPU {one.index} more of them.",
+            )
+        )
+    if (one := found.slowest_clock) is not None:
+        text = f"ran at {one.value:,.0f} MHz, the median of the others is {one.median:,.0f} MHz"
+        findings.append(_slower_device(one.index, text))
+    if (one := found.throttled) is not None:
+        text = f"was throttled for {one.value:.0f} % of the time, the median of the others is {one.median:.0f} %"
+        findings.append(_slower_device(one.index, text))
+    if (one := found.fullest) is not None:
+        kind = "reserved by torch at its fullest" if found.by_reserved else "in use at its fullest"
+        findings.append(
+            _info(
+                "imbalanced-memory",
+                f"GPU {one.index} had {gib(one.value, 1)} {kind}, the median of the GPUs is {gib(one.median, 1)}.",
+                f"Move memory from GPU {one.index} to the others, so that a larger batch fits: it runs out of memory "
+                "first.",
+            )
+        )
+    return findings
+
+
+def _slower_device(index: int, text: str) -> Finding:
+    return _info(
+        "slower-device",
+        f"GPU {index} {text}.",
+        "The others wait for it: see its power limit, its cooling and what else runs there (nvidia-smi -q -d "
+        f"PERFORMANCE,POWER,TEMPERATURE -i {index}).",
+    )
+
+
+def decide_samples(profile: Profile) -> Literal["too_short", "gaps"] | None:
+    """Return what is wrong with the samples of a profile: the window is too short for one, or some are missing."""
+    if not profile.samples and profile.duration_s < 2 * profile.period_s:
+        return "too_short"
+    return "gaps" if profile.missed > _MISSED_SAMPLES * (profile.samples + profile.missed) else None
+
+
+def _describe_samples(state: Literal["too_short", "gaps"], profile: Profile) -> Finding:
+    if state == "too_short":
+        return _info(
+            "profile-too-short",
+            f"The GPU profile has no sample: the case took {profile.duration_s:.2g} s, samples are "
+            f"{profile.period_s:.2g} s apart.",
+            "Score more items (--llmgpu-limit) or shorten --llmgpu-sample-period.",
+        )
+    return _info(
+        "profile-gaps",
+        f"{profile.missed:,} of {profile.samples + profile.missed:,} samples of the GPU profile are missing.",
+        "Leave a CPU core to the sampler, or lengthen --llmgpu-sample-period.",
+    )
+
+
+def decide_path(result: CaseResult) -> Literal["traffic-off-nvlink", "traffic-counted-otherwise"] | None:
+    """Return what is unusual about the links that carried the traffic of a result; None where nothing is.
+
+    The traffic did not go over NVLink although it is there, or NVLink's counters differ from the bytes sent.
+    """
+    path = result.traffic.path if result.traffic is not None else None
+    if path is None or path.link is None:
+        return None
+    if path.link != "nvlink":
+        return "traffic-off-nvlink" if path.nvlink_bytes is not None else None
+    return "traffic-counted-otherwise" if any(abs(share - 1) > AGREE for share in path.nvlink_shares) else None
+
+
+def _describe_path(code: Literal["traffic-off-nvlink", "traffic-counted-otherwise"], result: CaseResult) -> Finding:
+    assert result.traffic is not None
+    assert result.traffic.path is not None
+    if code == "traffic-off-nvlink":
+        advice = (
+            "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and whether "
+            "the container allows access from one GPU to another."
+        )
+    else:
+        advice = (
+            "Compare NVLink's bytes only with runs in which NCCL chose the same algorithm and protocol "
+            "(NCCL_DEBUG=INFO shows them). The bytes that the program sent can always be compared."
+        )
+    return _info(code, result.traffic.path.text, advice)
+
+
+def _no_profile(reason: str) -> Finding:
+    return _info(
+        "no-profile",
+        sentence(f"There is no GPU profile: {reason}"),
+        "Make NVML usable (in a container: the `utility` driver capability) to get utilisation, communication and "
+        "memory of the devices.",
+    )
+
+
+def _info(code: str, text: str, next_step: str) -> Finding:
+    return Finding(code=code, severity="info", text=text, next_step=next_step)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.environment_differences import _word
+from pytest_llmgpu.analysis.environment_differences import shortened
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult
 
@@ -83,4 +83,4 @@ def _differing(base: Case, head: Case) -> list[str]:
     then, now = msgspec.structs.asdict(base), msgspec.structs.asdict(head)
     # `execution` is an answer and no part of the key. Keys may also differ because an older version knew fewer fields.
     names = [name for name in then if then[name] != now[name] and name != "execution"]
-    return [f"{name} {_word(then[name])} -> {_word(now[name])}" for name in names]
+    return [f"{name} {shortened(then[name])} -> {shortened(now[name])}" for name in names]

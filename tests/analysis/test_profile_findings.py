@@ -4,10 +4,18 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from support.prose import Prose
 from support.report_factory import GIB, make_memory, make_profile, make_result, make_traffic
 
-from pytest_llmgpu.analysis.profile_findings import disturbances, imbalance, of_profile
-from pytest_llmgpu.report import disturbances as evidence
+from pytest_llmgpu.analysis.profile_findings import (
+    Imbalance,
+    Outlier,
+    decide_imbalance,
+    describe_imbalance,
+    disturbances,
+    of_profile,
+)
+from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.result import (
     CaseResult,
     DeviceMemory,
@@ -22,7 +30,7 @@ from pytest_llmgpu.report.result import (
 
 
 def _codes(results: Sequence[CaseResult]) -> list[list[str]]:
-    """Judge results one after another, as a session does, and return their findings' codes."""
+    """Assess results one after another, as a session does, and return the codes of their findings."""
     for number, result in enumerate(results):
         result.findings = [*disturbances(result, results[:number]), *of_profile(result, results[:number])]
     return [[finding.code for finding in result.findings] for result in results]
@@ -33,33 +41,37 @@ def _only(result: CaseResult) -> Finding:
     return finding
 
 
+def _imbalance(launch: Launch) -> list[str]:
+    return [finding.code for finding in describe_imbalance(decide_imbalance(launch))]
+
+
 def _busy(*values: float | None) -> Profile:
-    """Return a profile whose devices are busy for so many percent."""
+    """Return a profile whose devices are busy for these percentages of the time."""
     profile = make_profile(len(values))
     for device, value in zip(profile.devices, values, strict=True):
         device.metrics["utilization_pct"] = Metric(mean=value, max=value, method="nvml", coverage=None)
     return profile
 
 
-def test_few_moments_do_not_tell_devices_apart() -> None:
-    """Ten readings of 0 or 100 % are no imbalance; the driver's own ring, which misses nothing, is."""
+def test_devices_are_not_compared_by_few_readings() -> None:
+    """Ten readings of 0 or 100 % show no imbalance, unless they cover the whole window."""
     few = msgspec.structs.replace(_busy(34.0, 16.0, 15.0, 17.0), samples=10)
-    assert imbalance(Launch(profile=few)) == []
+    assert _imbalance(Launch(profile=few)) == []
     for device in few.devices:
         device.metrics["utilization_pct"] = msgspec.structs.replace(device.metrics["utilization_pct"], coverage=1.0)
-    assert [found.code for found in imbalance(Launch(profile=few))] == ["imbalanced-work"]
+    assert _imbalance(Launch(profile=few)) == ["imbalanced-work"]
 
 
 def _full(*gib: float) -> list[DeviceMemory]:
-    """Return the memory of devices that are so full, by NVML; torch reserved half of it."""
+    """Return the memory of devices with these GiB in use, by NVML; torch reserved half of it."""
     return [
         DeviceMemory(index=3 - index, nvml_used_max_bytes=int(size * GIB), peak_reserved_bytes=int(size * GIB / 2))
         for index, size in enumerate(gib)
     ]
 
 
-def test_a_machine_without_nvml_is_said_once() -> None:
-    """Not for every case, and not on a CPU, where nobody expects a profile."""
+def test_a_machine_without_nvml_is_reported_once() -> None:
+    """On a CPU, where no profile is expected, it is not reported."""
     blind = make_profile(0, samples=0, why={"profile": "NVML Shared Library Not Found"})
     results = [make_result(8.0 / size, None, blind, batch_size=size) for size in (1, 2)]
     assert _codes(results) == [["no-profile"], []]
@@ -67,15 +79,16 @@ def test_a_machine_without_nvml_is_said_once() -> None:
     assert _codes([make_result(1.0, None, blind, device="cpu", devices=1)]) == [[]]
 
 
-def test_a_profile_with_gaps_says_so() -> None:
-    """More than one sample in twenty is missing."""
+def test_a_profile_with_gaps_is_a_finding() -> None:
+    """More than one sample of twenty is missing."""
     assert _codes([make_result(1.0, None, make_profile(samples=96, missed=4))]) == [[]]
     finding = _only(make_result(1.0, None, make_profile(samples=90, missed=10)))
-    assert finding.text == "10 of 100 samples of the GPU profile are missing."
+    assert finding.code == "profile-gaps"
+    assert "10 of 100" in finding.text
 
 
-def test_a_case_shorter_than_a_sample_says_so_once() -> None:
-    """The bundled model on a GPU is done before the first tick."""
+def test_a_case_shorter_than_a_sample_is_reported_once() -> None:
+    """The bundled model on a GPU ends before the first sample."""
     short = make_profile(0, samples=0, duration_s=0.05)
     results = [make_result(8.0 / size, None, short, batch_size=size) for size in (1, 2)]
     assert _codes(results) == [["profile-too-short"], []]
@@ -83,42 +96,40 @@ def test_a_case_shorter_than_a_sample_says_so_once() -> None:
 
 
 def test_a_disturbed_window_warns() -> None:
-    """A stranger's process on the GPU makes the figures worthless, and is named."""
+    """The disturbances are in the text."""
     profile = make_profile(invalid=["programs of others at work: GPU 0", "memory in use before the start: GPU 1"])
     (finding,) = disturbances(make_result(1.0, None, profile), [])
     assert (finding.code, finding.severity) == ("profile-invalid", "warning")
-    assert finding.text == (
-        "The measurement was disturbed: programs of others at work: GPU 0; memory in use before the start: GPU 1."
-    )
+    assert all(text in finding.text for text in profile.invalid)
 
 
-def test_full_load_at_the_limit_of_power_is_told_once() -> None:
-    """It is how GPUs work, and no warning about somebody else."""
+def test_full_load_at_the_limit_of_power_is_reported_once() -> None:
+    """GPUs work at this limit, so it is information, not a warning."""
     held_down = msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)
     profile = make_profile(devices=[held_down])
-    profile = msgspec.structs.replace(profile, invalid=evidence.describe(evidence.find(profile)))
+    profile = msgspec.structs.replace(profile, invalid=window.describe(window.find(profile)))
     assert len(profile.invalid) == 1
     results = [make_result(8.0 / size, None, profile, batch_size=size) for size in (1, 2)]
     assert _codes(results) == [["clocks-held-down"], []]
     assert results[0].findings[0].severity == "info"
 
 
-def test_devices_that_differ_a_little_say_nothing() -> None:
-    """A head or an embedding has to be somewhere."""
+def test_devices_that_differ_a_little_are_no_finding() -> None:
+    """One device has the output layer or the embedding."""
     assert _codes([make_result(1.0, None, make_profile(), make_memory())]) == [[]]
 
 
-def test_the_busiest_device_is_news() -> None:
-    """Its figure stands beside the median of all, which the mean would hide."""
+def test_the_busiest_device_is_a_finding() -> None:
+    """It is compared with the median of all devices."""
     result = make_result(1.0, None, _busy(25.0, 24.0, 41.0, 26.0))
     finding = _only(result)
     assert (finding.code, finding.severity) == ("imbalanced-work", "info")
-    assert finding.text == "GPU 2 was busy for 41 % of the time, the median of the GPUs is 26 %."
-    assert "GPU 2" in finding.next_step
+    busiest = decide_imbalance(result.launches[0]).busiest
+    assert busiest == Outlier(index=2, value=41.0, median=25.5)
 
 
 @pytest.mark.parametrize(
-    ("values", "stands_out"),
+    ("values", "differs"),
     [
         ([20.0, 20.0, 20.0, 30.1], True),
         ([59.0, 88.0, 88.0, 91.0], True),
@@ -133,20 +144,20 @@ def test_the_busiest_device_is_news() -> None:
         ([], False),
     ],
 )
-def test_utilisation_stands_out_by_a_fifth_and_ten_points(values: list[float | None], stands_out: bool) -> None:
-    """Less is noise of the driver's samples; one device has no others, and of some nobody knows the median."""
-    assert bool(imbalance(Launch(profile=_busy(*values)))) is stands_out
+def test_utilisation_differs_by_a_fifth_and_ten_points(values: list[float | None], differs: bool) -> None:
+    """A smaller difference is noise; one device alone is not compared, nor are devices with unknown values."""
+    assert bool(_imbalance(Launch(profile=_busy(*values)))) is differs
 
 
-def test_a_device_that_is_less_busy_than_the_others_is_news() -> None:
+def test_a_device_that_is_less_busy_than_the_others_is_a_finding() -> None:
     """Ranks that share every layer wait for it in kernels, which count as busy."""
-    (finding,) = imbalance(Launch(profile=_busy(59.0, 88.0, 88.0, 91.0)))
-    assert (finding.code, finding.severity) == ("less-busy-device", "info")
-    assert finding.text == "GPU 0 was busy for 59 % of the time, the median of the others is 88 %."
+    found = decide_imbalance(Launch(profile=_busy(59.0, 88.0, 88.0, 91.0)))
+    assert found == Imbalance(least_busy=Outlier(index=0, value=59.0, median=88.0))
+    assert [finding.code for finding in describe_imbalance(found)] == ["less-busy-device"]
 
 
 def _clocked(*mhz: float, throttled_s: Sequence[float | None] = ()) -> Profile:
-    """Return a profile of 60 s whose devices run at these SM clocks, and are throttled for so long."""
+    """Return a profile of 60 s whose devices run at these SM clocks and are throttled for these seconds."""
     profile = _busy(*[90.0] * len(mhz))
     devices = [
         msgspec.structs.replace(device, throttled_s=seconds)
@@ -157,35 +168,34 @@ def _clocked(*mhz: float, throttled_s: Sequence[float | None] = ()) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("mhz", "throttled_s", "text"),
+    ("mhz", "throttled_s", "slower"),
     [
-        ((1980, 1200, 1980, 1980), (), "GPU 1 ran at 1,200 MHz, the median of the others is 1,980 MHz."),
+        ((1980, 1200, 1980, 1980), (), (1, 1200, 1980)),
         ((1800, 1770, 1830, 1800), (60, 60, 60, 60), None),
-        ((1980, 1200), (None, 60), "GPU 1 ran at 1,200 MHz, the median of the others is 1,980 MHz."),
-        (
-            (1980, 1980, 1980, 1980),
-            (0, 0, 24, 1.2),
-            "GPU 2 was throttled for 40 % of the time, the median of the others is 0 %.",
-        ),
+        ((1980, 1200), (None, 60), (1, 1200, 1980)),
+        ((1980, 1980, 1980, 1980), (0, 0, 24, 1.2), (2, 40, 0)),
         ((1980, 1980, 1980), (0, 0, 6), None),
         ((1980, 1980, 1980), (0, None, 60), None),
         ((1980,), (60,), None),
     ],
 )
-def test_a_device_that_may_not_run_as_fast_is_news(
-    mhz: Sequence[float], throttled_s: Sequence[float | None], text: str | None
+def test_a_slower_device_is_a_finding(
+    mhz: Sequence[float], throttled_s: Sequence[float | None], slower: tuple[int, float, float] | None
 ) -> None:
-    """By its median clock against the others', or else by how long it was throttled: all wait for it, and look busy."""
-    found = imbalance(Launch(profile=_clocked(*mhz, throttled_s=throttled_s)))
-    assert [finding.text for finding in found if finding.code == "slower-device"] == ([] if text is None else [text])
+    """It has a lower median clock than the others, or else it was throttled for longer."""
+    launch = Launch(profile=_clocked(*mhz, throttled_s=throttled_s))
+    found = decide_imbalance(launch)
+    one = found.slowest_clock or found.throttled
+    assert (None if one is None else (one.index, one.value, one.median)) == slower
+    assert _imbalance(launch) == ([] if slower is None else ["slower-device"])
 
 
-def test_every_launch_is_looked_at() -> None:
-    """What only a later one shows is said, and what several show once, as the first does."""
+def test_every_launch_is_assessed() -> None:
+    """A finding of several launches has the figures of the first that has it."""
     result = make_result(1.0, None, make_profile())
     uneven = [Launch(profile=_busy(20.0, 20.0, busiest)) for busiest in (60.0, 70.0)]
     result.launches = [*result.launches, *uneven]
-    assert _only(result).text == "GPU 2 was busy for 60 % of the time, the median of the GPUs is 20 %."
+    assert "busy for 60 %" in _only(result).text
 
 
 def _going(
@@ -208,51 +218,83 @@ def _going(
         (_going(None), []),
     ],
 )
-def test_what_links_carried_is_news_where_it_is_not_what_was_sent(result: CaseResult, codes: list[str]) -> None:
-    """Of any rank more than 1 % off, or off NVLink where there is one; a machine without one has no other way."""
+def test_links_that_carried_other_bytes_than_were_sent_are_a_finding(result: CaseResult, codes: list[str]) -> None:
+    """A rank differs by more than 1 %, or the traffic did not go over NVLink although it is there."""
     assert _codes([result]) == [codes]
     for finding in result.findings:
         assert (finding.severity, finding.text) == ("info", "As counted.")
 
 
-def test_the_links_of_a_series_are_told_once() -> None:
-    """Its other batch sizes are in the table's lines."""
+def test_the_links_of_a_series_are_reported_once() -> None:
+    """The other batch sizes of the series have no finding."""
     assert _codes([_going("pcie", [0.0, 0.0], 0.0, size) for size in (1, 2)]) == [["traffic-off-nvlink"], []]
 
 
-def test_a_window_without_samples_tells_nothing_of_the_work() -> None:
-    """What the nearest reading says is of another time."""
+def test_devices_are_not_compared_without_samples() -> None:
+    """The nearest reading is of another moment."""
     profile = msgspec.structs.replace(_busy(20.0, 60.0), samples=0)
-    assert imbalance(Launch(profile=profile)) == []
-    assert imbalance(Launch()) == []
+    assert _imbalance(Launch(profile=profile)) == []
+    assert _imbalance(Launch()) == []
 
 
-def test_the_fullest_device_is_news() -> None:
-    """By NVML, under NVML's index: it is the first to be out of memory."""
-    (finding,) = imbalance(Launch(memory=_full(10.0, 10.5, 15.0, 10.5)))
-    assert (finding.code, finding.severity) == ("imbalanced-memory", "info")
-    assert finding.text == "GPU 1 had 15.0 GiB at its fullest, the median of the GPUs is 10.5 GiB."
+def test_the_fullest_device_is_a_finding() -> None:
+    """NVML's index and NVML's bytes count."""
+    launch = Launch(memory=_full(10.0, 10.5, 15.0, 10.5))
+    found = decide_imbalance(launch)
+    assert found == Imbalance(fullest=Outlier(index=1, value=15.0 * GIB, median=10.5 * GIB))
+    assert _imbalance(launch) == ["imbalanced-memory"]
 
 
 @pytest.mark.parametrize(
-    ("gib", "stands_out"),
+    ("gib", "differs"),
     [([4.0, 4.0, 5.1], True), ([4.0, 4.0, 5.0], False), ([10.0, 10.0, 12.0], False), ([0.1, 0.1, 0.9], False)],
 )
-def test_memory_stands_out_by_a_fifth_and_a_gibibyte(gib: list[float], stands_out: bool) -> None:
-    """A context or a head more is no reason to spread a model otherwise."""
-    assert bool(imbalance(Launch(memory=_full(*gib)))) is stands_out
+def test_memory_differs_by_a_fifth_and_a_gibibyte(gib: list[float], differs: bool) -> None:
+    """A context or an output layer more is no finding."""
+    assert bool(_imbalance(Launch(memory=_full(*gib)))) is differs
 
 
-def test_without_nvml_memory_is_torchs() -> None:
-    """As soon as one device has no sample, all are compared by what torch reserved, and the text says so."""
+def test_without_nvml_the_reserved_memory_is_compared() -> None:
+    """One device without a sample suffices."""
     memory = _full(20.0, 20.0, 30.0)
     memory[0] = msgspec.structs.replace(memory[0], nvml_used_max_bytes=None)
-    (finding,) = imbalance(Launch(memory=memory))
-    assert finding.text == ("GPU 1 had 15.0 GiB reserved by torch at its fullest, the median of the GPUs is 10.0 GiB.")
+    found = decide_imbalance(Launch(memory=memory))
+    assert found == Imbalance(fullest=Outlier(index=1, value=15.0 * GIB, median=10.0 * GIB), by_reserved=True)
 
 
-def test_imbalance_is_said_once_a_series() -> None:
-    """Every batch size of a strategy spreads the model alike."""
+def test_findings_on_profiles_read_as(prose: Prose) -> None:
+    """Each finding has its text and its next step."""
+    blind = make_profile(0, samples=0, why={"profile": "NVML Shared Library Not Found"})
+    disturbed = make_profile(invalid=["programs of others at work: GPU 0", "memory in use before the start: GPU 1"])
+    held_down = make_profile(1)
+    held_down = msgspec.structs.replace(
+        held_down, devices=[msgspec.structs.replace(held_down.devices[0], throttled_s=30.0)]
+    )
+    held_down = msgspec.structs.replace(held_down, invalid=window.describe(window.find(held_down)))
+    reserved = [msgspec.structs.replace(memory, nvml_used_max_bytes=None) for memory in _full(20.0, 20.0, 30.0)]
+    launches = [
+        Launch(profile=_busy(25.0, 24.0, 41.0, 26.0)),
+        Launch(profile=_busy(59.0, 88.0, 88.0, 91.0)),
+        Launch(profile=_clocked(1980, 1200, 1980)),
+        Launch(profile=_clocked(1980, 1980, 1980, throttled_s=(0, 0, 24))),
+        Launch(memory=_full(10.0, 10.5, 15.0)),
+        Launch(memory=reserved),
+    ]
+    found = [
+        *of_profile(make_result(1.0, None, blind), []),
+        *of_profile(make_result(1.0, None, make_profile(0, samples=0, duration_s=0.05)), []),
+        *of_profile(make_result(1.0, None, make_profile(samples=90, missed=10)), []),
+        *of_profile(_going("nvlink", [1.0, 1.02]), []),
+        *of_profile(_going("pcie", [0.0, 0.0], 0.0), []),
+        *disturbances(make_result(1.0, None, disturbed), []),
+        *disturbances(make_result(1.0, None, held_down), []),
+        *(finding for launch in launches for finding in describe_imbalance(decide_imbalance(launch))),
+    ]
+    assert prose == "\n".join(f"{finding.code}: {finding.text} {finding.next_step}" for finding in found)
+
+
+def test_imbalance_is_reported_once_per_series() -> None:
+    """Every batch size of a strategy splits the model in the same way."""
     uneven = _busy(20.0, 20.0, 60.0)
     sizes = [make_result(8.0 / size, None, uneven, batch_size=size) for size in (1, 2)]
     other = make_result(8.0, None, uneven, strategy="tp")
