@@ -1,25 +1,25 @@
-"""The largest batch size that fits: looked for, and said beside what was predicted."""
+"""Finds the largest batch size that fits: as measured, as predicted, and by a search."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from pytest_llmgpu.analysis import memory_model
-from pytest_llmgpu.report.capacity import Capacity
+from pytest_llmgpu.report.capacity import Capacity, Prediction
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = ["capacities", "next_probe", "search"]
 
-_STEPS = 64  # of a prediction, beyond which the first step is one of so many parts
+_STEPS = 64  # a first step away from a wrong prediction is this part of it
 
 
 def capacities(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> list[Capacity]:
     """Return the largest batch size of each series, in the order in which they appear.
 
     Args:
-        results: of a report, in the order they ran.
-        gpus: of its environment.
+        results: The cases of a report, in the order in which they ran.
+        gpus: The devices of its environment.
     """
     by_series: dict[str, list[CaseResult]] = {}
     for result in results:
@@ -30,13 +30,13 @@ def capacities(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> list[Capac
 def search(results: Sequence[CaseResult], gpus: Sequence[Gpu], probe: Callable[[int], CaseResult | None]) -> None:
     """Measure batch sizes until the largest that fits and the smallest that does not are neighbours.
 
-    It ends early where a case ends in another way, which says nothing of memory, and does not begin where the model
-    itself does not fit.
+    The search ends early if a case ends in another way than completed or out of memory: that is no information on
+    memory. It does not begin if the model itself does not fit.
 
     Args:
-        results: of one series in the order they ran, one of them out of memory.
-        gpus: those of `footprint.predict`, whose prediction is the first size that is tried.
-        probe: Measures one batch size; None where it cannot be measured.
+        results: The results of one series in the order in which they ran, one of them out of memory.
+        gpus: The devices, for the prediction, which is the first size to try.
+        probe: Measures one batch size; returns None if it cannot be measured.
     """
     failed = [result for result in results if result.outcome == "oom"]
     if any(_while_loading(result) for result in failed):
@@ -44,7 +44,7 @@ def search(results: Sequence[CaseResult], gpus: Sequence[Gpu], probe: Callable[[
     high = min(result.case.batch_size for result in failed)
     low = max((size for size in _completed(results) if size < high), default=0)
     prediction = memory_model.predict(_before(results), gpus)
-    predicted = None if prediction is None else prediction.max_batch_size
+    predicted = prediction.max_batch_size if isinstance(prediction, Prediction) else None
     while (size := next_probe(low, high, predicted)) is not None:
         result = probe(size)
         if result is not None and result.outcome == "completed":
@@ -58,13 +58,13 @@ def search(results: Sequence[CaseResult], gpus: Sequence[Gpu], probe: Callable[[
 def next_probe(low: int, high: int, predicted: int | None) -> int | None:
     """Return the batch size to try next; None once `low` and `high` are neighbours.
 
-    The prediction first; beyond it steps that double, since it is seldom far off; halves from where they pass the limit
-    and wherever there is no prediction.
+    The prediction comes first. If it is wrong, steps away from it double, since it is seldom far off. After they pass
+    the limit, and without a prediction, the interval is halved.
 
     Args:
-        low: the largest that is known to fit, 0 for none.
-        high: the smallest that is known not to.
-        predicted: what should be the largest that fits.
+        low: The largest batch size that is known to fit, 0 for none.
+        high: The smallest one that is known not to fit.
+        predicted: The predicted largest one; None without a prediction.
     """
     if high - low <= 1:
         return None
@@ -80,12 +80,12 @@ def next_probe(low: int, high: int, predicted: int | None) -> int | None:
 
 
 def _capacity(series: str, results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Capacity:
-    before = _before(results)
-    prediction = memory_model.predict(before, gpus)
+    found = memory_model.predict(_before(results), gpus)
+    prediction = found if isinstance(found, Prediction) else None
     failed = [result for result in results if result.outcome == "oom"]
     fit = max(_completed(results), default=None)
     oom = min((result.case.batch_size for result in failed), default=None)
-    text = _truth(fit, oom, loading=any(_while_loading(result) for result in failed))
+    text = _describe(fit, oom, loading=any(_while_loading(result) for result in failed))
     if prediction is not None:
         first = f", GPU {prediction.device_index} is full first" if results[0].case.devices > 1 else ""
         text += f" (predicted: {prediction.max_batch_size:,}{first})"
@@ -96,27 +96,34 @@ def _capacity(series: str, results: Sequence[CaseResult], gpus: Sequence[Gpu]) -
         smallest_oom=oom,
         prediction=prediction,
         text=f"{text}.",
-        why={} if prediction is not None else {"prediction": memory_model.why_not(before, gpus)},
+        why={} if isinstance(found, Prediction) else {"prediction": memory_model.describe_missing(found)},
     )
 
 
 def _before(results: Sequence[CaseResult]) -> Sequence[CaseResult]:
-    """Return the results before the first that was out of memory; all where none was."""
+    """Return the results before the first one that ran out of memory; all if none did."""
     first = next((number for number, result in enumerate(results) if result.outcome == "oom"), len(results))
     return results[:first]
 
 
-def _truth(fit: int | None, oom: int | None, *, loading: bool) -> str:
+def _describe(fit: int | None, oom: int | None, *, loading: bool) -> str:
+    """Return the measured limit in words, without a full stop.
+
+    Args:
+        fit: The largest batch size that completed; None for none.
+        oom: The smallest one that ran out of memory; None for none.
+        loading: Whether the model itself did not fit.
+    """
     if fit is None:
         if oom is None:
-            return "The largest batch size is not known: none completed"
+            return "The largest batch size is unknown: none completed"
         return "The model itself does not fit" if loading else f"The largest batch size is below {oom}"
     if oom is None:
         return f"The largest batch size is {fit} or above: nothing was out of memory"
     if oom <= fit:
-        return f"The largest batch size is not clear: {oom} was out of memory and {fit} completed"
+        return f"The largest batch size is not clear: {oom} ran out of memory and {fit} completed"
     if oom == fit + 1:
-        return f"The largest batch size is {fit}: {oom} is out of memory"
+        return f"The largest batch size is {fit}: {oom} runs out of memory"
     return f"The largest batch size is between {fit}, which fits, and {oom}, which does not"
 
 

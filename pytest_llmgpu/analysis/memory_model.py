@@ -1,60 +1,61 @@
-"""What a device's memory is in use for, and how that grows with the batch size: a prediction of what fits."""
+"""Splits the memory of a device into its parts, and predicts from their growth which batch size fits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.report.capacity import Prediction
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
+from pytest_llmgpu.report.text import MIB
 
-__all__ = ["MemorySplit", "predict", "split", "why_not"]
+__all__ = ["MemorySplit", "NoPrediction", "describe_missing", "predict", "split"]
 
-_NOT_LINEAR = 0.02  # peaks that are further from a line than this part of their growth are not on it
-_TELLING_BYTES = 256 << 20  # what batches have to add for gaps to be more than the rounding of torch's segments
-_ROUNDING = 1e-6  # of a sequence, by which floating point may miss a whole number
+_NOT_LINEAR = 0.02  # a peak is not on a line if its distance is more than this part of the growth
+_LEAST_GROWTH_BYTES = 256 * MIB  # if batches add less than this, gaps are rounding of torch's segments
+_ROUNDING = 1e-6  # sequences by which floating point may miss a whole number
 
 
 class MemorySplit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device's memory is in use for in one case: the parts add up to NVML's largest sample."""
+    """The parts of the memory of a device in one case; they add up to NVML's largest sample."""
 
     index: int
     """NVML index of the device."""
     weights_bytes: int | None
-    """Live tensors after loading."""
+    """Bytes of live tensors after loading."""
     activations_bytes: int | None
-    """What the largest forward has beside them."""
+    """Bytes of further live tensors at the peak of the largest forward."""
     cached_bytes: int | None
-    """What torch's allocator has taken beyond live tensors: rounding, fragmentation, freed tensors."""
+    """Bytes that torch's allocator took beyond live tensors: rounding, fragmentation, freed tensors."""
     workspace_bytes: int | None
-    """What the strategy keeps outside torch's allocator; None where it keeps nothing there."""
+    """Bytes that the strategy keeps outside torch's allocator; None where it keeps none there."""
     rest_bytes: int | None
-    """All else: CUDA context, buffers of NCCL, other programs."""
+    """Bytes of everything else: the CUDA context, buffers of NCCL, other programs."""
     why: dict[str, str] = {}
-    """Name of a part that is None to the reason."""
+    """Maps the name of a part that is None to the reason."""
 
 
 def split(memory: DeviceMemory) -> MemorySplit:
-    """Return what the memory of a device is in use for.
+    """Return the parts of the memory of a device.
 
-    A part that would be negative is None: its figures are of different times, which the reason says.
+    A part that would be negative is None: its figures are then of different moments, which is its reason.
     """
     why: dict[str, str] = {}
 
     def part(name: str, whole: str, *others: str) -> int | None:
         values = {field: getattr(memory, field) for field in (whole, *others)}
-        # A strategy that has no workspace leaves it out; nothing is missing then.
+        # A strategy without a workspace has None there; nothing is missing then.
         missing = next((field for field in values if values[field] is None and field != "workspace_bytes"), None)
         if missing is not None:
-            why[name] = memory.why.get(missing, f"{missing} is not known")
+            why[name] = memory.why.get(missing, f"{missing} is unknown")
             return None
         left: int = values[whole] - sum(values[field] or 0 for field in others)
         if left < 0:
-            why[name] = f"{whole} is {-left:,} bytes less than {' and '.join(others)}: it is of another moment"
+            why[name] = f"{whole} is {-left:,} bytes less than {' and '.join(others)}: it was read at another moment"
             return None
         return left
 
@@ -71,89 +72,107 @@ def split(memory: DeviceMemory) -> MemorySplit:
     )
 
 
-def predict(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | None:
-    """Predict the largest batch size that fits from the completed cases of one series; None where nothing tells.
+_MISSING = {
+    "none_completed": "no batch size completed",
+    "one_size": "two completed batch sizes with different largest batches are needed",
+    "no_growth": "memory does not grow with the batch size",
+}
 
-    Per device a line is fitted (least squares) to the peak of live tensors plus workspace, against rows x longest row
-    of the case's largest batch: activations and workspaces are proportional to it. What torch has cached lies in gaps
-    of segments that are in use, for a part, and cannot be given back: by as much as it has grown from the smallest size
-    to the largest, it goes on growing. (LLaMA-30B, mp on 4 H200: 318 without gaps, 240 with them; 128 fitted and 256
-    did not.) What is in use outside of torch (`rest_bytes`) is added as it is. Small sizes hide their growth in
-    rounding and in buffers of a fixed size: while the peaks are not on a line, the smallest size is dropped, down to
-    two. The device that is full first decides.
+
+class NoPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Why no batch size can be predicted."""
+
+    reason: Literal["none_completed", "not_measured", "one_size", "unknown_limit", "no_growth"]
+    """The reason as a code."""
+    device_index: int | None = None
+    """NVML index of the device whose memory is unknown, for `unknown_limit`."""
+    detail: str | None = None
+    """The reason why memory was not measured, for `not_measured`, where it is known."""
+
+
+def predict(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | NoPrediction:
+    """Predict the largest batch size that fits from the completed cases of one series, or return why not.
+
+    For each device a line is fitted (least squares) to the peak of live tensors plus workspace, as a function of the
+    tokens (rows x longest row) of the case's largest batch: activations and workspaces are proportional to it. A part
+    of the memory that torch has cached lies in gaps of segments that are in use and cannot be given back: its growth
+    from the smallest batch size to the largest is assumed to continue. (LLaMA-30B, mp on 4 H200: 318 without gaps, 240
+    with them; 128 fitted and 256 did not.) Memory outside of torch (`rest_bytes`) is added. At small sizes rounding and
+    buffers of a fixed size hide the growth: while the peaks are not on a line, the smallest size is dropped, until two
+    are left. The device that is full first decides.
 
     Args:
-        results: of one series, in any order. Cases whose workspace had room for fewer tokens than there are do not
-            count, and of those whose forwards ran in two ways only one kind: that of the largest, if it is two sizes.
-        gpus: whose memory is the limit where the cases have no cap.
+        results: Results of one series, in any order. Cases whose workspace held too few tokens do not count. If the
+            forwards ran in two executions, only one counts: that of the largest batch size, if it has two sizes.
+        gpus: The devices; their memory is the limit where the cases have no cap.
     """
-    found = _prediction(results, gpus)
-    return found if isinstance(found, Prediction) else None
-
-
-def why_not(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> str:
-    """Return why `predict` has nothing for these."""
-    found = _prediction(results, gpus)
-    return found if isinstance(found, str) else "there is a prediction"
-
-
-class _Line(NamedTuple):
-    """Bytes as a function of tokens."""
-
-    fixed: float
-    slope: float
-    residual: float
-    tokens: list[int]
-    """Where the points are that it goes through."""
-
-
-class _Points(NamedTuple):
-    """What a series' completed cases tell of each device."""
-
-    batch_sizes: dict[int, int]
-    """Tokens of a case's largest batch, padding included, to its batch size."""
-    row_tokens: float
-    """Tokens of the longest row."""
-    peaks: dict[int, dict[int, int]]
-    """Device to tokens to bytes."""
-    cached: dict[int, dict[int, int]]
-    """Device to tokens to bytes that torch had taken beyond live tensors."""
-    rest: dict[int, int]
-    """Device to bytes outside torch's allocator and the workspace."""
-    why: dict[str, str]
-
-
-def _prediction(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | str:
-    """Return a prediction, or the reason why there is none."""
     completed = [result for result in results if result.outcome == "completed"]
     if not completed:
-        return "no batch size completed"
+        return NoPrediction(reason="none_completed")
     points = _points(completed)
     if not points.peaks:
-        return points.why.get("peak_allocated_bytes", "memory was not measured")
+        return NoPrediction(reason="not_measured", detail=points.why.get("peak_allocated_bytes"))
     if len(points.batch_sizes) < 2:  # noqa: PLR2004 - a line needs two points
-        return "it takes two batch sizes that completed, of different largest batches"
+        return NoPrediction(reason="one_size")
     cap = completed[0].case.gpu_memory_bytes
     limits = {gpu.index: gpu.memory_bytes - (gpu.reserved_bytes or 0) for gpu in gpus if gpu.memory_bytes is not None}
     found = []
     for index, peaks in points.peaks.items():
         limit = limits.get(index) if cap is None else cap
         if limit is None:
-            return f"the memory of GPU {index} is not known"
+            return NoPrediction(reason="unknown_limit", device_index=index)
         line = _fit(peaks)
         if line is not None and line.slope > 0:
             found.append(_of_device(index, limit, line, points))
-    return min(found, key=lambda each: each.max_batch_size, default="memory does not grow with the batch size")
+    return min(found, key=lambda each: each.max_batch_size, default=NoPrediction(reason="no_growth"))
+
+
+def describe_missing(missing: NoPrediction) -> str:
+    """Return why no batch size can be predicted, without a full stop."""
+    if missing.reason == "unknown_limit":
+        return f"the memory of GPU {missing.device_index} is unknown"
+    if missing.reason == "not_measured":
+        return missing.detail or "memory was not measured"
+    return _MISSING[missing.reason]
+
+
+class _Line(NamedTuple):
+    """Memory as a function of the tokens of a batch."""
+
+    fixed_bytes: float
+    slope: float
+    """Bytes per token."""
+    residual_bytes: float
+    """The largest distance of a point from the line."""
+    tokens: list[int]
+    """The tokens of the points that the line was fitted to."""
+
+
+class _Points(NamedTuple):
+    """The figures of the completed cases of a series, by device."""
+
+    batch_sizes: dict[int, int]
+    """Maps the tokens of a case's largest batch, padding included, to its batch size."""
+    row_tokens: float
+    """Tokens of the longest row."""
+    peaks: dict[int, dict[int, int]]
+    """Maps device and tokens to the peak in bytes."""
+    cached: dict[int, dict[int, int]]
+    """Maps device and tokens to the bytes that torch took beyond live tensors."""
+    rest: dict[int, int]
+    """Maps a device to the bytes outside torch's allocator and the workspace."""
+    why: dict[str, str]
+    """Maps the name of a missing figure to the reason."""
 
 
 def _of_device(index: int, limit_bytes: int, line: _Line, points: _Points) -> Prediction:
     cached = points.cached[index]
     least, most = min(cached), max(line.tokens)
-    # Growth alone counts: what loading has left behind is there at every size, and torch gives it back.
+    # Only growth counts: torch gives back the memory that loading left behind, which is there at every size.
     added = line.slope * (most - least)
-    gaps = max(0, cached[most] - cached[least]) / added if added >= _TELLING_BYTES else 0.0
-    fixed, per_sequence = line.fixed + points.rest.get(index, 0), line.slope * (1 + gaps) * points.row_tokens
-    why = {} if index in points.rest else {"rest_bytes": points.why.get("rest_bytes", "it is not known")}
+    gaps = max(0, cached[most] - cached[least]) / added if added >= _LEAST_GROWTH_BYTES else 0.0
+    fixed, per_sequence = line.fixed_bytes + points.rest.get(index, 0), line.slope * (1 + gaps) * points.row_tokens
+    why = {} if index in points.rest else {"rest_bytes": points.why.get("rest_bytes", "no reason was recorded")}
     return Prediction(
         max_batch_size=max(0, math.floor((limit_bytes - fixed) / per_sequence + _ROUNDING)),
         device_index=index,
@@ -161,18 +180,18 @@ def _of_device(index: int, limit_bytes: int, line: _Line, points: _Points) -> Pr
         fixed_bytes=round(fixed),
         bytes_per_sequence=round(per_sequence),
         batch_sizes=sorted({points.batch_sizes[tokens] for tokens in line.tokens}),
-        residual_bytes=round(line.residual),
+        residual_bytes=round(line.residual_bytes),
         gaps=gaps,
         why=why,
     )
 
 
 def _points(completed: Sequence[CaseResult]) -> _Points:
-    # CUDA graphs keep memory of their own: each way to run the forwards is a line.
-    ways: dict[str, list[CaseResult]] = {}
+    # CUDA graphs keep memory of their own: each execution has a line of its own.
+    executions: dict[str, list[CaseResult]] = {}
     for result in sorted(completed, key=lambda result: -result.case.batch_size):
-        ways.setdefault(result.case.execution, []).append(result)
-    several = [results for results in ways.values() if len({result.case.batch_size for result in results}) > 1]
+        executions.setdefault(result.case.execution, []).append(result)
+    several = [results for results in executions.values() if len({result.case.batch_size for result in results}) > 1]
     chosen = several[0] if several else completed[:1]
     points = _Points({}, 0.0, {}, {}, {}, {})
     for result in chosen:
@@ -200,12 +219,12 @@ def _points(completed: Sequence[CaseResult]) -> _Points:
 
 
 def _fit(peaks: Mapping[int, int]) -> _Line | None:
-    """Return the line through the upper points; None for fewer than two."""
+    """Return the line through the points with the most tokens; None for fewer than two points."""
     tokens = sorted(peaks)
     line = None
     while len(tokens) > 1:
         line = _least_squares(tokens, [peaks[each] for each in tokens])
-        if line.residual <= _NOT_LINEAR * abs(peaks[tokens[-1]] - peaks[tokens[0]]):
+        if line.residual_bytes <= _NOT_LINEAR * abs(peaks[tokens[-1]] - peaks[tokens[0]]):
             break
         tokens = tokens[1:]
     return line

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.prose import Prose
 from support.report_factory import GIB, make_failed, make_memory, make_result
 
 from pytest_llmgpu.analysis.capacity import capacities, next_probe, search
@@ -18,7 +19,7 @@ _LOADING = Failure(phase="load", message="CUDA out of memory")
 
 
 def _fits(size: int, **fields: Any) -> CaseResult:
-    # The last of 4 devices is fuller by 1 GiB: 16 GiB of live tensors and 2 beside them, 1/4 GiB a sequence; 52 fit.
+    # The last of 4 devices has 1 GiB more: 16 GiB of live tensors and 2 GiB besides, 1/4 GiB per sequence; 52 fit.
     memory = make_memory(peak=16 * GIB + size * GIB // 4, used=18 * GIB + size * GIB // 4)
     return make_result(60.0, memory=memory, batch_size=size, **fields)
 
@@ -32,61 +33,55 @@ def _capacity(*results: CaseResult, gpus: Sequence[Gpu] = _GPUS) -> Capacity:
     return found
 
 
-def test_prediction_and_truth_stand_side_by_side() -> None:
-    """The report says what fits, what does not, what was predicted and which device decides."""
+def test_a_capacity_has_the_measured_and_the_predicted_limit(prose: Prose) -> None:
+    """The text has both, and the device that is full first."""
     found = _capacity(*map(_fits, (1, 2, 4, 8)), _oom(64))
     assert (found.largest_fit, found.smallest_oom, found.strategy) == (8, 64, "mp")
     assert found.prediction is not None
-    assert found.text == (
-        "The largest batch size is between 8, which fits, and 64, which does not (predicted: 52, GPU 3 is full first)."
-    )
+    assert (found.prediction.max_batch_size, found.prediction.device_index) == (52, 3)
+    assert prose == found.text
     assert found.series == _fits(1).case.series
 
 
-def test_a_large_prediction_is_read_in_thousands() -> None:
-    """As the chart beside it has it."""
-    gpus = [msgspec.structs.replace(gpu, memory_bytes=1000 * 2**40) for gpu in _GPUS]
-    found = _capacity(*map(_fits, (1, 2, 4, 8)), gpus=gpus)
-    assert found.prediction is not None
-    assert f"(predicted: {found.prediction.max_batch_size:,}, GPU" in found.text
-    assert "," in f"{found.prediction.max_batch_size:,}"
-
-
-def test_a_prediction_does_not_know_the_truth() -> None:
-    """Cases that ran after the first out of memory were looking for the limit: a fit on them would be hindsight."""
+def test_a_prediction_uses_only_cases_before_the_first_out_of_memory() -> None:
+    """Later cases searched the limit: a line through them would be no prediction."""
     before = _capacity(*map(_fits, (1, 2, 4)), _oom(64))
     after = _capacity(*map(_fits, (1, 2, 4)), _oom(64), _fits(52), _oom(53))
     assert after.prediction == before.prediction
     assert (after.largest_fit, after.smallest_oom) == (52, 53)
 
 
-@pytest.mark.parametrize(
-    ("results", "text"),
-    [
-        ([_fits(32), _oom(33)], "The largest batch size is 32: 33 is out of memory."),
-        ([_fits(32)], "The largest batch size is 32 or above: nothing was out of memory."),
-        ([_oom(8), make_failed("skipped_after_oom", batch_size=16)], "The largest batch size is below 8."),
-        ([_oom(8, _LOADING)], "The model itself does not fit."),
-        ([make_failed("crashed")], "The largest batch size is not known: none completed."),
-        ([_oom(8), _fits(32)], "The largest batch size is not clear: 8 was out of memory and 32 completed."),
-    ],
-)
-def test_what_is_known_is_one_sentence(results: list[CaseResult], text: str) -> None:
-    """It never says more than was measured."""
-    found = _capacity(*results)
-    assert found.text == text
-    assert found.prediction is None
-    assert found.why["prediction"]
+def test_a_measured_limit_is_one_sentence(prose: Prose) -> None:
+    """Without a prediction the reason is recorded."""
+    series = [
+        [_fits(32), _oom(33)],
+        [_fits(32)],
+        [_oom(8), make_failed("skipped_after_oom", batch_size=16)],
+        [_oom(8, _LOADING)],
+        [make_failed("crashed")],
+        [_oom(8), _fits(32)],
+    ]
+    found = [_capacity(*results) for results in series]
+    assert [(one.largest_fit, one.smallest_oom) for one in found] == [
+        (32, 33),
+        (32, None),
+        (None, 8),
+        (None, 8),
+        (None, None),
+        (32, 8),
+    ]
+    assert all(one.prediction is None and one.why["prediction"] for one in found)
+    assert prose == "\n".join(one.text for one in found)
 
 
 def test_each_series_has_its_own_largest_batch_size() -> None:
-    """Strategies and models are not mixed; they stand in the order they ran."""
+    """Strategies and models are not mixed; the series keep the order in which they ran."""
     found = capacities([_fits(1), _fits(1, strategy="tp"), _oom(2)], _GPUS)
     assert [(each.strategy, each.largest_fit, each.smallest_oom) for each in found] == [("mp", 1, 2), ("tp", 1, None)]
 
 
 def test_a_capacity_is_part_of_a_report() -> None:
-    """It is written as JSON and read back as it was."""
+    """It is the same after it was written as JSON and read."""
     found = _capacity(*map(_fits, (1, 2)), _oom(64))
     assert msgspec.json.decode(msgspec.json.encode(found), type=Capacity) == found
 
@@ -100,8 +95,8 @@ def _probed(low: int, high: int, predicted: int | None, limit: int) -> tuple[lis
     return tried, low
 
 
-def test_the_limit_is_found_wherever_it_lies_and_whatever_was_predicted() -> None:
-    """A wrong prediction costs probes, never the answer; at worst a little more than twice those of halving."""
+def test_the_limit_is_found_with_any_prediction() -> None:
+    """A wrong prediction costs probes, at worst a little more than twice those of halving."""
     for low, high in ((0, 1), (0, 7), (32, 64), (512, 1024)):
         allowed = 2 * math.log2(high - low) + 3
         for limit in range(low, high, max(1, (high - low) // 16)):
@@ -112,7 +107,7 @@ def test_the_limit_is_found_wherever_it_lies_and_whatever_was_predicted() -> Non
 
 
 def test_a_right_prediction_takes_two_probes() -> None:
-    """That size, and the one above it."""
+    """The first probe is the predicted size, the second the size above it."""
     assert _probed(32, 64, 47, limit=47) == ([47, 48], 47)
 
 
@@ -124,7 +119,7 @@ def test_a_prediction_that_is_a_little_off_takes_fewer_probes_than_halving() -> 
 
 
 class _Prober:
-    """Measures by a limit."""
+    """A probe under which sizes up to a limit fit."""
 
     def __init__(self, limit: int, broken: dict[int, CaseResult | None] | None = None) -> None:
         self.limit = limit
@@ -139,43 +134,43 @@ class _Prober:
 
 
 def test_a_search_tries_the_prediction_first() -> None:
-    """With two completed sizes the limit is usually found at once."""
+    """With a right prediction two probes suffice."""
     prober = _Prober(52)
     search([*map(_fits, (1, 2, 4, 8)), _oom(64)], _GPUS, prober)
     assert prober.tried == [52, 53]
 
 
 def test_a_search_without_a_prediction_halves() -> None:
-    """On a CPU, or where no or one size completed."""
+    """There is no prediction on a CPU, or if fewer than two sizes completed."""
     prober = _Prober(5)
     search([_oom(8)], [], prober)
     assert prober.tried == [4, 6, 5]
 
 
 def test_a_search_starts_below_the_smallest_that_is_out_of_memory() -> None:
-    """Sizes that completed above it, and skipped ones, say nothing of the limit below."""
+    """Larger sizes that completed, and skipped ones, do not count."""
     prober = _Prober(3)
     search([_fits(2), _fits(16), _oom(8), make_failed("skipped_after_oom", batch_size=12), _oom(5)], [], prober)
     assert prober.tried == [3, 4]
 
 
 def test_neighbours_need_no_search() -> None:
-    """The list itself may show the limit."""
+    """The measured sizes show the limit already."""
     prober = _Prober(7)
     search([_fits(7), _oom(8)], _GPUS, prober)
     assert prober.tried == []
 
 
 def test_a_model_that_does_not_fit_is_not_searched() -> None:
-    """Loading it again changes nothing."""
+    """It would run out of memory at every batch size."""
     prober = _Prober(0)
     search([_oom(8, _LOADING)], _GPUS, prober)
     assert prober.tried == []
 
 
 @pytest.mark.parametrize("ending", [make_failed("timeout"), make_failed("skipped_after_oom"), _oom(4, _LOADING), None])
-def test_a_probe_that_says_nothing_of_memory_ends_the_search(ending: CaseResult | None) -> None:
-    """A time limit, a crash or devices that others have filled meanwhile are no answer to what fits."""
+def test_a_probe_that_ends_in_another_way_ends_the_search(ending: CaseResult | None) -> None:
+    """A time limit, a crash or a model that no longer loads is no information on the limit."""
     prober = _Prober(5, {4: ending})
     search([_oom(8)], [], prober)
     assert prober.tried == [4]
