@@ -1,1 +1,1 @@
-"""Which report is meant, and where it is kept."""
+"""Where reports are kept, and how they are found."""

@@ -1,4 +1,4 @@
-"""Which report is meant: by a path, a number, `latest`, a name, a commit, or a file of another commit of git."""
+"""Finding a report by path, number, `latest`, name, commit, or `git:REV:PATH`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from pytest_llmgpu.report import decompression, file
 from pytest_llmgpu.report.option_values import LATEST
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import Stored, stored
@@ -19,95 +20,100 @@ from pytest_llmgpu.store.store import Stored, stored
 __all__ = ["BASELINE", "AbsentError", "Source", "public", "resolve"]
 
 BASELINE = "baseline"
-"""Name of the store's baseline: what `llmgpu promote` keeps is a copy of a report."""
+"""Name of the baseline in the store, which `llmgpu promote` saves as a copy of a report."""
 
 _SUFFIXES = (".json", ".json.gz")
 _LAST_RUN = "last.json"
-"""What a run writes beside the store by default, without a number."""
-_SHOWN = 5
+"""Report of the last run in the folder of the store, without a number."""
+_SHOWN = 5  # candidates in a message
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SHA = re.compile(r"(?=.*[a-z])[0-9a-z]{4,40}|[0-9]{7,40}")
-"""How much of a commit is needed: fewer than 7 digits and no letter are the number of a report."""
+"""Start of a commit. Fewer than 7 digits without a letter are the number of a report instead."""
 
 
 class AbsentError(ValueError):
-    """There is nothing where a report could be; a broken one is no absent one."""
+    """There is no report at this place. A broken report is another error."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of a report, read once: what is hashed is what is judged."""
+    """The bytes of a report, read once, so that hash and verdicts are of the same bytes."""
 
     name: str
-    """What people call it: a path, or `git:main:reports/base.json`."""
+    """Name of the report: a path, or `git:main:reports/base.json`."""
     data: bytes
-    """As they are in the file, compressed or not."""
+    """Content of the file, compressed or not."""
     stored: Stored | None = None
-    """Where it comes from the store."""
+    """Place in the store; None if it is not from the store."""
 
     @property
     def sha256(self) -> str:
-        """Hash of the file."""
+        """SHA-256 of the content."""
         return hashlib.sha256(self.data).hexdigest()
 
     def report(self) -> Report:
-        """Return the report; ValueError in one line where it is none."""
+        """Return the report; ValueError in one line if the content is not a report."""
         return file.parse(self.data, self.name)
 
-    def baseline(self, reference: str, of: Report) -> Baseline:
-        """Return what verdicts say that they were held against: this report, by the name that it was asked for."""
-        return Baseline(name=public(reference), sha256=self.sha256, commit=of.commit.sha)
+    def baseline(self, reference: str, report: Report) -> Baseline:
+        """Return the record of this source as a baseline.
+
+        Args:
+            reference: name of the report as the user gave it.
+            report: the report in this source.
+        """
+        return Baseline(name=public(reference), sha256=self.sha256, commit=report.commit.sha)
 
 
 def public(reference: str) -> str:
-    """Return a reference as verdicts may hold it: they get published, so that no path says whose machine it was."""
+    """Return a reference for publication: only the file name of an absolute path, which may contain a user name."""
     path = Path(reference)
     return path.name if path.is_absolute() else reference
 
 
 def resolve(reference: str, storage: Path, *, machine: str | None = None, repository: Path = Path()) -> Source:
-    """Read the report that a person means.
+    """Read the report that a reference names.
 
     Args:
-        reference: a path; `git:REV:PATH`, the file as that commit has it; or one of the store: its number, `latest`,
-            its name, or the beginning of its commit, with `MACHINE/` before it where several machines have one.
-            `latest` is the one that was measured last, not the one that was promoted last.
+        reference: a path, `git:REV:PATH` for a file of a commit, or a report of the store: its number, `latest`, its
+            name, or the start of its commit. `MACHINE/` in front selects one of several machines. `latest` is the
+            report that was measured last, not the one that was promoted last.
         storage: folder of the store.
-        machine: what `storage.hardware` says of the machine at hand, whose reports are meant first.
-        repository: folder inside the working tree of git.
+        machine: `hardware` of the current machine, whose reports are preferred.
+        repository: a folder in the working tree of git.
 
     Raises:
         AbsentError: there is no such report.
-        ValueError: there is more than one, with the candidates, or it cannot be read.
+        ValueError: several reports match, which the message lists, or the report cannot be read.
     """
     if git.is_reference(reference):
         return _of_git(reference, repository)
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
-    is_there = _is_there(path)
-    if len(found) + is_there > 1:
-        candidates = [f"./{reference}"] * is_there + _shown(found)
-        raise ValueError(f"{reference!r} can mean {', '.join(candidates)}")
+    exists = _exists(path)
+    if len(found) + exists > 1:
+        candidates = [f"./{reference}"] * exists + _shown(found)
+        raise ValueError(f"{reference!r} is ambiguous: it can be {', '.join(candidates)}")
     if found:
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])
-    if is_there or reference.endswith(_SUFFIXES):
+    if exists or reference.endswith(_SUFFIXES):
         return _of_path(path)
     kept = len(stored(storage))
-    holds = f"which holds {kept:,}: see llmgpu list" if kept else "which is empty"
-    if reference == LATEST and _is_there(last := storage / _LAST_RUN):
-        holds += f"; the last run wrote {last}, and --llmgpu-save keeps it"
-    raise AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {holds}")
+    advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
+    if reference == LATEST and _exists(last := storage / _LAST_RUN):
+        advice += f"; the last run wrote {last}, and --llmgpu-save keeps a run in the store"
+    raise AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long for a file, say
+    except OSError:  # for example, the name is too long
         return False
 
 
 def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[Stored]:
-    """Return the reports of the store that a reference can mean, on the machine at hand if there are any there."""
+    """Return the reports that a reference matches; only those of the current machine if it has any."""
     folder, slash, rest = reference.rpartition("/")
     if slash:
         return _find(rest, [one for one in kept if one.machine == folder], None)
@@ -128,17 +134,17 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
 
 
 def _recency(one: Stored) -> tuple[str, bool, int]:
-    # Not the number alone: a copy made by promotion has the highest one, and the time of its original.
+    # The number alone is not enough: a promoted copy has the highest number and the time of its original.
     return (one.created, one.name != BASELINE, one.number)
 
 
 def _begins(kept: str, given: str) -> bool:
-    """Return whether one commit is the beginning of the other: the file's name holds a few letters of it."""
+    """Return whether one commit starts with the other: the name of a file has the first letters only."""
     return kept.startswith(given) or given.startswith(kept)
 
 
 def _shown(found: Sequence[Stored]) -> list[str]:
-    """Return how each of several reports can be named without doubt, and what else its file's name says."""
+    """Return the unique reference of each report, with commit, time and name."""
     lines = [
         f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found[:_SHOWN]
     ]

@@ -1,6 +1,6 @@
-"""The numbered store: reports kept side by side, by machine, `.llmgpu/<machine>/0001_<sha>_<time>.json`.
+"""The numbered store of reports: `.llmgpu/<machine>/0001_<sha>_<time>.json`.
 
-A stored report is never overwritten, and several runs may save at once.
+A stored report is never overwritten, and several runs can save at the same time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu.report import file as report
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.option_values import LONGEST_NAME, check_name
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.text import gib
 
 __all__ = ["DEFAULT", "Stored", "hardware", "save", "stored"]
 
 DEFAULT = Path(".llmgpu")
-"""Folder of the store, from where the run started."""
+"""Default folder of the store, relative to the working directory."""
 
-
-_GIB = 2**30
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
 
@@ -33,41 +32,42 @@ _MARKS = re.compile(r"\((?:R|TM|C)\)|\bCPU\b|@.*", re.IGNORECASE)
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """One report of the store, by what its file's name says."""
+    """One report of the store, from the name of its file."""
 
     machine: str
-    """What `hardware` said: the name of its folder."""
+    """Name of its folder, from `hardware`."""
     number: int
-    """Counted from 1 in each folder."""
+    """Number in its folder, from 1."""
     commit: str | None
-    """First letters of the measured commit, None where it was not known."""
+    """First letters of the measured commit; None if it was not known."""
     created: str
-    """When it was measured, UTC, to the second: `20260102T030405Z`."""
+    """Time of the measurement in UTC: `20260102T030405Z`."""
     name: str | None
-    """Given when it was saved."""
+    """Name under which the report was saved; None if it has none."""
     path: Path
+    """Path of the file."""
 
     @property
     def reference(self) -> str:
-        """How people can name it without doubt: `4x-NVIDIA-H200-140GiB/0001`."""
+        """Unique name of the report in the store: `4x-NVIDIA-H200-140GiB/0001`."""
         return f"{self.machine}/{self.number:04}"
 
 
-def hardware(of: Report) -> str:
-    """Return the machine that a report was measured on, as the name of a folder: `4x-NVIDIA-H200-140GiB`.
+def hardware(report: Report) -> str:
+    """Return the hardware that a report was measured on, as the name of a folder: `4x-NVIDIA-H200-140GiB`.
 
-    All GPUs of the node where a case ran on any; `CPU-` and the processor's model where none did. Host and driver have
-    no part in it: machines that are built alike share a folder.
+    It names all GPUs of the node if any case ran on a GPU, else the model of the CPU. It has neither host nor driver:
+    machines with equal hardware share a folder.
     """
-    environment = of.environment
-    if environment.gpus and any(result.case.device == "cuda" for result in of.cases):
+    environment = report.environment
+    if environment.gpus and any(result.case.device == "cuda" for result in report.cases):
         kinds = collections.Counter((gpu.name, gpu.memory_bytes) for gpu in environment.gpus)
         return _safe("+".join(f"{count}x-{name}{_memory(size)}" for (name, size), count in kinds.items()))
     return _safe(f"CPU-{_MARKS.sub(' ', environment.cpu or 'unknown')}")
 
 
 def stored(storage: Path) -> list[Stored]:
-    """Return every report of the store by machine and number; none where there is no store. No report is opened.
+    """Return the reports of the store by machine and number, without opening them. A missing store has none.
 
     Raises:
         ValueError: a folder cannot be read.
@@ -82,46 +82,46 @@ def stored(storage: Path) -> list[Stored]:
     return sorted(found, key=lambda one: (one.machine, one.number, one.path.name))
 
 
-def save(of: Report, storage: Path, name: str | None = None, *, compressed: bool = False) -> Path:
-    """Keep a report in the store under the next number of its machine; return its file.
+def save(report: Report, storage: Path, name: str | None = None, *, compressed: bool = False) -> Path:
+    """Write a report to the store under the next number of its machine, and return its path.
 
     Args:
-        of: what to keep.
-        storage: folder of the store, made where it is missing.
-        name: by which people can find it, as `check_name` allows.
+        report: the report.
+        storage: folder of the store; it is created if it is missing.
+        name: name to find the report by, as `check_name` allows.
         compressed: whether to write `.json.gz`.
 
     Raises:
-        ValueError: the name is not allowed, or the report cannot be held by JSON.
+        ValueError: the name is not allowed, or a figure is not finite.
         OSError: the file cannot be written.
     """
     if name is not None:
         check_name(name)
-    data = report.encode(of, compressed=compressed)
-    folder = storage / hardware(of)
-    tail = f"_{_commit(of)}_{_time(of)}{'' if name is None else f'_{name}'}.json{'.gz' if compressed else ''}"
+    data = file.encode(report, compressed=compressed)
+    folder = storage / hardware(report)
+    tail = f"_{_commit(report)}_{_time(report)}{'' if name is None else f'_{name}'}.json{'.gz' if compressed else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     number, claim = _claim(folder)
     try:
-        with claim.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        with claim.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
     except BaseException:
         claim.unlink()
         raise
-    # From here on the claim's name may be another's: it is not touched again.
+    # After this, the name of the claim may belong to another process.
     target = folder / f"{number:04}{tail}"
     claim.replace(target)
     return target
 
 
 def _claim(folder: Path) -> tuple[int, Path]:
-    """Return the next free number and the unfinished file that holds it for this process alone.
+    """Return the next free number and an unfinished file that reserves it for this process.
 
-    The name of the unfinished file is the number only, and becomes the report's in one step: as long as it is there,
-    nobody else can take the number, and once it is gone, the report is there. So a number that was claimed and is of
-    no report now is free, whoever else writes. One that a killed process left behind costs its number.
+    The name of the unfinished file is the number only, and it is renamed to the report in one step. While it exists, no
+    other process can take the number; when it is gone, the report exists. A number without a report and without an
+    unfinished file is therefore free. An unfinished file of a killed process stays, and its number is skipped.
     """
     number = max((found.number for found in _stored_in(folder)), default=0) + 1
     while True:
@@ -152,22 +152,22 @@ def _stored_in(folder: Path) -> Iterator[Stored]:
             )
 
 
-def _commit(of: Report) -> str:
-    # A variable of a CI system may hold anything.
-    return re.sub(r"[^0-9a-z]", "", (of.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
+def _commit(report: Report) -> str:
+    # The value may come from a variable of a CI system and contain any letter.
+    return re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
 
 
-def _time(of: Report) -> str:
+def _time(report: Report) -> str:
     try:
-        # Python before 3.11 does not know the Z.
-        created = datetime.datetime.fromisoformat(of.created.replace("Z", "+00:00"))
+        # Python before 3.11 does not read the Z.
+        created = datetime.datetime.fromisoformat(report.created.replace("Z", "+00:00"))
     except ValueError:
-        raise ValueError(f"created {of.created!r}: a time such as 2026-01-02T03:04:05Z is needed") from None
+        raise ValueError(f"created {report.created!r}: a time such as 2026-01-02T03:04:05Z is needed") from None
     return created.astimezone(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
 def _memory(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f"-{size_bytes / _GIB:.0f}GiB"
+    return "" if size_bytes is None else f"-{gib(size_bytes, 0)}".replace(" ", "")
 
 
 def _safe(text: str) -> str:

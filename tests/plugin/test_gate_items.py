@@ -231,10 +231,10 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
     [
         (["--llmgpu-compare=nowhere.json"], "--llmgpu-compare: report nowhere.json: cannot be read: *"),
         (["--llmgpu-compare=latest"], "--llmgpu-compare: 'latest' is neither a file nor a report of the store*"),
-        (["--llmgpu-compare=items.jsonl"], "--llmgpu-compare: report items.jsonl: is no *"),
+        (["--llmgpu-compare=items.jsonl"], "--llmgpu-compare: report items.jsonl: is not a report*"),
         (
             ["--llmgpu-compare=items.jsonl", "--llmgpu-allow-no-baseline"],
-            "--llmgpu-compare: report items.jsonl: is no *",
+            "--llmgpu-compare: report items.jsonl: is not a report*",
         ),
         (["--llmgpu-compare=git:nowhere:base.json"], "--llmgpu-compare: git:nowhere:base.json: *"),
         ([_COMPARE, "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is no TOML: *"),

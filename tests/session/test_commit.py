@@ -141,7 +141,7 @@ def test_a_hung_git_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch)
     """A network file system that hangs costs a few seconds, not the run."""
     monkeypatch.setattr(commit_module, "_TIMEOUT_S", 0.1)
     _becomes(fake_git, "exec tail -f /dev/null")
-    assert commit(fake_git.parent, {}).why["sha"].startswith("git did not answer within 0.1 s")
+    assert commit(fake_git.parent, {}).why["sha"].startswith("git did not finish within 0.1 s")
 
 
 def test_a_status_that_hangs_still_leaves_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

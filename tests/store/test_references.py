@@ -17,12 +17,12 @@ _STORE = Path(".llmgpu")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _filled() -> None:
-    """Save four reports: 0001 to 0003 of the GPUs, 0001 of a CPU."""
+def _fill_store() -> None:
+    """Save four reports: 0001 to 0003 of GPUs and 0001 of a CPU."""
     save(measured("aaaa1111" * 5), _STORE, "base")
     save(measured("aaaa2222" * 5), _STORE)
     save(measured("1234567a" * 5), _STORE, "base")
@@ -30,7 +30,7 @@ def _filled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "meant"),
+    ("reference", "found"),
     [
         ("2", f"{H200}/0002"),
         ("0002", f"{H200}/0002"),
@@ -45,14 +45,14 @@ def _filled() -> None:
         ("1234567a", f"{H200}/0003"),
     ],
 )
-def test_a_stored_report_is_found_by_what_people_know_of_it(reference: str, meant: str) -> None:
-    """Number, name, commit, and the machine before any of them."""
-    _filled()
-    found = resolve(reference, _STORE)
-    assert found.stored is not None
-    assert found.stored.reference == meant
-    assert found.report() == load(found.stored.path)
-    assert Path(found.name) == found.stored.path
+def test_a_stored_report_is_found_by_number_name_and_commit(reference: str, found: str) -> None:
+    """The machine can be given in front of any of them."""
+    _fill_store()
+    source = resolve(reference, _STORE)
+    assert source.stored is not None
+    assert source.stored.reference == found
+    assert source.report() == load(source.stored.path)
+    assert Path(source.name) == source.stored.path
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def test_a_stored_report_is_found_by_what_people_know_of_it(reference: str, mean
         ("aaaa", [f"{H200}/0001 (aaaa1111", f"{H200}/0002 (aaaa2222"]),
     ],
 )
-def test_what_can_mean_several_reports_is_refused_with_all_of_them(reference: str, candidates: list[str]) -> None:
-    """No other report than the one in somebody's mind is ever judged; each candidate can be typed as it is shown."""
-    _filled()
-    with pytest.raises(ValueError, match=rf"^'{reference}' can mean ") as caught:
+def test_an_ambiguous_reference_is_refused_with_all_candidates(reference: str, candidates: list[str]) -> None:
+    """A report is never guessed; each candidate of the message is a reference that can be used."""
+    _fill_store()
+    with pytest.raises(ValueError, match=rf"^'{reference}' is ambiguous: ") as caught:
         resolve(reference, _STORE)
     for candidate in candidates:
         assert candidate in str(caught.value)
         assert resolve(candidate.partition(" ")[0], _STORE).stored is not None
 
 
-def test_reports_of_the_machine_at_hand_are_meant_first() -> None:
-    """In a run `latest` is the newest of this machine; what only another one has is found there."""
-    _filled()
+def test_reports_of_the_current_machine_are_preferred() -> None:
+    """In a run, `latest` is the newest report of this machine; a name that only another machine has is found there."""
+    _fill_store()
     assert resolve("latest", _STORE, machine=H200).name.endswith("0003_1234567a_20260102T030405Z_base.json")
     assert resolve("1", _STORE, machine=H200).name.endswith("0001_aaaa1111_20260102T030405Z_base.json")
     assert resolve("laptop", _STORE, machine=H200).name.startswith(str(_STORE / "CPU-AMD-EPYC"))
@@ -90,7 +90,7 @@ def _days() -> list[Report]:
 
 
 def test_promoting_an_old_report_does_not_make_it_the_latest() -> None:
-    """Nor does its copy become the latest once it is no longer the baseline and has lost the name."""
+    """Its copy does not become the latest either, also after another report was promoted."""
     reports = _days()
     for report in reports:
         save(report, _STORE)
@@ -104,24 +104,24 @@ def test_promoting_an_old_report_does_not_make_it_the_latest() -> None:
 
 
 def test_a_baseline_that_was_measured_last_is_the_latest() -> None:
-    """A run may have been saved under that name, or the store may hold nothing else."""
+    """A run can be saved under the name of the baseline."""
     first, second, _ = _days()
     save(second, _STORE, BASELINE)
     save(first, _STORE)
     assert resolve("latest", _STORE).report() == second
 
 
-def test_many_candidates_are_counted() -> None:
-    """The line stays one that people read."""
+def test_more_than_five_candidates_are_counted() -> None:
+    """The message stays short."""
     for _ in range(8):
         save(measured(), _STORE, "base")
     with pytest.raises(ValueError, match=rf"{H200}/0005 [^/]*, and 3 more$"):
         resolve("base", _STORE)
 
 
-def test_a_path_is_read_as_it_is() -> None:
-    """Of the store or from anywhere, compressed or not; its hash is the file's."""
-    _filled()
+def test_a_path_names_its_file() -> None:
+    """The file can be in the store or not, compressed or not; the source has its bytes and their hash."""
+    _fill_store()
     dump(measured(), Path("report.json.gz"))
     found = resolve("report.json.gz", _STORE)
     assert (found.name, found.report(), found.stored) == ("report.json.gz", measured(), None)
@@ -131,12 +131,12 @@ def test_a_path_is_read_as_it_is() -> None:
     assert resolve(kept, _STORE).report() == load(Path(kept))
 
 
-def test_a_file_named_like_a_number_is_not_guessed_at() -> None:
-    """`2` is a report of the store and a file here; `./2` is the file."""
-    _filled()
+def test_a_file_with_the_name_of_a_number_is_ambiguous() -> None:
+    """`2` is a report of the store and a file in this folder; `./2` is the file."""
+    _fill_store()
     dump(measured(), Path("report.json"))
     Path("report.json").rename("2")
-    with pytest.raises(ValueError, match=rf"^'2' can mean \./2, {H200}/0002"):
+    with pytest.raises(ValueError, match=rf"^'2' is ambiguous: it can be \./2, {H200}/0002"):
         resolve("2", _STORE)
     assert resolve("./2", _STORE).report() == measured()
 
@@ -144,7 +144,7 @@ def test_a_file_named_like_a_number_is_not_guessed_at() -> None:
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
-        ("7", r"'7' is neither a file nor a report of the store \.llmgpu, which holds 4: see llmgpu list"),
+        ("7", r"'7' is neither a file nor a report of the store \.llmgpu, which has 4 reports: see llmgpu list"),
         ("bas", "'bas' is neither"),
         ("aaa", "'aaa' is neither"),
         ("nowhere/latest", "'nowhere/latest' is neither"),
@@ -156,15 +156,15 @@ def test_a_file_named_like_a_number_is_not_guessed_at() -> None:
         (".", "report .: cannot be read: Is a directory"),
     ],
 )
-def test_what_means_no_report_is_one_line(reference: str, reason: str) -> None:
-    """It says where was looked."""
-    _filled()
+def test_a_reference_without_a_report_is_refused_in_one_line(reference: str, reason: str) -> None:
+    """The message names the reference and the store, or the file."""
+    _fill_store()
     with pytest.raises(ValueError, match=rf"^({reason})"):
         resolve(reference, _STORE)
 
 
-def test_the_last_run_is_named_where_nothing_was_kept() -> None:
-    """`latest` is of the store; whoever has just run finds the report beside it."""
+def test_the_last_run_is_named_if_the_store_is_empty() -> None:
+    """`latest` is a report of the store; the message names the report of the last run, which is not."""
     dump(measured(), _STORE / "last.json")
     with pytest.raises(ValueError, match=r"which is empty; the last run wrote \.llmgpu/last\.json, and --llmgpu-save"):
         resolve("latest", _STORE)
@@ -189,7 +189,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("reference", ["git:main:baselines/main.json", "git:HEAD:baselines/main.json"])
 def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) -> None:
-    """A change cannot edit its own bar: neither the working tree nor what is staged is looked at."""
+    """The file of the commit is read, not the one in the working tree or the index, which a change can edit."""
     found = resolve(reference, _STORE, repository=repository / "baselines")
     assert found.name == reference
     assert found.report().commit.sha == "a" * 40
@@ -198,31 +198,34 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
-        ("git:main:gone.json", "git:main:gone.json: 'main' has no file 'gone.json'; paths start at"),
-        ("git:nope:baselines/main.json", "git:nope:baselines/main.json: git knows no commit 'nope' here; it may"),
-        ("git:main:baselines", "git:main:baselines: is no file"),
-        ("git:main", "'git:main': git:REV:PATH is needed, such as git:origin/main:"),
-        ("git::x", "'git::x': git:REV:PATH is needed"),
-        ("git:--all:x", "'git:--all:x': git:REV:PATH is needed"),
-        ("git:main:a\nHEAD:b", "'git:main:a.*: git:REV:PATH is needed"),
+        ("git:main:gone.json", "git:main:gone.json: 'main' has no file 'gone.json'; give the path from"),
+        (
+            "git:nope:baselines/main.json",
+            "git:nope:baselines/main.json: there is no commit 'nope' in this repository; fetch it",
+        ),
+        ("git:main:baselines", "git:main:baselines: is not a file"),
+        ("git:main", "'git:main': the form git:REV:PATH is needed, such as git:origin/main:"),
+        ("git::x", "'git::x': the form git:REV:PATH is needed"),
+        ("git:--all:x", "'git:--all:x': the form git:REV:PATH is needed"),
+        ("git:main:a\nHEAD:b", "'git:main:a.*: the form git:REV:PATH is needed"),
     ],
 )
-def test_what_git_does_not_have_is_one_line(repository: Path, reference: str, reason: str) -> None:
-    """A commit that was not fetched, a file that is not in it, and what is neither."""
+def test_a_missing_file_of_a_commit_is_refused_in_one_line(repository: Path, reference: str, reason: str) -> None:
+    """The commit was not fetched, it has no such file, or the reference has another form."""
     with pytest.raises(ValueError, match=rf"^{reason}") as caught:
         resolve(reference, _STORE, repository=repository)
     assert "\n" not in str(caught.value)
 
 
-def test_outside_a_repository_git_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In git's own words, which also tell of a repository that belongs to somebody else."""
+def test_outside_a_repository_the_error_of_git_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message has the reason that git gives."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(ValueError, match=r"^git:main:a\.json: git: fatal: not a git repository"):
         resolve("git:main:a.json", _STORE)
 
 
-def test_without_git_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without git reads every other report."""
+def test_missing_git_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only `git:REV:PATH` needs git."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"^git cannot be run: No such file or directory$"):
         resolve("git:main:a.json", _STORE)

@@ -14,34 +14,33 @@ from support.stored_reports import H200, gpus, measured
 from pytest_llmgpu.report.file import dump, encode, load
 from pytest_llmgpu.report.option_values import check_name
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import hardware, save, stored
 
 _STORE = Path(".llmgpu")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_report_is_kept_under_its_machine_number_commit_and_time() -> None:
-    """The file's name says what people look for, and the file is the report."""
+def test_a_report_is_saved_under_its_machine_number_commit_and_time() -> None:
+    """The name of the file identifies the report."""
     path = save(measured(), _STORE)
     assert path == _STORE / H200 / "0001_3b1f09ac_20260102T030405Z.json"
     assert load(path) == measured()
 
 
 def test_a_name_and_compression_show_in_the_files_name() -> None:
-    """What was asked for at the save is there."""
+    """The name and the suffix are in the name of the file."""
     path = save(measured(), _STORE, "before_graphs-2.1", compressed=True)
     assert path.name == "0001_3b1f09ac_20260102T030405Z_before_graphs-2.1.json.gz"
     assert gzip.decompress(path.read_bytes()) == encode(measured(), compressed=False)
     assert stored(_STORE)[0].name == "before_graphs-2.1"
 
 
-def test_numbers_go_up_by_machine_and_nothing_is_overwritten() -> None:
-    """The same report twice is two files; each machine counts for itself."""
+def test_each_machine_has_its_own_numbers_and_nothing_is_overwritten() -> None:
+    """A report that is saved twice is two files."""
     for _ in range(3):
         save(measured(), _STORE)
     save(measured(device="cpu", cpu="AMD EPYC"), _STORE)
@@ -51,16 +50,16 @@ def test_numbers_go_up_by_machine_and_nothing_is_overwritten() -> None:
     ]
 
 
-def test_a_number_that_was_used_is_not_used_again() -> None:
-    """Where older reports were deleted the next number is after the newest; after 9999 comes 10000."""
+def test_the_next_number_follows_the_highest_one() -> None:
+    """Numbers of deleted reports are not used again; 10000 follows 9999."""
     first = save(measured(), _STORE)
     first.rename(first.with_name(first.name.replace("0001", "9999")))
     assert save(measured(), _STORE).name.startswith("10000_")
     assert [one.number for one in stored(_STORE)] == [9999, 10000]
 
 
-def test_writers_at_the_same_time_get_numbers_of_their_own() -> None:
-    """However many runs end at once, none takes another's number, and no number is left out of the listing."""
+def test_threads_that_save_at_the_same_time_get_different_numbers() -> None:
+    """Every report of 40 concurrent writers is in the store, and no temporary file is left."""
     reports = [measured(sha=f"{number:08x}") for number in range(40)]
     with ThreadPoolExecutor(16) as threads:
         paths = list(threads.map(lambda report: save(report, _STORE), reports))
@@ -71,8 +70,8 @@ def test_writers_at_the_same_time_get_numbers_of_their_own() -> None:
     assert not list((_STORE / H200).glob(".*"))
 
 
-def test_processes_at_the_same_time_get_numbers_of_their_own() -> None:
-    """The same holds between processes, which share nothing but the folder."""
+def test_processes_that_save_at_the_same_time_get_different_numbers() -> None:
+    """Processes share only the folder."""
     dump(measured(), Path("report.json"))
     code = (
         "from pathlib import Path; from pytest_llmgpu.report import file; from pytest_llmgpu.store import store;"
@@ -85,26 +84,22 @@ def test_processes_at_the_same_time_get_numbers_of_their_own() -> None:
 
 
 def test_a_writer_that_was_overtaken_takes_the_next_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run that saves between the look at the folder and the claim keeps its number."""
+    """Another run can save between the listing of the folder and the claim of the number; it keeps the number."""
     save(measured(), _STORE)
-    seen = store._stored_in
-    looks: list[int] = []
+    scandir = os.scandir
+    other = _STORE / H200 / "0002_aaaaaaaa_20260102T030405Z.json"
 
     def overtaken(folder: Path) -> Any:
-        looks.append(1)
-        if len(looks) == 1:
-            before = list(seen(folder))
-            (folder / "0002_aaaaaaaa_20260102T030405Z.json").write_bytes(b"{}")
-            return before
-        return seen(folder)
+        before = list(scandir(folder))
+        other.write_bytes(b"{}")
+        return before
 
-    monkeypatch.setattr(store, "_stored_in", overtaken)
+    monkeypatch.setattr(os, "scandir", overtaken)
     assert save(measured(), _STORE).name.startswith("0003_3b1f09ac")
-    assert len(looks) == 3
 
 
-def test_a_writer_that_was_killed_costs_a_number_and_blocks_nobody() -> None:
-    """What it left behind is never waited for and never listed."""
+def test_the_unfinished_file_of_a_killed_writer_blocks_no_other() -> None:
+    """Its number is skipped, and it is not listed."""
     folder = _STORE / H200
     folder.mkdir(parents=True)
     (folder / ".0001.unfinished").touch()
@@ -113,7 +108,7 @@ def test_a_writer_that_was_killed_costs_a_number_and_blocks_nobody() -> None:
 
 
 def test_a_full_disk_leaves_no_part_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report that cannot be written whole is not in the store."""
+    """A report that cannot be written completely is not in the store."""
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -130,15 +125,15 @@ def test_a_full_disk_leaves_no_part_of_a_report(monkeypatch: pytest.MonkeyPatch)
     ("sha", "written"),
     [(None, "nocommit"), ("", "nocommit"), ("v1.2/RC_7-final", "v12rc7fi"), ("../../etc", "etc"), ("ABC", "abc")],
 )
-def test_a_commit_is_safe_in_a_name_whatever_a_variable_says(sha: str | None, written: str) -> None:
-    """A CI system's variable makes neither a folder nor a name that is not found again."""
+def test_only_letters_and_digits_of_a_commit_are_in_the_name(sha: str | None, written: str) -> None:
+    """The variable of a CI system can contain any text."""
     path = save(measured(sha), _STORE)
     assert path.name == f"0001_{written}_20260102T030405Z.json"
     assert [one.commit for one in stored(_STORE)] == [None if written == "nocommit" else written]
 
 
 def test_times_are_in_utc() -> None:
-    """Names sort by time wherever they were measured."""
+    """Names sort by time for every time zone."""
     report = measured()
     report.created = "2026-01-02T01:04:05.5+02:00"
     assert "_20260101T230405Z" in save(report, _STORE).name
@@ -161,21 +156,21 @@ def test_times_are_in_utc() -> None:
         (measured(seen=gpus("N" * 300)), "1x-" + "N" * 77),
     ],
 )
-def test_a_machine_has_a_readable_name_that_is_one_folder(report: Report, name: str) -> None:
-    """GPUs with count and memory, else the processor; what it says has neither slashes nor spaces."""
+def test_a_machine_has_a_readable_name_for_one_folder(report: Report, name: str) -> None:
+    """The name has GPUs with count and memory, or the CPU, without slashes and spaces."""
     assert hardware(report) == name
 
 
-def test_a_machine_keeps_its_name_whatever_of_it_is_used() -> None:
-    """Driver, versions and how many of the GPUs a case takes do not make another machine."""
+def test_driver_versions_and_devices_do_not_change_the_machine() -> None:
+    """The name depends on the hardware of the node only."""
     one = measured(devices=1)
     one.environment.driver, one.environment.versions = "1.2", {"torch": "3"}
     assert hardware(one) == hardware(measured(devices=4)) == H200
 
 
 @pytest.mark.parametrize("name", ["12", "a/b", "../x", "", ".hidden", "-x", "a b", "a:b", "x.json", "latest", "n" * 81])
-def test_a_name_that_could_not_be_found_again_is_refused(name: str) -> None:
-    """A number, a path, an option or `latest` would mean something else; it is said before hours of measuring."""
+def test_a_name_with_another_meaning_is_refused(name: str) -> None:
+    """A number, a path, an option and `latest` cannot be names; this is checked before the run."""
     with pytest.raises(ValueError, match=rf"^name '{name}': (allowed are|means)"):
         check_name(name)
     with pytest.raises(ValueError, match=r"^name "):
@@ -183,16 +178,16 @@ def test_a_name_that_could_not_be_found_again_is_refused(name: str) -> None:
     assert not _STORE.exists()
 
 
-def test_a_name_that_is_a_folder_here_is_refused() -> None:
-    """`--llmgpu-save benchmarks` was meant to measure the folder."""
+def test_a_name_of_an_existing_folder_is_refused() -> None:
+    """In `--llmgpu-save benchmarks` the folder was probably meant as tests to run."""
     Path("benchmarks").mkdir()
     with pytest.raises(ValueError, match="'benchmarks': is a file or folder here"):
         check_name("benchmarks")
     check_name("benchmark")
 
 
-def test_other_files_are_no_part_of_the_store() -> None:
-    """The last run's report, notes and folders of other tools are passed over."""
+def test_other_files_in_the_store_are_ignored() -> None:
+    """The report of the last run, notes and folders of other tools are not listed."""
     save(measured(), _STORE)
     dump(measured(), _STORE / "last.json")
     (_STORE / H200 / "notes.txt").touch()
@@ -202,8 +197,8 @@ def test_other_files_are_no_part_of_the_store() -> None:
     assert stored(Path("nowhere")) == []
 
 
-def test_a_store_that_cannot_be_read_is_one_line() -> None:
-    """A file in its place, say."""
+def test_a_store_that_cannot_be_read_is_refused_in_one_line() -> None:
+    """For example, a file has the name of the store."""
     _STORE.touch()
     with pytest.raises(ValueError, match=r"^storage \.llmgpu: cannot be read: Not a directory$"):
         stored(_STORE)
