@@ -1,4 +1,4 @@
-"""The command `llmgpu`: what can be done with reports without running pytest."""
+"""The command `llmgpu`, which works with reports without running pytest."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DEBUG = "LLMGPU_DEBUG"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of every command; its `run` is what the command does with the arguments."""
+    """Return the parser of all commands; the parsed `run` is the command's function."""
     made = _Parser(
         prog="llmgpu",
         description="Work with the reports that pytest-llmgpu writes.",
-        epilog=f"{_DEBUG}=1 in the environment shows where in the code an error was raised.",
+        epilog=f"With {_DEBUG}=1 in the environment, an error is shown with its traceback.",
     )
     made.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = made.add_subparsers(metavar="COMMAND")
@@ -45,21 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The command's exit status; 2 for bad usage, for what cannot be read and for output that cannot be written, each
-        with one line on stderr. With LLMGPU_DEBUG=1 a traceback stands before it, which tells a bug from bad usage.
+        The command's exit status; 2 for bad usage, for input that cannot be read and for output that cannot be written,
+        each with one line on stderr. With LLMGPU_DEBUG=1 a traceback comes before that line.
     """
-    reads = parser()
-    chosen = reads.parse_args(argv)
+    all_commands = parser()
+    chosen = all_commands.parse_args(argv)
     if not chosen.version and "run" not in chosen:
-        reads.error(f"a command is needed: {', '.join(command.name for command in commands())}")
+        all_commands.error(f"a command is needed: {', '.join(command.name for command in commands())}")
+    from pytest_llmgpu.report.file import paused
+
     try:
-        status: int = _version() if chosen.version else chosen.run(chosen)
+        with paused():
+            status: int = _version() if chosen.version else chosen.run(chosen)
     except (ValueError, ArithmeticError) as error:
         if os.environ.get(_DEBUG, "0") not in {"", "0"}:
             traceback.print_exc()
-        # A report may hold figures that nobody can reckon with; that is no regression, which a status of 1 would say.
-        what = "a figure is beyond what can be reckoned with: " * isinstance(error, ArithmeticError)
-        print(f"llmgpu: {what}{' '.join(str(error).split())}", file=sys.stderr)
+        # A report may have figures that overflow. Python's own exit status would be 1, which means a regression.
+        prefix = "a figure is too large to compute with: " if isinstance(error, ArithmeticError) else ""
+        print(f"llmgpu: {prefix}{' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and what is meant by them."""
+"""The arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["REFERENCE", "add_storage", "source", "storage_of"]
 
 REFERENCE = (
-    "a path, a number of the store, latest, a name, the beginning of a commit, MACHINE/ before any of these, or "
-    "git:REV:PATH"
+    "a path; a number or a name in the store; latest; the first digits of a commit; MACHINE/ followed by any of these; "
+    "or git:REV:PATH"
 )
-"""How a report can be named, for a command's help."""
+"""The ways to name a report, for a command's help."""
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +32,18 @@ def storage_of(arguments: argparse.Namespace) -> Path:
     return store.DEFAULT if given is None else given
 
 
-def source(reference: str, arguments: argparse.Namespace, *, beside: Report | None = None) -> Source:
-    """Return the report that `reference` means; ValueError in one line without exactly one.
+def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Report | None = None) -> Source:
+    """Return the report that a reference names.
 
     Args:
-        reference: as `REFERENCE` says.
-        arguments: of `add_storage`.
-        beside: a report whose machine is meant where several have one of that name.
+        reference: one of the forms of `REFERENCE`.
+        arguments: the parsed arguments of `add_storage`.
+        same_machine_as: a report; the reference means its machine if several machines have a report of that name.
+
+    Raises:
+        ValueError: one line: no report or several reports have that name.
     """
     from pytest_llmgpu.store import references, store
 
-    machine = None if beside is None else store.hardware(beside)
+    machine = None if same_machine_as is None else store.hardware(same_machine_as)
     return references.resolve(reference, storage_of(arguments), machine=machine)

@@ -1,10 +1,10 @@
-"""What a command that shows a report shows it beside: a baseline, or verdicts that were made before."""
+"""The arguments of commands that show a report: a baseline to compare it with, or existing verdicts."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_llmgpu.cli.arguments import source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, verdicts_of
@@ -14,52 +14,66 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Candidate, Verdicts
 
-__all__ = ["add_baseline", "beside", "read_verdicts", "refuse_rules"]
+__all__ = ["Comparison", "add_baseline", "comparison", "read_verdicts", "refuse_rules"]
 
 _RULES = ("policy", "today", "calibration")
 _SHA_DIGITS = 8
 
 
+class Comparison(NamedTuple):
+    """The comparison that is shown with a report."""
+
+    base: Report | None = None
+    """The baseline; None if none is given."""
+    verdicts: Verdicts | None = None
+    """The verdicts; None if the report's own verdicts are shown."""
+    policy: Policy | None = None
+    """The policy of the verdicts; None without a baseline."""
+
+
 def add_baseline(parser: argparse.ArgumentParser) -> None:
     """Declare `[BASELINE]`, `--verdicts` and the rules."""
-    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="what to hold it against, named likewise")
-    parser.add_argument("--verdicts", metavar="PATH", type=Path, help="show those that llmgpu gate --json wrote")
+    parser.add_argument(
+        "baseline", metavar="BASELINE", nargs="?", help="report to compare it with, named in the same ways"
+    )
+    parser.add_argument(
+        "--verdicts", metavar="PATH", type=Path, help="show the verdicts in this file, which llmgpu gate --json wrote"
+    )
     add_rules(parser)
 
 
-def beside(arguments: argparse.Namespace, report: Report) -> tuple[Report | None, Verdicts | None, Policy | None]:
-    """Return the baseline, what is said of the report, and the policy in force.
-
-    Args:
-        arguments: of `add_baseline`. None where they do not say: the report's own verdicts stand.
-        report: what is shown.
+def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
+    """Return the comparison that the arguments of `add_baseline` ask for.
 
     Raises:
-        ValueError: one line: what cannot be read, or an argument that would change nothing.
+        ValueError: one line: a file cannot be read, or an argument would have no effect.
     """
     if arguments.baseline is None:
         refuse_rules(arguments, "BASELINE")
-        return None, None if arguments.verdicts is None else read_verdicts(arguments.verdicts, report), None
+        return Comparison(verdicts=read_verdicts(arguments.verdicts, report) if arguments.verdicts else None)
     if arguments.verdicts is not None:
-        raise ValueError("--verdicts: were made already, and with BASELINE they are made anew; give one of both")
-    found, policy = source(arguments.baseline, arguments, beside=report), policy_of(arguments)
+        raise ValueError(
+            "--verdicts: cannot be combined with BASELINE, which computes new verdicts; give one of the two"
+        )
+    found, policy = source(arguments.baseline, arguments, same_machine_as=report), policy_of(arguments)
     base = found.report()
-    return base, verdicts_of(arguments, policy, base, report, found.baseline(arguments.baseline, base)), policy
+    verdicts = verdicts_of(arguments, policy, base, report, found.baseline(arguments.baseline, base))
+    return Comparison(base, verdicts, policy)
 
 
 def refuse_rules(arguments: argparse.Namespace, baseline: str) -> None:
-    """Raise ValueError where a rule is given although nothing is judged.
+    """Raise ValueError if a rule is given although nothing is judged.
 
     Args:
-        arguments: of `add_rules`.
-        baseline: what would have to be given.
+        arguments: the parsed arguments of `add_rules`.
+        baseline: name of the argument that is missing.
     """
     if unused := [name for name in _RULES if getattr(arguments, name) is not None]:
-        raise ValueError(f"--{unused[0]}: is for {baseline}, which is not given")
+        raise ValueError(f"--{unused[0]}: has an effect only with {baseline}, which is not given")
 
 
 def read_verdicts(path: Path, report: Report) -> Verdicts:
-    """Return the verdicts of a file; ValueError in one line, also where they are of another report."""
+    """Return the verdicts in a file; ValueError in one line, also if they belong to another report."""
     import msgspec
 
     from pytest_llmgpu.report import decompression
@@ -74,7 +88,7 @@ def read_verdicts(path: Path, report: Report) -> Verdicts:
     ours = Candidate(created=report.created, commit=report.commit.sha)
     if found.head is not None and found.head != ours:
         raise ValueError(
-            f"verdicts {path}: are of another report, of {_shown(found.head)}; this one is of {_shown(ours)}"
+            f"verdicts {path}: belong to another report, of {_shown(found.head)}; this one is of {_shown(ours)}"
         )
     return found
 

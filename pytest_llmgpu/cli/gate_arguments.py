@@ -1,4 +1,4 @@
-"""Arguments of the commands that judge, and the verdicts that they ask for."""
+"""The arguments of commands that judge reports, and the verdicts for these arguments."""
 
 from __future__ import annotations
 
@@ -16,53 +16,54 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.verdicts import Baseline, Verdicts
     from pytest_llmgpu.store.references import Source
 
-__all__ = ["Judged", "add_rules", "add_sides", "judged", "policy_of", "rules_of", "verdicts_of"]
+__all__ = ["Judged", "add_reports", "add_rules", "describe_noise", "judged", "policy_of", "rules_of", "verdicts_of"]
 
 
 class Judged(NamedTuple):
-    """What two reports came to."""
+    """The verdicts on two reports."""
 
     verdicts: Verdicts
+    """The verdicts."""
     judged_by: str | None
-    """Where the noise that times were judged by comes from, in a line, and then the policy; None without a baseline."""
+    """The lines that name the noise estimate and the policy of the verdicts; None without a baseline."""
 
 
-def add_sides(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_reports(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Declare `BASE HEAD`."""
     nargs = "?" if optional else None
     parser.add_argument("base", metavar="BASE", nargs=nargs, help=f"the baseline: {REFERENCE}")
-    parser.add_argument("head", metavar="HEAD", nargs=nargs, help="the candidate, named likewise")
+    parser.add_argument("head", metavar="HEAD", nargs=nargs, help="the candidate, named in the same ways")
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
-    """Declare what decides on verdicts beside the reports: policy, day, calibration, store."""
+    """Declare the policy, the day, the calibration and the store, on which verdicts depend."""
     parser.add_argument(
         "--policy",
         metavar="FILE",
         type=Path,
-        help="a policy, as TOML, also git:REV:PATH (default: [tool.llmgpu.gate] of the next pyproject.toml that has "
-        "one, from here up to the repository's root, else the built-in one)",
+        help="TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
+        "has this table, up to the root of the repository; without one, the built-in policy)",
     )
     parser.add_argument(
-        "--today", metavar="DATE", type=_date, help="day on which known regressions expire (default: today, UTC)"
+        "--today", metavar="DATE", type=_date, help="day for the expiry of known regressions (default: today, UTC)"
     )
     parser.add_argument(
         "--calibration",
         metavar="FILE",
         type=Path,
-        help="noise between launches, also git:REV:PATH (default: what llmgpu calibrate keeps of the candidate's "
-        "machine in the store)",
+        help="file with the noise between launches, or git:REV:PATH (default: the one that llmgpu calibrate wrote to "
+        "the store for the candidate's machine)",
     )
     parser.add_argument(
         "--in-turn",
         action="store_true",
-        help="the sides were launched in turn, as llmgpu ab does: what sessions differ by counts for nothing",
+        help="launches of the two reports alternated, as in llmgpu ab: ignore the noise between sessions",
     )
     add_storage(parser)
 
 
 def policy_of(arguments: argparse.Namespace) -> Policy:
-    """Return the policy in force: of the file, with what the command line says otherwise; ValueError in one line."""
+    """Return the policy in force: the file, overridden by the command line; ValueError in one line."""
     from pytest_llmgpu.gate import policy_file
     from pytest_llmgpu.gate.policy import switched
 
@@ -73,12 +74,12 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     """Read BASE and HEAD and judge them.
 
     Args:
-        arguments: of `add_sides` and `add_rules`.
-        policy: what `policy_of` returned.
-        may_lack_base: whether a baseline that is not there passes as none. A broken one never does.
+        arguments: the parsed arguments of `add_reports` and `add_rules`.
+        policy: the policy in force.
+        may_lack_base: whether the baseline may be absent. A broken one is always an error.
 
     Raises:
-        ValueError: one line: what cannot be read.
+        ValueError: one line: a file cannot be read.
     """
     import msgspec
 
@@ -95,14 +96,14 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
         found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
     if base is None:
         return Judged(found, None)
-    noise = noise_in_words(arguments, head)
+    noise = describe_noise(arguments, head)
     return Judged(found, f"{noise}\n{policy_file.in_words(_policy_path(arguments))}")
 
 
 def verdicts_of(
     arguments: argparse.Namespace, policy: Policy, base: Report | None, head: Report, baseline: Baseline | None
 ) -> Verdicts:
-    """Return what the gate says of a report, by the day and the calibration of `add_rules`; see `gate.judge`.
+    """Return the gate's verdicts with the day and the calibration of `add_rules`; see `gate.judge`.
 
     Raises:
         ValueError: one line: the calibration cannot be read.
@@ -114,7 +115,7 @@ def verdicts_of(
 
 
 def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
-    """Return the day and the calibration to judge a report with, as the command line says or as they are at hand."""
+    """Return the day and the calibration to judge a report with: the given ones, or the defaults of `add_rules`."""
     from pytest_llmgpu.gate.timing import calibration_file
 
     today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
@@ -122,8 +123,8 @@ def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date
     return today, noise.of_one_session() if noise is not None and arguments.in_turn else noise
 
 
-def noise_in_words(arguments: argparse.Namespace, head: Report) -> str:
-    """Return that calibration for people; see `calibration_files.in_words`."""
+def describe_noise(arguments: argparse.Namespace, head: Report) -> str:
+    """Return the lines that name the calibration in force; see `calibration_file.in_words`."""
     from pytest_llmgpu.gate.timing import calibration_file
 
     words = calibration_file.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
@@ -141,15 +142,15 @@ def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -
     from pytest_llmgpu.store import references
 
     try:
-        return source(arguments.base, arguments, beside=head)
+        return source(arguments.base, arguments, same_machine_as=head)
     except references.AbsentError as error:
         if may_lack_base:
             return None
-        raise ValueError(f"{error}; --allow-no-baseline lets a first run pass") from None
+        raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None
 
 
 def _date(text: str) -> datetime.date:
     try:
         return datetime.date.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no day such as 2026-01-31") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date such as 2026-01-31") from None

@@ -1,4 +1,4 @@
-"""Commands that measure, run by a command of ours: one launch after another, each with a report and a log that stay."""
+"""Launches of a measuring command by `llmgpu ab` and `llmgpu calibrate`, each with a report and a log that are kept."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ from pytest_llmgpu.cli.output import show
 if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["check", "count", "ending", "kept", "launch"]
+__all__ = ["check", "count", "describe_ending", "kept", "launch"]
 
 _JSON = "--llmgpu-json"
-_RED_IS_FINE = (0, 1)
-"""Statuses of pytest after which the report speaks: a test that failed has its outcome there."""
+_COMPLETE = (0, 1)
+"""Exit statuses of pytest with a complete report: a failed test has its outcome in it."""
 
-_MOST = 1000  # as many as statistics knows of
+_MOST = 1000
+"""Most launches, which is the limit of the gate's statistics."""
 
 
 def check(command: Sequence[str]) -> None:
-    """Refuse what each launch gets of its own; ValueError in one line."""
+    """Raise ValueError if the command has an option that each launch sets."""
     if any(part == _JSON or part.startswith(f"{_JSON}=") for part in command):
-        raise ValueError(f"{_JSON}: each launch gets one of its own; leave it out")
+        raise ValueError(f"{_JSON}: each launch sets its own; remove it from COMMAND")
 
 
 def count(text: str) -> int:
-    """Return a number of launches, as argparse has it."""
+    """Return a number of launches, for argparse."""
     if not text.isdecimal() or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number from 1 to {_MOST} is needed")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {_MOST}")
     return int(text)
 
 
 def kept(parent: Path, name: str = "") -> Path:
-    """Make a folder of its own for the reports and logs, called like this and the time; ValueError in one line."""
+    """Create a new folder for reports and logs, named after `name` and the time; ValueError in one line."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    called = f"{name}_{now}" if name else now
+    stem = f"{name}_{now}" if name else now
     for number in itertools.count(1):
-        path = parent / (called if number == 1 else f"{called}-{number}")
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(parents=True)
             (path / "launches").mkdir()
         except FileExistsError:
-            continue  # another one of this second
+            continue  # another run began in the same second
         except OSError as error:
-            raise ValueError(f"{path}: cannot be made: {error.strerror}") from None
+            raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
         break
     return path.resolve()
 
@@ -67,15 +68,15 @@ def launch(
     """Run one launch to its end and return its report.
 
     Args:
-        command: what measures, such as `pytest benchmarks`.
-        name: of the launch.
-        folder: where it runs.
-        environ: its environment variables.
-        into: what `kept` returned.
-        deselected: node ids that are not to run.
+        command: the measuring command, such as `pytest benchmarks`.
+        name: the name of the launch, for its report and its log.
+        folder: the working directory.
+        environ: all environment variables.
+        into: the folder that `kept` returned.
+        deselected: node ids of tests that are left out.
 
     Raises:
-        ValueError: it cannot be run, or ends without a report; one line that names its log.
+        ValueError: one line: the command cannot be run, or it ended without a complete report.
     """
     from pytest_llmgpu.cli import subprocesses
     from pytest_llmgpu.report import file
@@ -85,16 +86,16 @@ def launch(
     whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
     status = subprocesses.run(whole, folder, environ, log)
     show(f"{name}  {time.monotonic() - began:.1f} s")
-    if status not in _RED_IS_FINE or not path.exists():
-        nothing = " without a report" * (not path.exists())
-        raise ValueError(f"{name}: {shlex.join(command)} ended{nothing} with {ending(status, log)}")
+    if status not in _COMPLETE or not path.exists():
+        without = "" if path.exists() else " without a report"
+        raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
     return file.load(path)
 
 
-def ending(status: int, log: Path) -> str:
-    """Return how a command ended: its status, and what it said last."""
+def describe_ending(status: int, log: Path) -> str:
+    """Return the exit status of a command, the last line of its output and the path of its log."""
     from pytest_llmgpu.cli import subprocesses
 
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    said = subprocesses.last_line(log)
-    return f"{how}{f': {said}' if said else ''}; see {log}"
+    last = subprocesses.last_line(log)
+    return f"{how}{f': {last}' if last else ''}; see {log}"

@@ -1,4 +1,4 @@
-"""What commands print."""
+"""The output of commands."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["as_json", "color", "save", "show"]
 
 
 def show(text: str) -> None:
-    """Print to stdout at once.
+    """Print to stdout without buffering.
 
-    A reader that has seen enough, `head` say, changes nothing: the command goes on to its exit status.
+    If the reader of a pipe, such as `head`, has ended, the command continues to its exit status.
 
     Raises:
-        ValueError: the output cannot be written: a full disk must not pass as an answer.
+        ValueError: the output cannot be written, for example because the disk is full.
     """
     try:
         print(text, flush=True)
@@ -27,17 +27,17 @@ def show(text: str) -> None:
 
 
 def as_json(record: object) -> str:
-    """Return a record as indented JSON, for people and `--json`."""
+    """Return a record as indented JSON."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
 
 
 def save(text: str, path: Path) -> None:
-    """Write text to a file, with its folder if need be.
+    """Write text to a file and create its folder if it does not exist.
 
     Raises:
-        ValueError: it cannot be written; one line that names it.
+        ValueError: one line: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,10 +47,10 @@ def save(text: str, path: Path) -> None:
 
 
 def color() -> bool:
-    """Return whether what is printed may hold colours: on a terminal, unless NO_COLOR is set."""
+    """Return whether the output may have colours: stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _discard_the_rest() -> None:
-    # Else Python tries again at its exit, and complains.
+    # Python flushes stdout again at exit; without this it would report the error a second time.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What a command of `llmgpu` is; a new one is a new file in `commands`."""
+"""The protocol of a command of `llmgpu`; a new command is a new file in `commands`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ __all__ = ["Command"]
 
 
 class Command(Protocol):
-    """One command. Its file is imported for every `llmgpu`, so what is heavy is imported in `run`."""
+    """One command. Every `llmgpu` imports its file; heavy modules are therefore imported in `run`."""
 
     @property
     def name(self) -> str:
-        """The word on the command line."""
+        """Return the word on the command line."""
 
     @property
     def help(self) -> str:
-        """One line for `llmgpu --help`."""
+        """Return the line in `llmgpu --help`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare what may follow the command; see `arguments` for what several commands take."""
+        """Declare the arguments of the command; `cli.arguments` has those of several commands."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it and return the exit status. What it prints goes through `output.show`.
+        """Run the command and return the exit status. All output goes through `output.show`.
 
         Raises:
-            ValueError: one line, with which `llmgpu` exits with 2.
+            ValueError: one line; `llmgpu` prints it and exits with 2.
         """

@@ -1,4 +1,4 @@
-"""How a command is run in a worktree and ended: its output goes to a file; Ctrl-C ends it before us."""
+"""A measuring command as a child process: its output goes to a log, and Ctrl-C ends it before this process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 __all__ = ["interruptible", "last_line", "run"]
 
 _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
-"""How a command is asked to end, and how long it may take: pytest writes its report after the first."""
+"""The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
 
 
 def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: Path) -> int:
     """Run a command to its end and return its exit status, negative for the signal that ended it.
 
-    It runs in a session of its own, without a terminal: what is typed there is for this process only, which ends the
-    command before it ends itself.
+    The command runs in a session of its own without a terminal. Ctrl-C reaches only this process, which ends the
+    command first.
 
     Args:
-        command: program and arguments; the program is looked for in the PATH of `environ`.
-        folder: working directory.
+        command: program and arguments; the PATH of `environ` is searched for the program.
+        folder: the working directory.
         environ: all environment variables.
-        log: file that stdout and stderr go to; it is added to.
+        log: the file to which stdout and stderr are appended.
 
     Raises:
-        ValueError: the program cannot be started; one line.
+        ValueError: one line: the program cannot be started.
     """
     with log.open("ab") as output:
         try:
@@ -51,7 +51,7 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Have SIGTERM, with which a CI system cancels a job, end things as Ctrl-C does."""
+    """Treat SIGTERM, with which a CI system cancels a job, like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -60,7 +60,7 @@ def interruptible() -> Iterator[None]:
 
 
 def last_line(log: Path, most_bytes: int = 65536) -> str:
-    """Return the last line of a log that is not empty; empty where there is none."""
+    """Return the last line of a log that is not blank; an empty string if there is none."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - most_bytes))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
@@ -68,9 +68,9 @@ def last_line(log: Path, most_bytes: int = 65536) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it started, asking first; each further Ctrl-C asks more strongly."""
+    """End a command and its children; each further Ctrl-C proceeds to the next signal."""
     if process.poll() is not None:
-        # What it has left running would be measured with the next command.
+        # Children that still run would disturb the next measurement.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return

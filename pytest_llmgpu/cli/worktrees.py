@@ -1,4 +1,4 @@
-"""Two commits side by side: git worktrees outside the user's own tree, which stays as it is, and removed at the end."""
+"""Commits checked out in temporary git worktrees; the user's own working tree is not touched."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from pytest_llmgpu.store import git
 
 __all__ = ["Worktree", "changed", "checked_out", "environment"]
 
-_HERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
-"""Variables with which a git hook says which tree it runs for; they would send git to that one from anywhere."""
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+"""Variables that a git hook sets for its own repository; git would use that repository in every folder."""
 
 
 class Worktree(NamedTuple):
     """A commit that is checked out in a folder of its own."""
 
     reference: str
-    """As it was asked for."""
+    """The commit as the user named it."""
     sha: str
+    """The hash of the commit."""
     root: Path
-    """Of the worktree."""
+    """The root of the worktree."""
     folder: Path
-    """Where the user stands, in this worktree: commands run there."""
+    """The user's working directory within the worktree; commands run there."""
     repository: Path
-    """Root of the user's own tree."""
+    """The root of the user's own working tree."""
 
 
 @contextmanager
 def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[list[Worktree]]:
-    """Check commits out, each in a worktree of its own; remove them at the end, whatever ended it.
+    """Check out each commit in a worktree of its own, and remove the worktrees at the end, also after an error.
 
-    They are made in the folder for temporary files, which TMPDIR names: each is as large as the tree and its
+    They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
     environment. Hooks of the repository do not run.
 
     Args:
-        references: what git calls the commits; two may be the same.
-        folder: where the user stands.
+        references: names of the commits for git; two may be equal.
+        folder: the user's working directory.
 
     Raises:
-        ValueError: no repository, no such commit, or a commit without that folder; one line.
+        ValueError: one line: there is no repository or no such commit, or the commit does not have that folder.
     """
     repository = Path(_git(folder, "rev-parse", "--show-toplevel").removesuffix("\n"))
     inside = _git(folder, "rev-parse", "--show-prefix").removesuffix("\n")
@@ -60,28 +61,28 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
             made.append(root)
             _git(folder, "worktree", "add", "--quiet", "--detach", str(root), sha)
             if not (root / inside).is_dir():
-                raise ValueError(f"{reference} has no folder {inside!r}, where the command should run")
+                raise ValueError(f"commit {reference} has no folder {inside!r}, in which the command would run")
             trees.append(Worktree(reference, sha, root, root / inside, repository))
         yield trees
     finally:
-        with _undisturbed():
+        with _signals_ignored():
             for root in made:
                 _remove(folder, root)
             shutil.rmtree(parent, ignore_errors=True)
 
 
 def changed(folder: Path) -> bool:
-    """Return whether the user's tree has changes that no commit has: they are in no worktree."""
+    """Return whether the user's working tree has uncommitted changes; the worktrees do not have them."""
     return bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
 def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables of commands that run in a worktree.
 
-    Its `.venv` comes first in PATH if there is one. What PYTHONPATH has of the user's own tree is that of the worktree.
-    LLMGPU_BRANCH is the commit as it was asked for: a CI system's variables name the branch of one side only.
+    Its `.venv`, if there is one, comes first in PATH. Entries of PYTHONPATH in the user's own tree become those of the
+    worktree. LLMGPU_BRANCH is the commit as the user named it, because a CI system's variables name only one branch.
     """
-    found = {name: value for name, value in environ.items() if name not in _HERE}
+    found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
     found["LLMGPU_BRANCH"] = tree.reference
     if "PYTHONPATH" in found:
         found["PYTHONPATH"] = os.pathsep.join(_moved(entry, tree) for entry in found["PYTHONPATH"].split(os.pathsep))
@@ -104,31 +105,31 @@ def _moved(entry: str, tree: Worktree) -> str:
 
 def _commit(reference: str, folder: Path) -> str:
     if reference.startswith("-") or not reference.strip():
-        raise ValueError(f"{reference!r} is no commit: a branch, a tag or the beginning of a commit is needed")
+        raise ValueError(f"{reference!r} is not a commit: give a branch, a tag or the first digits of a commit")
     try:
         return _git(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
     except ValueError:
-        raise ValueError(f"git knows no commit {reference!r} here; it may have to be fetched first") from None
+        raise ValueError(f"git has no commit {reference!r} here; fetch it first if it is on a remote") from None
 
 
 def _remove(folder: Path, root: Path) -> None:
-    """Remove a worktree and what git knows of it, also where it was made in part or is gone already."""
-    shutil.rmtree(root, ignore_errors=True)  # first, since git stops at a file that it cannot remove
+    """Remove a worktree and git's record of it, also if it is incomplete or already removed."""
+    shutil.rmtree(root, ignore_errors=True)  # first, because git stops at a file that it cannot remove
     try:
         _git(folder, "worktree", "remove", "--force", "--force", str(root))
     except ValueError:
-        return  # it was never made
+        return  # git has no record of it
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    environ = {name: value for name, value in os.environ.items() if name not in _HERE}
-    # Without hooks: checking a commit out must run nothing of the user's.
+    environ = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    # Without hooks: a checkout must not run code of the repository.
     return git.output(folder, "-c", f"core.hooksPath={os.devnull}", *arguments, environ=environ)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let nobody end what is under way, neither with Ctrl-C nor with SIGTERM; git inherits that."""
+def _signals_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM; git processes inherit that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -25,8 +25,8 @@ def _run(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Completed
     return subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
-def test_schema_prints_the_reports_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed is a JSON Schema, and nothing else is."""
+def test_schema_prints_the_schema_of_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stdout is a JSON Schema and nothing else."""
     assert main(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator.check_schema(printed)
@@ -34,13 +34,13 @@ def test_schema_prints_the_reports_schema(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_version_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line for bug reports."""
+    """It is one line."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}\n"
 
 
 def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Help is no error."""
+    """The exit status is 0."""
     monkeypatch.setenv("COLUMNS", "200")  # argparse wraps long help
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
@@ -63,7 +63,7 @@ def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It names what is wrong, or what there is."""
+    """The line names the wrong argument or the allowed ones."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -74,19 +74,19 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, caps
     assert named in printed.err
 
 
-def test_where_an_error_was_raised_is_shown_on_demand(
+def test_an_error_has_a_traceback_on_demand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bug's ValueError looks like the user's otherwise; the last line and the exit status stay."""
+    """It distinguishes a bug from bad input; the last line and the exit status are the same."""
     monkeypatch.setenv("LLMGPU_DEBUG", "0")
     assert main(["list", "--storage", "nowhere"]) == 2
     line = capsys.readouterr().err
-    assert line == "llmgpu: storage nowhere: is no folder\n"
+    assert line == "llmgpu: storage nowhere: is not a folder\n"
     monkeypatch.setenv("LLMGPU_DEBUG", "1")
     assert main(["list", "--storage", "nowhere"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback ")
-    assert shown.endswith(f"\nValueError: storage nowhere: is no folder\n{line}")
+    assert shown.endswith(f"\nValueError: storage nowhere: is not a folder\n{line}")
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
@@ -100,7 +100,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 
 def test_output_that_cannot_be_written_is_one_line_and_exit_2() -> None:
-    """A full disk does not pass as a schema."""
+    """A full disk is an error."""
     with Path("/dev/full").open("w") as full:
         done = _run("schema", stdout=full.fileno())
     assert done.returncode == 2
@@ -108,7 +108,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_2() -> None:
 
 
 def test_a_reader_that_leaves_early_does_not_change_the_exit_status(tmp_path: Path) -> None:
-    """A status that means something is not lost to `head`: a broken report is still said by it."""
+    """A broken report still gives exit status 2 if `head` has ended."""
     save(measured(), tmp_path)
     save(measured(), tmp_path).write_bytes(b"{")
     code = (
@@ -123,7 +123,7 @@ def test_a_reader_that_leaves_early_does_not_change_the_exit_status(tmp_path: Pa
 
 
 def test_every_file_of_commands_is_a_command() -> None:
-    """A command is added as one file: it has a name, a help of one line, and is found."""
+    """A command is added as one file; it has a name and one line of help."""
     files = {path.stem for path in Path(cli.__file__).parent.joinpath("commands").glob("*.py")} - {"__init__"}
     known = commands()
     assert {command.name for command in known} == files
@@ -131,7 +131,7 @@ def test_every_file_of_commands_is_a_command() -> None:
 
 
 def test_list_shows_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a report."""
+    """Each report is one line."""
     save(measured(), tmp_path, "base")
     assert main(["list", "--storage", str(tmp_path)]) == 0
     printed = capsys.readouterr()
@@ -141,8 +141,8 @@ def test_list_shows_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert line.split()[:2] == ["0001", "base"]
 
 
-def test_list_names_what_cannot_be_read_and_shows_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A broken file costs its own line only, and the exit status says that the list is not whole."""
+def test_list_names_a_broken_report_and_shows_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status shows that the list is incomplete."""
     broken = save(measured(), tmp_path)
     save(measured(), tmp_path)
     broken.write_bytes(b"{")
@@ -152,13 +152,15 @@ def test_list_names_what_cannot_be_read_and_shows_the_rest(tmp_path: Path, capsy
     assert printed.err == f"llmgpu: report {broken}: is not valid JSON: Input data was truncated\n"
 
 
-def test_list_looks_into_the_default_store(
+def test_list_reads_the_default_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty one is no error, and help names the folder that is looked into."""
+    """An empty store is no error, and help names the folder."""
     monkeypatch.chdir(tmp_path)
     assert main(["list"]) == 0
-    assert capsys.readouterr().out == "the store .llmgpu is empty; --llmgpu-save keeps a run in it\n"
+    assert (
+        capsys.readouterr().out == "the store .llmgpu is empty; pytest --llmgpu-save keeps the report of a run in it\n"
+    )
     save(measured(), DEFAULT)
     assert main(["list"]) == 0
     assert "0001" in capsys.readouterr().out
@@ -167,8 +169,8 @@ def test_list_looks_into_the_default_store(
     assert f"(default: {DEFAULT})" in capsys.readouterr().out
 
 
-def test_show_prints_what_the_terminal_showed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tables and the findings, under a line that says which report it is."""
+def test_show_prints_the_tables_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line names the report, and the tables and findings are those of the terminal."""
     report = measured()
     report.cases[0].findings = [Finding(code="x", severity="warning", text="It is slow.", next_step="Look.")]
     report.session = Session(complete=False)
@@ -184,10 +186,10 @@ def test_show_prints_what_the_terminal_showed(tmp_path: Path, capsys: pytest.Cap
     "arguments",
     [["show", "nope"], ["show", "missing.json"], ["show", "git:x"], ["show", "broken.json"], ["list", "--storage=no"]],
 )
-def test_what_cannot_be_read_is_one_line_and_exit_2(
+def test_unreadable_input_is_one_line_and_exit_2(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Never a traceback, nothing on stdout."""
+    """Stdout is empty and there is no traceback."""
     monkeypatch.chdir(tmp_path)
     Path("broken.json").write_bytes(b"[" * 1000)
     assert main(arguments) == 2
@@ -197,8 +199,8 @@ def test_what_cannot_be_read_is_one_line_and_exit_2(
     assert printed.err.count("\n") == 1
 
 
-def test_nothing_is_needed_that_only_measuring_needs(tmp_path: Path) -> None:
-    """On a laptop without torch and without pytest every command works; none of what is missing is even tried."""
+def test_commands_work_without_torch_and_pytest(tmp_path: Path) -> None:
+    """No command imports a package that only measuring needs."""
     save(measured(), tmp_path)
     code = """
 import sys
@@ -225,8 +227,8 @@ assert main(["schema"]) == main(["list", *storage]) == main(["show", "1", *stora
     assert "OoM" in done.stdout
 
 
-def test_help_imports_no_more_than_it_needs() -> None:
-    """`llmgpu --help` is at once there: what is heavy waits for the command that needs it."""
+def test_help_imports_no_heavy_module() -> None:
+    """Heavy modules are imported by the command that needs them."""
     code = (
         "import sys; from pytest_llmgpu.cli import main; heavy = {'msgspec', 'tabulate', 'pytest_llmgpu.report.file'}\n"
         "try: main(['--help'])\n"

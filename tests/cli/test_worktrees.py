@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.cli import subprocesses, worktrees
+from pytest_llmgpu.cli import subprocesses
 from pytest_llmgpu.cli.subprocesses import interruptible, last_line, run
 from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment
 
@@ -22,7 +23,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of two commits, of which the second has a folder more; temporary files go beside it."""
+    """A repository with two commits, the second with one more folder; temporary files are outside it."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -40,7 +41,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _left(repository: Path) -> tuple[list[str], int]:
-    """Return what is left of worktrees: temporary files, and how many trees git knows."""
+    """Return the remaining temporary files and the number of worktrees that git lists."""
     return [path.name for path in (repository.parent / "tmp").iterdir()], len(
         _git(repository, "worktree", "list").splitlines()
     )
@@ -55,7 +56,7 @@ def _state(repository: Path) -> tuple[str, str, str]:
 
 
 def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
-    """Each as it was committed; the user's tree keeps its branch and its changes, and nothing is left."""
+    """The user's tree keeps its branch and its changes, and no worktree remains."""
     (repository / "speed").write_text("changed")
     before = _state(repository)
     with checked_out(["main~1", "main"], repository) as trees:
@@ -70,16 +71,16 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     assert (repository / "speed").read_text() == "changed"
 
 
-def test_one_commit_can_be_both_sides(repository: Path) -> None:
-    """A against A shows what the noise is; a tree without changes has none."""
+def test_both_commits_may_be_the_same(repository: Path) -> None:
+    """Each gets its own worktree."""
     with checked_out(["main", "main"], repository) as (one, other):
         assert one.root != other.root
         assert one.sha == other.sha
     assert not changed(repository)
 
 
-def test_commands_run_where_the_user_stands(repository: Path) -> None:
-    """In the same folder of each worktree; a commit without that folder is refused, and nothing is left."""
+def test_commands_run_in_the_users_folder(repository: Path) -> None:
+    """A commit without that folder is refused, and no worktree remains."""
     with checked_out(["main", "main"], repository / "sub") as trees:
         assert [(tree.folder / "speed").read_text() for tree in trees] == ["2", "2"]
     with pytest.raises(ValueError, match="main~1 has no folder 'sub/'"), checked_out(["main~1"], repository / "sub"):
@@ -89,25 +90,25 @@ def test_commands_run_where_the_user_stands(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "reason"),
-    [("nowhere", "git knows no commit 'nowhere'"), ("--all", "'--all' is no commit"), ("", "'' is no commit")],
+    [("nowhere", "git has no commit 'nowhere'"), ("--all", "'--all' is not a commit"), ("", "'' is not a commit")],
 )
-def test_what_is_no_commit_is_refused(repository: Path, reference: str, reason: str) -> None:
-    """One line, before anything is made."""
+def test_an_unknown_commit_is_refused(repository: Path, reference: str, reason: str) -> None:
+    """It is one line, before a worktree is created."""
     with pytest.raises(ValueError, match=reason), checked_out(["main", reference], repository):
         pass
     assert _left(repository) == ([], 1)
 
 
 def test_a_folder_outside_a_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In git's own words, in one line."""
+    """The message is git's own line."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(ValueError, match=r"^git: fatal: not a git repository"), checked_out(["main"], tmp_path):
         pass
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, ValueError, SystemExit])
-def test_worktrees_are_removed_whatever_happens(repository: Path, trouble: type[BaseException]) -> None:
-    """With all that was built in them, although git would keep what it does not know."""
+def test_worktrees_are_removed_after_any_error(repository: Path, trouble: type[BaseException]) -> None:
+    """Files that were created in them are removed too."""
 
     def measure() -> None:
         with checked_out(["main~1", "main"], repository) as trees:
@@ -122,29 +123,29 @@ def test_worktrees_are_removed_whatever_happens(repository: Path, trouble: type[
 
 
 def test_a_second_interrupt_does_not_stop_the_removal(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Someone who presses Ctrl-C twice has no worktrees left either; afterwards it works again."""
-    remove = worktrees._remove
+    """After the removal, Ctrl-C works as before."""
+    remove = shutil.rmtree
 
-    def interrupted(folder: Path, root: Path) -> None:
+    def interrupted(path: Path, *, ignore_errors: bool) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        remove(folder, root)
+        remove(path, ignore_errors=ignore_errors)
 
-    monkeypatch.setattr(worktrees, "_remove", interrupted)
+    monkeypatch.setattr("shutil.rmtree", interrupted)
     with checked_out(["main~1", "main"], repository):
         pass
     assert _left(repository) == ([], 1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_worktree_that_is_gone_is_forgotten(repository: Path) -> None:
-    """Somebody who cleans up temporary files leaves no entry in the repository."""
+def test_a_worktree_that_was_removed_leaves_no_record(repository: Path) -> None:
+    """A clean-up of temporary files leaves no entry in the repository."""
     with checked_out(["main"], repository) as (tree,):
         subprocess.run(["rm", "-r", str(tree.root)], check=True)
     assert _left(repository) == ([], 1)
 
 
 def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
-    """Checking a commit out runs nothing of the user's, and is not misled by the hook it runs in."""
+    """GIT_DIR of a hook that runs `llmgpu` is ignored."""
     hook = repository / ".git" / "hooks" / "post-checkout"
     hook.parent.mkdir(exist_ok=True)
     hook.write_text(f"#!/bin/sh\ntouch {repository}/ran\n")
@@ -157,7 +158,7 @@ def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
 
 
 def test_the_worktrees_environment_comes_first(tmp_path: Path) -> None:
-    """Its .venv in PATH, its copy of what PYTHONPATH names of the user's tree, its commit's name as the branch."""
+    """Its .venv is first in PATH, PYTHONPATH names its files, and LLMGPU_BRANCH its commit."""
     tree = Worktree("main", "a" * 40, tmp_path / "wt", tmp_path / "wt" / "sub", tmp_path / "own")
     given = {"PATH": "/bin", "PYTHONPATH": f"{tmp_path}/own/src:/other:", "PYTHONHOME": "/x", "HOME": "/h"}
     plain = environment(tree, given)
@@ -178,7 +179,7 @@ def _python(code: str) -> Sequence[str]:
 
 
 def test_a_command_runs_with_its_folder_environment_and_log(tmp_path: Path) -> None:
-    """What it prints goes to the log, both streams, and is added to it; its status is returned."""
+    """Both output streams are appended to the log, and the exit status is returned."""
     log = tmp_path / "log"
     log.write_text("before\n")
     code = (
@@ -191,8 +192,8 @@ def test_a_command_runs_with_its_folder_environment_and_log(tmp_path: Path) -> N
     assert last_line(log) == ""
 
 
-def test_a_command_is_looked_for_in_the_path_it_gets(tmp_path: Path) -> None:
-    """The worktree's pytest, not the one of whoever starts it; one that is nowhere is one line."""
+def test_a_command_is_searched_in_the_given_path(tmp_path: Path) -> None:
+    """A command that is not there is one line."""
     tool = tmp_path / "bin" / "measure"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\nexit 7\n")
@@ -204,7 +205,7 @@ def test_a_command_is_looked_for_in_the_path_it_gets(tmp_path: Path) -> None:
 
 
 def test_a_signal_is_a_negative_status(tmp_path: Path) -> None:
-    """A launch that was killed does not pass as one that ended."""
+    """A killed launch is not a completed one."""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert run(_python(code), tmp_path, {}, tmp_path / "log") == -signal.SIGKILL
 
@@ -220,8 +221,8 @@ while True:
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
-def test_ctrl_c_ends_the_command_before_us(tmp_path: Path, sent: str) -> None:
-    """It gets SIGINT once, whatever we got, and may write what it has before it ends."""
+def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str) -> None:
+    """The command gets SIGINT once and may write its report before it ends."""
     code = (
         "import os, signal\n"
         f"os.kill({os.getpid()}, signal.{sent})\n"
@@ -236,7 +237,7 @@ def test_ctrl_c_ends_the_command_before_us(tmp_path: Path, sent: str) -> None:
 
 
 def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First asked, then told, then killed: nothing goes on in a worktree that is removed."""
+    """It gets SIGINT, SIGTERM and SIGKILL in turn."""
     monkeypatch.setattr(
         subprocesses,
         "_GRACES_S",
@@ -250,7 +251,7 @@ def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pyt
 
 
 def test_worktrees_are_removed_outside_the_main_thread_too(repository: Path) -> None:
-    """Where signals cannot be held off."""
+    """Signals cannot be ignored there."""
     found = []
 
     def work() -> None:
@@ -264,8 +265,8 @@ def test_worktrees_are_removed_outside_the_main_thread_too(repository: Path) -> 
     assert _left(repository) == ([], 1)
 
 
-def test_what_a_command_has_left_running_is_ended(tmp_path: Path) -> None:
-    """It would load the machine while the next command is measured."""
+def test_children_of_a_command_are_ended(tmp_path: Path) -> None:
+    """They would disturb the next measurement."""
     pid = tmp_path / "pid"
     command = ["sh", "-c", f"sleep 600 & echo $! > {pid}"]
     assert run(command, tmp_path, dict(os.environ), tmp_path / "log") == 0

@@ -1,4 +1,4 @@
-"""The commands of `llmgpu`, one file each: a file that is here and has a `COMMAND` is a command."""
+"""The commands of `llmgpu`: each file in this folder defines one as `COMMAND`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["commands"]
 
 
 def commands() -> list[Command]:
-    """Return every command, by name."""
+    """Return all commands, sorted by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return [importlib.import_module(f"{__name__}.{name}").COMMAND for name in names]

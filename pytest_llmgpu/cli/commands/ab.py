@@ -1,4 +1,4 @@
-"""`llmgpu ab`: two commits measured in turn on this machine, and judged."""
+"""`llmgpu ab`: measure two commits alternately on this machine and judge the second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli import launches
-from pytest_llmgpu.cli.gate_arguments import add_rules, noise_in_words, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, describe_noise, rules_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
 
@@ -23,35 +23,37 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND"]
 
 _EPILOG = """\
-Each commit is checked out into a git worktree of its own under TMPDIR; your tree stays as it is. Launches alternate:
-base, head, base, head. Cases whose time stays inconclusive are measured again. The policy is the base commit's
-unless --policy names one, with its error rate split over the looks. The merged reports stay in .llmgpu/ab.
-Exit status as of llmgpu gate: 0 ok, 1 regressed, 2 bad usage or a launch without a report, 3 inconclusive where the
+Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
+head, base, head. Cases with inconclusive time are measured again. The policy is that of the base commit, or the file
+of --policy; its error rate is divided by the number of comparisons. The merged reports are kept in .llmgpu/ab. Exit
+status, as for llmgpu gate: 0 passed, 1 regressed, 2 bad usage or a launch without a report, 3 inconclusive and the
 policy fails on it, 4 not comparable, 5 nothing compared."""
 
 _KEPT = Path(".llmgpu") / "ab"
-_LETTERS = 8  # of a commit
+_LETTERS = 8
+"""Digits of a commit in the output."""
 
 
 class _Ab:
     name = "ab"
-    help = "measure two commits in turn and judge the second"
+    help = "measure two commits alternately and judge the second"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.epilog = _EPILOG
         parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
-        parser.add_argument("head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not in it")
+        parser.add_argument(
+            "head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not measured"
+        )
         parser.add_argument(
             "command",
             metavar="COMMAND",
             nargs="+",
-            help="after --: what measures, such as pytest benchmarks; it gets --llmgpu-json and, to measure again, "
-            "--deselect",
+            help="after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added",
         )
         parser.add_argument(
             "--setup",
             metavar="CMD",
-            help="shell command that makes each worktree's environment, such as 'python -m venv .venv && "
+            help="shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
             ".venv/bin/pip install .'; .venv/bin then comes first in PATH",
         )
         parser.add_argument(
@@ -63,10 +65,10 @@ class _Ab:
             type=int,
             choices=(0, 1, 2),
             default=2,
-            help="how often cases whose time is inconclusive are measured again: 0, 1 or 2 (default: 2)",
+            help="how often cases with inconclusive time are measured again: 0, 1 or 2 (default: 2)",
         )
         parser.add_argument(
-            "--on-inconclusive", choices=("pass", "fail"), help="whether what cannot be told fails (default: pass)"
+            "--on-inconclusive", choices=("pass", "fail"), help="result of inconclusive rows (default: pass)"
         )
         add_rules(parser)
         parser.set_defaults(in_turn=True)
@@ -89,7 +91,7 @@ class _Ab:
 
 
 class _Job:
-    """Two worktrees, and what is measured in them."""
+    """The measurement of two commits in their worktrees."""
 
     def __init__(self, arguments: argparse.Namespace, trees: Sequence[Worktree]) -> None:
         from pytest_llmgpu.cli import worktrees
@@ -101,16 +103,16 @@ class _Job:
         self.policy, self._policy_in_words = _policy(arguments, self._trees["base"])
         self.kept = launches.kept(_KEPT, "_".join(tree.sha[:_LETTERS] for tree in trees))
         self.judged_by = ""
-        """Where the noise and the policy that were judged by come from, for people."""
+        """The lines that name the noise estimate and the policy of the verdicts."""
 
     def prepare(self) -> None:
-        """Say what is going to be measured, and make each worktree's environment."""
+        """Print the commits and create the environment of each worktree."""
         from pytest_llmgpu.cli import subprocesses, worktrees
 
         for side, tree in self._trees.items():
             show(f"{side}  {tree.reference}  {tree.sha[:_LETTERS]}")
         if worktrees.changed(Path()):
-            show("note: your tree has changes that are not committed: they are not measured")
+            show("note: your uncommitted changes are not measured")
         setup = self._arguments.setup
         if setup is not None:
             for side, tree in self._trees.items():
@@ -118,13 +120,13 @@ class _Job:
                 status = subprocesses.run(("/bin/sh", "-c", setup), tree.folder, self._environments[side], log)
                 show(f"{side}-setup  {time.monotonic() - began:.1f} s")
                 if status:
-                    raise ValueError(f"{side}: --setup ended with {launches.ending(status, log)}")
+                    raise ValueError(f"{side}: --setup ended with {launches.describe_ending(status, log)}")
                 self._environments[side] = worktrees.environment(tree)
         if all("VIRTUAL_ENV" not in one or not _inside(one, tree) for one, tree in self._sides()):
-            show("note: no .venv in the worktrees: both commits run with what is installed here")
+            show("note: the worktrees have no .venv: both commits run in the current environment")
 
     def measured(self) -> Verdicts:
-        """Measure both sides and judge them, with the last verdicts in the head's report."""
+        """Measure both commits and return the last verdicts; the head's report has them too."""
         from pytest_llmgpu.gate import ab, policy_file
 
         (self.kept / "policy.toml").write_text(policy_file.dump(self.policy), encoding="utf-8")
@@ -154,7 +156,7 @@ class _Job:
         file.dump(both.base, self.kept / "base.json.gz")
         tree = self._trees["base"]
         today, noise = rules_of(self._arguments, both.head)
-        self.judged_by = f"{noise_in_words(self._arguments, both.head)}\n{self._policy_in_words}"
+        self.judged_by = f"{describe_noise(self._arguments, both.head)}\n{self._policy_in_words}"
         both.head.verdicts = judge.judge(
             both.base,
             both.head,
@@ -171,9 +173,9 @@ class _Job:
 
 
 def _policy(arguments: argparse.Namespace, base: Worktree) -> tuple[Policy, str]:
-    """Return the policy for one look, and where it is from, in words.
+    """Return the policy for one comparison and the line that names it.
 
-    The file that was named, else the base's, since a change may not edit its bar.
+    It is the file of --policy or the base commit's: a change must not edit the thresholds that it is judged by.
     """
     from pytest_llmgpu.gate import policy_file
     from pytest_llmgpu.gate.ab import split

@@ -1,11 +1,11 @@
-"""`llmgpu calibrate`: measures how much a runner's times differ from launch to launch, for the gate to reckon with."""
+"""`llmgpu calibrate`: measure how much times differ between launches on a runner, for use by the gate."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,23 +13,25 @@ from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
+    from pytest_llmgpu.gate.timing.calibration import Measured
     from pytest_llmgpu.report.report import Report
 
 __all__ = ["COMMAND"]
 
 _EPILOG = """\
-Launches of the same commit on an otherwise idle machine: what differs between them is noise. The gate takes it from the
-store by itself, for reports of the same machine. Reports of one day are one session; those of several days tell by how
-much more two sides differ that are not measured in one."""
+Use launches of one commit on an idle machine: their differences are noise. The gate reads the result from the store for
+reports of the same machine. Reports of one day are one session. With reports of several days, the noise between
+sessions is estimated too."""
 
 _KEPT = "calibrate"
 
 
 class _Calibrate:
     name = "calibrate"
-    help = "keep a runner's noise between launches of the same thing, which the gate reads by itself"
+    help = "measure the noise between launches of one commit on this runner; the gate reads it"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s [options] REPORT [REPORT ...]\n       %(prog)s --launches N [options] -- COMMAND"
@@ -38,68 +40,79 @@ class _Calibrate:
             "words",
             metavar="REPORT | COMMAND",
             nargs="+",
-            help=f"one report with several launches a case, or several of the same cases: {REFERENCE}. With "
-            "--launches what measures, after --: such as pytest benchmarks",
+            help=f"one report with several launches per case, or several reports of the same cases: {REFERENCE}. With "
+            "--launches: the measuring command after --, such as pytest benchmarks",
         )
         parser.add_argument(
-            "--launches", metavar="N", type=launches.count, help="run COMMAND so many times, and keep its reports"
+            "--launches", metavar="N", type=launches.count, help="run COMMAND N times and keep its reports"
         )
         parser.add_argument(
-            "--output", metavar="FILE", type=Path, help="where to write (default: beside the machine's reports)"
+            "--output",
+            metavar="FILE",
+            type=Path,
+            help="file to write (default: in the folder of the machine's reports)",
         )
         add_storage(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from tabulate import tabulate
-
-        from pytest_llmgpu.analysis import launch_findings, launch_merging
+        from pytest_llmgpu.analysis import launch_merging
         from pytest_llmgpu.gate.timing import calibration, calibration_file
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
-        # What runs the launches itself is one session, though it may see midnight.
+        # With --launches all launches are one session, even if they run past midnight.
         days = _by_day([one for _, one in found]) if arguments.launches is None else []
         sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
         measured = calibration.measure(*sessions)
         path = arguments.output or calibration_file.default_path(storage_of(arguments), measured.machine)
         try:
-            replaced = _put_aside(path)
+            previous = _copied(path)
             calibration_file.dump(measured, path)
         except OSError as error:
             raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
-        kept = measured.time.values()
-        rows = [
-            (noise.id, noise.launches, _pct(noise.sd), _pct(noise.cautious), noise.sessions)
-            + ((_pct(noise.session_sd), _pct(noise.cautious_session)) if len(sessions) > 1 else ())
-            for noise in kept
-        ]
-        columns = ("case", "launches", "noise", "counts as", "sessions", "between them", "counts as")
-        lines = [tabulate(rows, columns[: len(rows[0])], disable_numparse=True), ""]
-        lines.append(f"written: {path}{f' (the one before is {replaced})' if replaced else ''}")
-        if far_apart := launch_findings.far_apart(report.cases):
-            lines.append(far_apart)
-        if len(sessions) == 1:
-            lines.append(calibration_file.ONE_SESSION)
-        enough, least = calibration.ENOUGH, calibration.LEAST
-        if few := sum(noise.launches < enough for noise in kept):
-            lines.append(f"{few:,} of them have fewer than {enough} launches: more tell the noise better")
-        if left := sum(result.key not in measured.time for result in report.cases):
-            lines.append(f"left out: {left:,} without {least} undisturbed launches of the same batches")
-        show("\n".join(lines))
+        show("\n".join(_text(measured, report, path, previous, several=len(sessions) > 1)))
         return 0
 
 
-def _put_aside(path: Path) -> Path | None:
-    """Keep a calibration that is there under another name: its launches may have taken hours. Return that name."""
+def _text(measured: Measured, report: Report, path: Path, previous: Path | None, *, several: bool) -> Iterator[str]:
+    """Yield the lines on a calibration: its table, its file, and how it could be better."""
+    from tabulate import tabulate
+
+    from pytest_llmgpu.analysis import launch_findings
+    from pytest_llmgpu.gate.timing import calibration, calibration_file
+
+    columns = ["case", "launches", "noise", "used", "sessions", "between sessions", "used"]
+    noises = measured.time.values()
+    rows = [
+        [noise.id, noise.launches, _pct(noise.sd), _pct(noise.cautious), noise.sessions]
+        + ([_pct(noise.session_sd), _pct(noise.cautious_session)] if several else [])
+        for noise in noises
+    ]
+    yield tabulate(rows, columns if several else columns[:5], disable_numparse=True)
+    yield ""
+    yield f"written: {path}{f' (previous: {previous})' if previous else ''}"
+    if far_apart := launch_findings.far_apart(report.cases):
+        yield far_apart
+    if not several:
+        yield calibration_file.ONE_SESSION
+    if few := sum(noise.launches < calibration.ENOUGH for noise in noises):
+        yield f"{plural(few, 'case')} with fewer than {calibration.ENOUGH} launches: add launches for a better estimate"
+    if left := sum(result.key not in measured.time for result in report.cases):
+        cases = plural(left, "case")
+        yield f"left out: {cases} with fewer than {calibration.LEAST} undisturbed launches of the same batches"
+
+
+def _copied(path: Path) -> Path | None:
+    """Copy an existing calibration, whose launches may have taken hours, and return the path of the copy."""
     if not path.exists():
         return None
-    kept = path.with_name(f"{path.stem}-before{path.suffix}")
-    shutil.copyfile(path, kept)
-    return kept
+    copy = path.with_name(f"{path.stem}-before{path.suffix}")
+    shutil.copyfile(path, copy)
+    return copy
 
 
 def _by_day(reports: Sequence[Report]) -> list[list[Report]]:
-    """Return the reports of each day: a machine is another from day to day, and seldom within one."""
+    """Return the reports of each day, which are one session."""
     days: dict[str, list[Report]] = {}
     for report in reports:
         days.setdefault(report.created[: len("2026-01-31")], []).append(report)
@@ -116,12 +129,12 @@ def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
 
 
 def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
-    """Run the command as often as asked for; return each launch's name and report."""
+    """Run the command as often as --launches says; return each launch's name and report."""
     from pytest_llmgpu.cli import subprocesses
     from pytest_llmgpu.gate.timing import calibration
 
     if arguments.launches < calibration.LEAST:
-        raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} are needed to differ")
+        raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} launches are needed")
     launches.check(arguments.words)
     into = launches.kept(storage_of(arguments) / _KEPT)
     with subprocesses.interruptible():

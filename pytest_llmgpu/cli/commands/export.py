@@ -1,4 +1,4 @@
-"""`llmgpu export`: a report in the format of another tool or page."""
+"""`llmgpu export`: write a report in the format of another tool or page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import save, show
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.render.exports import FORMATS
-from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND"]
 
@@ -27,23 +26,29 @@ class _Export:
         parser.add_argument("head", metavar="REPORT", help=REFERENCE)
         parser.add_argument("--output", metavar="PATH", default=_STDOUT, help="file to write (default: -, stdout)")
         judges = parser.add_mutually_exclusive_group()
-        judges.add_argument("--baseline", dest="base", metavar="REF", help="judge the report and export its verdicts")
-        judges.add_argument("--verdicts", metavar="PATH", type=Path, help="export those that llmgpu gate --json wrote")
+        judges.add_argument(
+            "--baseline", dest="base", metavar="REF", help="judge the report against this one and export the verdicts"
+        )
+        judges.add_argument(
+            "--verdicts",
+            metavar="PATH",
+            type=Path,
+            help="export the verdicts in this file, which llmgpu gate --json wrote",
+        )
         add_rules(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.render.exports import export
 
-        with paused():
-            report = source(arguments.head, arguments).report()
-            if arguments.base is not None:
-                policy = policy_of(arguments)
-                report.verdicts = judged(arguments, policy, may_lack_base=policy.allow_no_baseline).verdicts
-            else:
-                refuse_rules(arguments, "--baseline")
-                if arguments.verdicts is not None:
-                    report.verdicts = read_verdicts(arguments.verdicts, report)
-            text = export(arguments.format).render(report)
+        report = source(arguments.head, arguments).report()
+        if arguments.base is not None:
+            policy = policy_of(arguments)
+            report.verdicts = judged(arguments, policy, may_lack_base=policy.allow_no_baseline).verdicts
+        else:
+            refuse_rules(arguments, "--baseline")
+            if arguments.verdicts is not None:
+                report.verdicts = read_verdicts(arguments.verdicts, report)
+        text = export(arguments.format).render(report)
         if arguments.output != _STDOUT:
             save(f"{text}\n" if text else "", Path(arguments.output))
         elif text:

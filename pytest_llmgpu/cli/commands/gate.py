@@ -1,42 +1,43 @@
-"""`llmgpu gate`: judges a report against a baseline, with an exit status that CI can act on."""
+"""`llmgpu gate`: judge a report against a baseline, with an exit status for CI."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu.cli.gate_arguments import add_rules, add_sides, judged, policy_of
+from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import as_json, color, save, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND"]
 
 _STATUSES = (
-    "exit status: 0 ok, 1 regressed, 2 bad usage or unreadable, 3 inconclusive where the policy fails on it, "
+    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 inconclusive and the policy fails on it, "
     "4 not comparable, 5 nothing compared"
 )
 
 
 class _Gate:
     name = "gate"
-    help = "judge a report against a baseline; the exit status says how it ends"
+    help = "judge a report against a baseline; the exit status is the result"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.epilog = _STATUSES
-        add_sides(parser, optional=True)
+        add_reports(parser, optional=True)
         add_rules(parser)
         parser.add_argument(
-            "--on-inconclusive", choices=("pass", "fail"), help="whether what cannot be told fails (default: pass)"
+            "--on-inconclusive", choices=("pass", "fail"), help="result of inconclusive rows (default: pass)"
         )
         for flag, text in (
             ("--allow-missing", "let cases and figures pass that only the baseline has"),
-            ("--allow-no-baseline", "let a run pass whose baseline is not there; a broken one never passes"),
-            ("--require-armed", "fail where anything that is gated could not be compared, left-out tests apart"),
+            ("--allow-no-baseline", "pass if the baseline does not exist; a broken baseline is always an error"),
+            ("--require-armed", "fail if anything gated could not be compared, except deselected tests"),
         ):
             parser.add_argument(flag, action="store_true", default=None, help=text)
-        parser.add_argument("--json", metavar="PATH", help="write the verdicts; - prints them in place of the table")
-        parser.add_argument("--all", action="store_true", help="show every case, however many there are")
+        parser.add_argument(
+            "--json", metavar="PATH", help="write the verdicts as JSON; - prints them instead of the table"
+        )
+        parser.add_argument("--all", action="store_true", help="show all cases")
         parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -50,20 +51,19 @@ class _Gate:
             return 0
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
-        with paused():
-            verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
-            text = as_json(verdicts) if arguments.json is not None else ""
-            # Before anything is printed: whoever reads the table may leave early.
-            if arguments.json not in {None, "-"}:
-                save(f"{text}\n", Path(arguments.json))
-            if arguments.json == "-":
-                show(text)
-            else:
-                most = None if arguments.all else verdict_tables.MOST_CASES
-                table = verdict_tables.table(verdicts, color(), most)
-                conclusion = verdict_tables.conclusion(verdicts, in_force, color())
-                show("\n".join(filter(None, (table, judged_by, conclusion))))
-            return exit_status(verdicts, in_force)
+        verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
+        text = as_json(verdicts) if arguments.json is not None else ""
+        # Before the table is printed, because its reader may close the pipe early.
+        if arguments.json not in {None, "-"}:
+            save(f"{text}\n", Path(arguments.json))
+        if arguments.json == "-":
+            show(text)
+        else:
+            most = None if arguments.all else verdict_tables.MOST_CASES
+            table = verdict_tables.table(verdicts, color(), most)
+            conclusion = verdict_tables.conclusion(verdicts, in_force, color())
+            show("\n".join(filter(None, (table, judged_by, conclusion))))
+        return exit_status(verdicts, in_force)
 
 
 COMMAND: Command = _Gate()

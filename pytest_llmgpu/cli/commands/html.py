@@ -1,4 +1,4 @@
-"""`llmgpu html`: a report as one page that people open in a browser."""
+"""`llmgpu html`: write a report as one HTML page."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import argparse
 from pathlib import Path
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.baseline_arguments import add_baseline, beside
+from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report.file import paused
 
 __all__ = ["COMMAND", "page_name"]
 
 
 class _Html:
     name = "html"
-    help = "write a report as one HTML page, which needs no network"
+    help = "write a report as one HTML page that needs no network"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("report", metavar="REPORT", help=REFERENCE)
         parser.add_argument(
-            "--output", metavar="PATH", type=Path, help="the page (default: the report's name with .html, here)"
+            "--output",
+            metavar="PATH",
+            type=Path,
+            help="file to write (default: the report's name with .html in the current folder)",
         )
         add_baseline(parser)
 
@@ -32,10 +34,9 @@ class _Html:
         found = source(arguments.report, arguments)
         output: Path = arguments.output or Path(page_name(found.name))
         html_report.check(output)
-        with paused():
-            report = found.report()
-            base, verdicts, policy = beside(arguments, report)
-            page = html_report.render(report, base, name=public(found.name), verdicts=verdicts, policy=policy)
+        report = found.report()
+        base, verdicts, policy = comparison(arguments, report)
+        page = html_report.render(report, base, name=public(found.name), verdicts=verdicts, policy=policy)
         html_report.write(page, output)
         show(f"{output}")
         return 0
@@ -48,4 +49,3 @@ def page_name(name: str) -> str:
 
 
 COMMAND: Command = _Html()
-"""The command."""

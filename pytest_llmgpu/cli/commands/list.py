@@ -1,4 +1,4 @@
-"""`llmgpu list`: what the store holds."""
+"""`llmgpu list`: list the reports of the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _List:
 
         folder = storage_of(arguments)
         if arguments.storage is not None and not folder.is_dir():
-            raise ValueError(f"storage {folder}: is no folder")
+            raise ValueError(f"storage {folder}: is not a folder")
         kept = store.stored(folder)
         lines, broken = [], []
         for one, summary in zip(kept, listing.summarise(kept), strict=True):
@@ -33,9 +33,12 @@ class _List:
             else:
                 lines.append((one, summary))
         if lines or not kept:
-            show(listing.table(lines) if lines else f"the store {folder} is empty; --llmgpu-save keeps a run in it")
+            show(
+                listing.table(lines)
+                if lines
+                else f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it"
+            )
         for line in broken:
-            # The others are listed all the same.
             print(f"llmgpu: {line}", file=sys.stderr)
         return 2 if broken else 0
 

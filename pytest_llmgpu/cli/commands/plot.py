@@ -1,4 +1,4 @@
-"""`llmgpu plot`: the charts of a report as pictures, for a README or a pull request."""
+"""`llmgpu plot`: draw the charts of a report as images, for a README or a pull request."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.baseline_arguments import add_baseline, beside
+from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.render.charts.images import formats, write
-from pytest_llmgpu.report.file import paused
 
 if TYPE_CHECKING:
     from pytest_llmgpu.render.charts import Chart
@@ -26,20 +24,19 @@ class _Plot:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-        parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the pictures")
+        parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
         parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
-        parser.add_argument("--dark", action="store_true", help="for a dark ground; the names end in -dark")
-        parser.add_argument("--case", metavar="ID", help="also the time lines of this case: tp-bs8")
+        parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
+        parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
         add_baseline(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.render import charts
+        from pytest_llmgpu.render.charts.images import formats, write
 
         chosen = formats(arguments.format)
-        with paused():
-            report = source(arguments.report, arguments).report()
-            _, verdicts, _ = beside(arguments, report)
-        report.verdicts = verdicts or report.verdicts
+        report = source(arguments.report, arguments).report()
+        report.verdicts = comparison(arguments, report).verdicts or report.verdicts
         drawn = charts.of_report(report)
         timelines = [] if arguments.case is None else _timelines(report, arguments.case)
         for path in write([*drawn.charts, *timelines], arguments.output, chosen, dark=arguments.dark):
@@ -55,7 +52,7 @@ def _timelines(report: Report, name: str) -> list[Chart]:
     result = next((result for result in report.cases if result.id == name), None)
     if result is None:
         known = ", ".join(result.id for result in report.cases) or "none"
-        raise ValueError(f"--case {name!r}: the report's cases are {known}")
+        raise ValueError(f"--case {name!r}: the report has no such case; its cases are {known}")
     return charts.of_case(result, report.environment)
 
 

@@ -1,4 +1,4 @@
-"""`llmgpu promote`: makes a report the baseline, if it deserves to be."""
+"""`llmgpu promote`: make a report the baseline if it is fit to be one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report.file import paused
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.promotion import Trial
@@ -21,20 +20,21 @@ __all__ = ["COMMAND"]
 
 _REFUSED = 1
 _SHOWN = 10
+"""Most objections that are printed."""
 
 
 class _Promote:
     name = "promote"
-    help = "make a report the baseline; refuses one that is dirty, failed, invalid, inconclusive or worse"
+    help = "make a report the baseline unless it is dirty, failed, invalid, inconclusive or worse"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or unreadable"
+        parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file"
         parser.add_argument("report", metavar="REF", help=REFERENCE)
         parser.add_argument(
             "--to",
             metavar="PATH",
             type=Path,
-            help="file of the baseline, to commit: benchmarks/baseline.json.gz (default: `baseline` of the store)",
+            help="file of the baseline, such as benchmarks/baseline.json.gz (default: `baseline` in the store)",
         )
         add_rules(parser)
 
@@ -43,42 +43,41 @@ class _Promote:
         from pytest_llmgpu.gate import promotion
         from pytest_llmgpu.store import store as storage
 
-        with paused():
-            policy = policy_of(arguments)
-            candidate = source(arguments.report, arguments).report()
-            today, noise = rules_of(arguments, candidate)
-            store = storage_of(arguments)
-            present = _present(arguments.to, store, storage.hardware(candidate))
-            objections, verdicts, replaced = promotion.unfit(candidate), None, ""
-            remedies: list[str] = []
-            if present is not None:
-                base = present.report()
-                if promotion.is_same(candidate, base):
-                    show(f"{arguments.report} is the baseline already")
-                    return 0
-                baseline = present.baseline(present.name, base)
-                trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
-                remedies = [] if objections else _remedies(trial, present.name)
-                objections += trial.objections
-                verdicts = trial.verdicts
-                counted = promotion.counted(verdicts)
-                replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
-            if objections:
-                return _refuse(arguments.report, objections, remedies)
-            try:
-                path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
-            except OSError as error:
-                where = arguments.to or store
-                raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
-            unsure = "note: whether files were changed since its commit is not known"
-            far_apart = launch_findings.far_apart(candidate.cases)
-            lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, far_apart]
-            show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
-            return 0
+        policy = policy_of(arguments)
+        candidate = source(arguments.report, arguments).report()
+        today, noise = rules_of(arguments, candidate)
+        store = storage_of(arguments)
+        present = _present(arguments.to, store, storage.hardware(candidate))
+        objections, verdicts, replaced = promotion.unfit(candidate), None, ""
+        remedies: list[str] = []
+        if present is not None:
+            base = present.report()
+            if promotion.is_same(candidate, base):
+                show(f"{arguments.report} is already the baseline")
+                return 0
+            baseline = present.baseline(present.name, base)
+            trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
+            remedies = [] if objections else _remedies(trial, present.name)
+            objections += trial.objections
+            verdicts = trial.verdicts
+            counted = promotion.counted(verdicts)
+            replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
+        if objections:
+            return _refuse(arguments.report, objections, remedies)
+        try:
+            path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
+        except OSError as error:
+            where = arguments.to or store
+            raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
+        unsure = "note: the report does not record whether the working tree had uncommitted changes"
+        far_apart = launch_findings.far_apart(candidate.cases)
+        lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, far_apart]
+        show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
+        return 0
 
 
 def _present(path: Path | None, store: Path, machine: str) -> Source | None:
-    """Return the baseline that there is; None for none. A broken one is no reason to write over it."""
+    """Return the existing baseline; None if there is none. A broken one is an error, so that it is not replaced."""
     from pytest_llmgpu.gate import promotion
     from pytest_llmgpu.store import references
 
@@ -89,19 +88,21 @@ def _present(path: Path | None, store: Path, machine: str) -> Source | None:
 
 
 def _remedies(trial: Trial, present: str) -> list[str]:
-    """Return what a person can do about it, a line each."""
+    """Return what the user can do about the objections, one line each."""
     lines = []
     if trial.measure_noise:
-        lines.append("the runner's noise is assumed: llmgpu calibrate measures it, and fewer launches tell more")
+        lines.append(
+            "the noise of this runner is assumed: measure it with llmgpu calibrate, and fewer launches are needed"
+        )
     if trial.begin_anew:
-        lines.append(f"where other cases or another machine are meant, remove {present} and promote again")
+        lines.append(f"if the change of cases or machine is intended, remove {present} and promote again")
     return lines
 
 
 def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
     lines = [f"llmgpu: {name} is not promoted: {' '.join(text.split())}" for text in objections[:_SHOWN]]
-    if left := len(objections) - _SHOWN:
-        lines += [f"llmgpu: and for {left:,} reasons more: see llmgpu compare"] * (left > 0)
+    if len(objections) > _SHOWN:
+        lines.append(f"llmgpu: and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
     lines += [f"llmgpu: {line}" for line in remedies]
     print("\n".join(lines), file=sys.stderr)
     return _REFUSED

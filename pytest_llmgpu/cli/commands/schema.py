@@ -1,4 +1,4 @@
-"""`llmgpu schema`: the JSON Schema of a report."""
+"""`llmgpu schema`: print the JSON Schema of a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Schema:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         pass
 
-    def run(self, arguments: argparse.Namespace) -> int:  # noqa: ARG002 - as every command
+    def run(self, arguments: argparse.Namespace) -> int:  # noqa: ARG002 - the protocol of commands
         import json
 
         from pytest_llmgpu.report.schema import schema

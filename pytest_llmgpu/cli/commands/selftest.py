@@ -1,4 +1,4 @@
-"""`llmgpu selftest`: whether the gate can fail, shown by losses that are planted into copies of a report."""
+"""`llmgpu selftest`: check that the gate detects regressions injected into copies of a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import as_json, save, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.report.file import paused
+from pytest_llmgpu.report.text import plural, printable
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.selftest.injected_regressions import Plant
@@ -22,16 +22,18 @@ __all__ = ["COMMAND"]
 
 _NAMES = ("time", "collective", "memory", "batch-size", "answers")
 _SHOWN = 3
+"""Most reasons per regression."""
 _INDENT = "    "
 
 
 class _Selftest:
     name = "selftest"
-    help = "show that the gate catches losses planted in a report"
+    help = "check that the gate detects regressions injected into a report"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.epilog = (
-            "exit status: 0 each loss is caught and an unchanged copy has none, 1 not so, 2 bad usage or unreadable"
+            "exit status: 0 every injected regression is detected and an unchanged copy passes, 1 otherwise, "
+            "2 bad usage or an unreadable file"
         )
         parser.add_argument("report", metavar="REPORT", help=REFERENCE)
         parser.add_argument(
@@ -39,25 +41,28 @@ class _Selftest:
             metavar="NAME",
             action="append",
             choices=_NAMES,
-            help=f"plant this one only, may be repeated: {', '.join(_NAMES)} (default: all)",
+            help=f"inject only this regression, may be repeated: {', '.join(_NAMES)} (default: all)",
         )
         parser.add_argument(
-            "--slowdown", metavar="PERCENT", type=_percent, default=0.05, help="more time, in percent (default: 5)"
+            "--slowdown",
+            metavar="PERCENT",
+            type=_percent,
+            default=0.05,
+            help="size of the regression of time in percent (default: 5)",
         )
         add_rules(parser)
-        parser.add_argument("--json", metavar="PATH", help="write what was found; - prints it in place of the text")
+        parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - prints it instead of the text")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.gate.selftest import selftest
 
         policy = policy_of(arguments)
         losses = _chosen(arguments.slowdown, arguments.plant)
-        with paused():
-            report = source(arguments.report, arguments).report()
-            today, noise = rules_of(arguments, report)
-            found = selftest.selftest(report, policy, today=today, calibration=noise, losses=losses)
+        report = source(arguments.report, arguments).report()
+        today, noise = rules_of(arguments, report)
+        found = selftest.selftest(report, policy, today=today, calibration=noise, losses=losses)
         data = as_json(found)
-        # Before anything is printed: whoever reads the text may leave early.
+        # Before the text is printed, because its reader may close the pipe early.
         if arguments.json not in {None, "-"}:
             save(f"{data}\n", Path(arguments.json))
         show(data if arguments.json == "-" else "\n".join(_text(found, assumed=noise is None)))
@@ -71,69 +76,58 @@ def _chosen(slowdown: float, names: Sequence[str] | None) -> list[Plant]:
 
 
 def _text(found: SelfTest, *, assumed: bool) -> Iterator[str]:
-    """Yield the lines for people: what was planted and caught, what was missed and why, and how it ends."""
+    """Yield the lines on the result: each regression, the reasons for undetected ones, and the conclusion."""
     width = max((len(trial.text) for trial in found.trials), default=0)
     for trial in found.trials:
         yield f"{trial.plant:<11} {trial.text:<{width}}  {_score(trial)}"
-    yield f"{'control':<11} {_control(found)}"
+    lost = f"{len(found.control):,} WORSE" if found.control else "none is worse"
+    yield f"{'control':<11} an unchanged copy, {plural(found.compared, 'row')} compared: {lost}"
     for trial in found.trials:
-        yield from _misses(trial.missed, f"{trial.plant} is not caught", assumed=assumed)
-    yield from _misses(found.control, "an unchanged copy loses", assumed=False)
+        yield from _misses(trial.missed, f"{trial.plant} is not detected", assumed=assumed)
+    yield from _misses(found.control, "an unchanged copy is worse", assumed=False)
     yield ""
     yield _conclusion(found)
 
 
 def _score(trial: Trial) -> str:
     if not trial.cases:
-        return "NOT CAUGHT: no case completed"
-    cases = f"{trial.cases:,} case{'s' * (trial.cases != 1)}"
-    return f"caught in {cases}" if trial.caught else f"NOT CAUGHT in {len(trial.missed):,} of {cases}"
-
-
-def _control(found: SelfTest) -> str:
-    rows = f"{found.compared:,} row{'s' * (found.compared != 1)}"
-    return f"an unchanged copy, {rows} compared: {f'{len(found.control):,} LOST' if found.control else 'nothing lost'}"
+        return "NOT DETECTED: no case completed"
+    cases = plural(trial.cases, "case")
+    return f"detected in {cases}" if trial.caught else f"NOT DETECTED in {len(trial.missed):,} of {cases}"
 
 
 def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[str]:
-    """Yield why cases miss a loss, those of one reason together."""
+    """Yield why a regression is not detected, with the cases of one reason together."""
     from pytest_llmgpu.render.terminal.cases import WIDTH
 
-    if not missed:
-        return
-    told: dict[tuple[str, str], list[Missed]] = {}
+    by_reason: dict[tuple[str, str], list[Missed]] = {}
     for one in missed:
-        told.setdefault((one.verdict or "", one.reason), []).append(one)
-    yield ""
-    for number, ((verdict, reason), cases) in enumerate(told.items()):
-        if number == _SHOWN:
-            yield f"    and {len(told) - number:,} reasons more: see --json"
-            return
+        by_reason.setdefault((one.verdict or "", one.reason), []).append(one)
+    if by_reason:
+        yield ""
+    for (verdict, reason), cases in list(by_reason.items())[:_SHOWN]:
         more = f" and {len(cases) - 1:,} more" if len(cases) > 1 else ""
-        yield _plain(f"{title}: {cases[0].id}{more}{f', {verdict}' if verdict else ''}")
-        yield from (textwrap.indent(textwrap.fill(_plain(line), WIDTH), _INDENT) for line in reason.splitlines())
+        yield printable(f"{title}: {cases[0].id}{more}{f', {verdict}' if verdict else ''}")
+        yield from (textwrap.indent(textwrap.fill(printable(line), WIDTH), _INDENT) for line in reason.splitlines())
         if verdict in {"INCONCLUSIVE", "REGRESSED"} and cases[0].metric == "time":
-            yield f"    {_launches(cases)}{' (noise assumed: llmgpu calibrate)' if assumed else ''}"
+            yield f"{_INDENT}{_launches(cases)}{' (noise assumed: llmgpu calibrate)' if assumed else ''}"
+    if len(by_reason) > _SHOWN:
+        yield f"{_INDENT}and {len(by_reason) - _SHOWN:,} more reasons: see --json"
 
 
 def _launches(cases: Sequence[Missed]) -> str:
-    needed = [one.launches_needed for one in cases]
-    most = None if None in needed else max(count for count in needed if count is not None)
-    return f"{'more than 1,000' if most is None else f'{most:,}'} launches a side would show it with 95 % probability"
+    needed = [one.launches_needed for one in cases if one.launches_needed is not None]
+    most = f"{max(needed):,}" if len(needed) == len(cases) else "more than 1,000"
+    return f"minimum launches required in each report, for 95 % power: {most}"
 
 
 def _conclusion(found: SelfTest) -> str:
-    missed = [trial.plant for trial in found.trials if not trial.caught]
     if found.ok:
-        return "PROVEN: this policy catches every planted loss in this report"
-    parts = [f"{len(missed)} of {len(found.trials)} losses would pass: {', '.join(missed)}"] * bool(missed)
-    parts += ["an unchanged copy fails, too"] * bool(found.control)
+        return "PROVEN: this policy detects every injected regression in this report"
+    missed = [trial.plant for trial in found.trials if not trial.caught]
+    parts = [f"{len(missed)} of {len(found.trials)} regressions would pass: {', '.join(missed)}"] if missed else []
+    parts += ["an unchanged copy fails"] if found.control else []
     return f"NOT PROVEN: {'; '.join(parts)}"
-
-
-def _plain(text: str) -> str:
-    """Return text that a terminal only shows: a report may come from anywhere."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _percent(text: str) -> float:
@@ -141,8 +135,8 @@ def _percent(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= 1000:  # noqa: PLR2004 - ten times as slow is no regression that needs a gate
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: percent above 0 up to 1000 are needed")
+    if not 0 < value <= 1000:  # noqa: PLR2004 - a factor of 11 needs no gate
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and up to 1000")
     return value / 100
 
 

@@ -1,4 +1,4 @@
-"""`llmgpu show`: a report as the terminal showed it when it was measured."""
+"""`llmgpu show`: print a report as pytest printed it at the end of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmgpu trend`: the metrics of one machine over its stored reports, commit by commit."""
+"""`llmgpu trend`: show the metrics of one machine over its stored reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pytest_llmgpu.cli.output import color, save, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.render.charts.images import formats, write
+from pytest_llmgpu.report.text import plural
 
 __all__ = ["COMMAND"]
 
@@ -19,29 +19,32 @@ class _Trend:
     help = "show how each case changed over stored reports"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        text = "a store, or the folder of one machine in it (default: .llmgpu)"
+        text = "store, or the folder of one machine in it (default: .llmgpu)"
         parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
-        parser.add_argument("--machine", metavar="NAME", help="whose reports, where a store has several machines")
-        parser.add_argument("--last", metavar="N", type=int, default=_LAST, help=f"newest reports (default: {_LAST})")
-        parser.add_argument("--html", metavar="PATH", type=Path, help="also a page with charts and tables")
-        parser.add_argument("--output", metavar="DIR", type=Path, help="also the charts as pictures in this folder")
+        parser.add_argument("--machine", metavar="NAME", help="machine to show, if the store has several")
+        parser.add_argument(
+            "--last", metavar="N", type=int, default=_LAST, help=f"number of newest reports to show (default: {_LAST})"
+        )
+        parser.add_argument("--html", metavar="PATH", type=Path, help="also write a page with charts and tables")
+        parser.add_argument("--output", metavar="DIR", type=Path, help="also write the charts as images to this folder")
         parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
-        parser.add_argument("--dark", action="store_true", help="pictures for a dark ground")
+        parser.add_argument("--dark", action="store_true", help="draw images for a dark background")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.gate import trends
+        from pytest_llmgpu.render.charts.images import formats, write
         from pytest_llmgpu.render.terminal import cases
         from pytest_llmgpu.render.terminal import trends as trend_tables
         from pytest_llmgpu.store import store
 
         chosen = formats(arguments.format)
         if arguments.last < 1:
-            raise ValueError(f"--last {arguments.last}: a number from 1 on is needed")
+            raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
         kept = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
         found = trends.trends(kept, last=arguments.last)
         machine, kept = kept[0].machine, kept[-arguments.last :]
-        shown = trend_tables.tables(found, cases.painter(color())) if found else "no case has a figure"
-        show(f"{machine}, {len(kept)} report{'s' if len(kept) > 1 else ''}\n\n{shown}")
+        shown = trend_tables.tables(found, cases.painter(color())) if found else "no case has figures"
+        show(f"{machine}, {plural(len(kept), 'report')}\n\n{shown}")
         if arguments.output is not None:
             from pytest_llmgpu.render.charts.trends import of_trends
 

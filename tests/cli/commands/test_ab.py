@@ -16,26 +16,27 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 
 _MEASURE = '''
-"""Stands in for pytest: writes a report with the times that the worktree's file `seconds` has."""
+"""Replace pytest: write a report with the times in the worktree's behaviour.json."""
 import json, os, signal, sys
 from pathlib import Path
 from support.report_factory import make_failed, make_report, make_result
 from pytest_llmgpu.session.commit import commit
-from pytest_llmgpu.report.file import Session, dump
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.report import Session
 
 path = Path(next(part.partition("=")[2] for part in sys.argv if part.startswith("--llmgpu-json=")))
 left_out = [part.partition("=")[2] for part in sys.argv if part.startswith("--deselect=")]
-said = json.loads(Path("behaviour.json").read_text())
+given = json.loads(Path("behaviour.json").read_text())
 print("measuring", *sys.argv[1:], flush=True)
-if said.get("interrupt"):
+if given.get("interrupt"):
     os.kill(os.getppid(), signal.SIGINT)
     signal.pause()
-if "status" in said:
-    print("no luck", flush=True)
-    sys.exit(said["status"])
+if "status" in given:
+    print("last line", flush=True)
+    sys.exit(given["status"])
 number = int(path.name.split(".")[0].rpartition("-")[2])
 cases = []
-for size, seconds in said["seconds"].items():
+for size, seconds in given["seconds"].items():
     level = seconds[(number - 1) % len(seconds)]
     case = make_failed(batch_size=int(size)) if level is None else make_result(level, batch_size=int(size))
     case.nodeid = f"b.py::t[{case.id}]"
@@ -45,7 +46,7 @@ found = make_report(cases)
 found.commit = commit(Path())
 found.session = Session(complete=True)
 dump(found, path)
-sys.exit(said.get("ends", 0))
+sys.exit(given.get("ends", 0))
 '''
 
 Behaviour = dict[str, object]
@@ -53,7 +54,7 @@ STEADY = {"1": [10.0], "2": [20.0]}
 
 
 class _Project:
-    """A repository whose commits measure what their files say."""
+    """A repository whose commits contain the times that they measure."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -98,7 +99,7 @@ class _Project:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Project:
-    """An empty project in the working directory; its temporary files go beside it."""
+    """An empty project in the working directory; temporary files are outside it."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
@@ -129,7 +130,7 @@ def _quiet(project: _Project, **sessions: Any) -> str:
 
 
 def test_equal_commits_pass(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """Launches alternate, each with a report of its own; the merged ones are kept, and the tree stays as it was."""
+    """Launches alternate, each has its own report, the merged reports are kept and the tree does not change."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds=STEADY)
     assert _ab("--launches", "2", _quiet(project)) == 0
@@ -149,7 +150,7 @@ def test_equal_commits_pass(project: _Project, capsys: pytest.CaptureFixture[str
 
 
 def test_a_slower_commit_is_regressed(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 1, and a test that failed in a launch has its outcome in the report."""
+    """A test that failed in a launch has its outcome in the report."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [11.0], "2": [None]}, ends=1)
     assert _ab("--launches", "2", _quiet(project)) == 1
@@ -159,10 +160,10 @@ def test_a_slower_commit_is_regressed(project: _Project, capsys: pytest.CaptureF
     project.untouched()
 
 
-def test_what_days_differ_by_is_nothing_to_launches_in_turn(
+def test_alternating_launches_ignore_the_noise_between_sessions(
     project: _Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both sides are of one session: the gate that knows no better cannot tell 10 %, and `ab` can."""
+    """`llmgpu ab` detects 10 %; `llmgpu gate` on the same reports includes the noise between sessions and does not."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [11.0], "2": [22.0]})
     assert _ab("--launches", "2", noise := _quiet(project, sessions=100, session_sd=0.05)) == 1
@@ -171,8 +172,8 @@ def test_what_days_differ_by_is_nothing_to_launches_in_turn(
     assert "1,000 launches in 100 sessions" in capsys.readouterr().out
 
 
-def test_the_verdicts_can_be_had_again(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """`llmgpu gate` on what was kept, with the policy that was kept, says the same and ends the same."""
+def test_the_verdicts_can_be_reproduced(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """`llmgpu gate` with the kept reports and policy gives the same verdicts and exit status."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.0], "2": [23.0]})
     assert _ab("--launches", "2", noise := _quiet(project)) == 1
@@ -187,7 +188,7 @@ def test_the_verdicts_can_be_had_again(project: _Project, capsys: pytest.Capture
 
 
 def test_inconclusive_cases_are_measured_again(project: _Project) -> None:
-    """Those alone, at most as often as was asked for; the chance of a false alarm is split."""
+    """Only these cases are measured again, and the error rate is divided by the number of comparisons."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.0], "2": [15.0, 25.0]})
     assert _ab("--launches", "2", "--again", "1", _quiet(project)) == 0
@@ -201,15 +202,15 @@ def test_inconclusive_cases_are_measured_again(project: _Project) -> None:
     assert {row.id: row.verdict for row in head.verdicts.rows} == {"mp-bs1": "OK", "mp-bs2": "INCONCLUSIVE"}
 
 
-def test_what_cannot_be_told_fails_where_that_is_asked_for(project: _Project) -> None:
-    """Exit 3 as of the gate."""
+def test_inconclusive_fails_on_request(project: _Project) -> None:
+    """The exit status is 3, as for the gate."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.0], "2": [15.0, 25.0]})
     assert _ab("--launches", "2", "--again", "0", "--on-inconclusive", "fail", _quiet(project)) == 3
 
 
-def test_a_change_cannot_edit_its_own_bar(project: _Project) -> None:
-    """The policy is the base's, unless a file is named."""
+def test_a_change_cannot_edit_its_own_thresholds(project: _Project) -> None:
+    """The policy is that of the base commit unless --policy names a file."""
     project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY)
     project.commit("head", "[tool.llmgpu.gate.time]\nmargin = 0.5\n", seconds={"1": [11.0], "2": [22.0]})
     noise = _quiet(project)
@@ -218,8 +219,8 @@ def test_a_change_cannot_edit_its_own_bar(project: _Project) -> None:
     assert _ab("--launches", "1", "--again", "0", noise, "--policy", "pyproject.toml") == 0
 
 
-def test_each_worktree_gets_an_environment_of_its_own(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """What --setup makes there comes first in PATH; without it, that both share one is said."""
+def test_each_worktree_gets_its_own_environment(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The environment that --setup creates is first in PATH."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds=STEADY)
     setup = (
@@ -234,31 +235,33 @@ def test_each_worktree_gets_an_environment_of_its_own(project: _Project, capsys:
     assert "no .venv" not in capsys.readouterr().out
 
 
-def test_what_is_not_measured_is_said(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """Changes that are not committed, and environments that are one."""
+def test_uncommitted_changes_and_a_shared_environment_are_noted(
+    project: _Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are notes on stdout."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds=STEADY)
     (project.root / "behaviour.json").write_text("{}")
     assert _ab("--launches", "1", _quiet(project)) == 0
     out = capsys.readouterr().out
-    assert "changes that are not committed" in out
-    assert "both commits run with what is installed here" in out
+    assert "note: your uncommitted changes are not measured\n" in out
+    assert "both commits run in the current environment" in out
 
 
 @pytest.mark.parametrize(
     ("behaviour", "options", "reason"),
     [
         ({"status": 4}, [], "head-1: "),
-        ({"status": 0}, [], "ended without a report with status 0: no luck"),
+        ({"status": 0}, [], "ended without a report with status 0: last line"),
         ({"seconds": STEADY, "ends": 2}, [], "ended with status 2"),
         ({"seconds": {"1": [1.0]}}, ["--setup", "echo broken; exit 9"], "base: --setup ended with status 9: broken"),
         ({"seconds": STEADY}, ["--policy", "nowhere.toml"], "policy nowhere.toml: cannot be read"),
     ],
 )
-def test_a_launch_that_tells_nothing_is_exit_2(
+def test_a_launch_without_a_complete_report_is_exit_2(
     project: _Project, behaviour: Behaviour, options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line with what was said last; nothing is left but the logs."""
+    """The line has the last output; only the logs remain."""
     project.commit("base", seconds=STEADY)
     project.commit("head", None, **behaviour)
     assert _ab("--launches", "1", *options) == 2
@@ -268,8 +271,8 @@ def test_a_launch_that_tells_nothing_is_exit_2(
     project.untouched()
 
 
-def test_launches_of_other_cases_are_refused(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line names them, and each launch's own report is kept."""
+def test_launches_with_different_cases_are_refused(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names both launches, and the report of each launch is kept."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds=STEADY)
     command = ["/bin/sh", "-c", f'rm -f "$0"; exec {sys.executable} measure.py "$@"', "nothing", "-x"]
@@ -281,7 +284,7 @@ def test_launches_of_other_cases_are_refused(project: _Project, capsys: pytest.C
 
 
 def test_ctrl_c_leaves_nothing(project: _Project) -> None:
-    """The launch under way is ended, the worktrees are removed, and the status is that of an interrupt."""
+    """The current launch is ended and the worktrees are removed; the exit status is 130."""
     project.commit("base", seconds=STEADY)
     project.commit("head", interrupt=True)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -300,28 +303,28 @@ def test_ctrl_c_leaves_nothing(project: _Project) -> None:
     ],
 )
 def test_bad_usage_is_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names what is wrong."""
+    """The line names the wrong argument."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert named in capsys.readouterr().err
 
 
-def test_what_cannot_be_measured_is_exit_2(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """No such commit, no such command, and a report's path that is not the user's to choose."""
+def test_unusable_arguments_are_exit_2(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are an unknown commit, an unknown command and an option that each launch sets."""
     project.commit("base", seconds=STEADY)
     for refs, command, reason in (
-        (("base", "nowhere"), ["x"], "git knows no commit 'nowhere'"),
+        (("base", "nowhere"), ["x"], "git has no commit 'nowhere'"),
         (("base", "base"), ["no-such-command"], "'no-such-command' cannot be run: No such file"),
-        (("base", "base"), ["pytest", "--llmgpu-json=x.json"], "--llmgpu-json: each launch gets one"),
+        (("base", "base"), ["pytest", "--llmgpu-json=x.json"], "--llmgpu-json: each launch sets its own"),
     ):
         assert _ab(refs=refs, command=command) == 2
         assert reason in capsys.readouterr().err
     project.untouched()
 
 
-def test_calibrate_runs_the_launches_itself(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many as asked for, each with a report that stays; their noise is written for the gate."""
+def test_calibrate_runs_the_launches(project: _Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report of each launch is kept, and the noise is written for the gate."""
     from pytest_llmgpu.gate.timing import calibration_file
 
     project.commit("base", seconds={"1": [10.0, 10.1, 10.05], "2": [20.0, 20.2, 20.1]})
@@ -336,19 +339,19 @@ def test_calibrate_runs_the_launches_itself(project: _Project, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reason"),
     [
-        (["--launches", "1", "--", "true"], "--launches=1: at least 2 are needed"),
-        (["--launches", "2", "--", "true", "--llmgpu-json=x"], "each launch gets one of its own"),
+        (["--launches", "1", "--", "true"], "--launches=1: at least 2 launches are needed"),
+        (["--launches", "2", "--", "true", "--llmgpu-json=x"], "each launch sets its own"),
         (["--launches", "2", "--", "true"], "launch-1: true ended without a report with status 0"),
         (["--launches", "2", "--", "no-such-program"], "'no-such-program' cannot be run"),
     ],
 )
-def test_calibrate_says_why_it_cannot(
-    project: _Project, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_calibrate_refuses_unusable_launches(
+    project: _Project, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, and no calibration is written."""
+    """The reason is one line, and no calibration is written."""
     project.commit("base", seconds=STEADY)
     assert main(["calibrate", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
     assert not list(project.root.rglob("calibration.json"))

@@ -58,7 +58,7 @@ def _invalid() -> CaseResult:
 
 
 @pytest.mark.parametrize(
-    ("head", "arguments", "status", "said"),
+    ("head", "arguments", "status", "text"),
     [
         ([timed()], [], 0, "PASSED: "),
         ([timed(4.0)], [], 1, "REGRESSED: "),
@@ -73,19 +73,19 @@ def _invalid() -> CaseResult:
         ([timed(batch_size=2)], ["--allow-missing"], 5, "NOT ARMED"),
     ],
 )
-def test_the_exit_status_says_how_it_ends(
-    head: Sequence[CaseResult], arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_the_exit_status_is_the_result(
+    head: Sequence[CaseResult], arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """0 ok, 1 regressed, 3 inconclusive, 4 not comparable, 5 nothing compared; the last line has it in words."""
+    """It is 0, 1, 3, 4 or 5, and the last line has the result in words."""
     _write(head=on_h200(head, sha="b" * 40))
     assert _gate(*arguments) == status
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert said in printed.out.splitlines()[-1]
+    assert text in printed.out.splitlines()[-1]
 
 
 def test_another_machine_is_not_comparable() -> None:
-    """Whatever its figures are."""
+    """The figures do not matter."""
     other = on_h200()
     other.environment.gpus = gpus(*["NVIDIA A100"] * 4)
     _write(head=other)
@@ -93,7 +93,7 @@ def test_another_machine_is_not_comparable() -> None:
 
 
 def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it finds: it is for looking, the gate is for deciding."""
+    """`compare` shows and `gate` decides."""
     _write(head=on_h200([timed(4.0)]))
     assert _gate() == 1
     *table, conclusion = capsys.readouterr().out.splitlines()
@@ -103,8 +103,8 @@ def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFix
     assert "time changed by +300.0 %" in "\n".join(table)
 
 
-def test_json_has_the_verdicts_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
-    """The record of the report's `verdicts`, with what was judged and by what; written before the table is shown."""
+def test_json_has_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the record `verdicts` of a report, and is written before the table is shown."""
     base, head = on_h200([timed(), timed(batch_size=2)]), on_h200([timed(4.0), timed(batch_size=2)])
     _write(base, head)
     assert _gate("--json", "new/verdicts.json") == 1
@@ -121,7 +121,7 @@ def test_json_has_the_verdicts_of_the_library(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    """In another process, with other hash seeds, by an absolute path of another folder."""
+    """The process, its hash seed and its folder do not matter."""
     _write(head=on_h200([timed(1.5), timed(calls=65, batch_size=2), make_failed("crashed", strategy="tp")]))
     seen = set()
     for seed in ("1", "2"):
@@ -139,7 +139,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_policy_of_the_folder_is_in_force_unless_another_is_named() -> None:
-    """[tool.llmgpu.gate] of pyproject.toml, a file of its own, and flags over both."""
+    """Flags override the policy of pyproject.toml and of a file."""
     _write(head=on_h200([timed(1.03)]))
     assert _gate() == 0
     Path("pyproject.toml").write_text('[tool.llmgpu.gate]\non_inconclusive = "fail"\n')
@@ -152,7 +152,7 @@ def test_the_policy_of_the_folder_is_in_force_unless_another_is_named() -> None:
 def test_a_folder_below_has_the_same_policy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a line says which one it is, under that of the noise."""
+    """The line below that of the noise names the policy."""
     _write(head=on_h200([timed(1.03)]))
     assert _gate() == 0
     assert "policy: built-in" in capsys.readouterr().out.splitlines()
@@ -167,7 +167,7 @@ def test_a_folder_below_has_the_same_policy(
 
 
 def test_policy_and_calibration_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
-    """Margins that a change widens, and noise that it makes up, are not what it is judged by."""
+    """Both are read from the commit that the command line names."""
     dump(on_h200([timed(*(1 + 0.0002 * number for number in range(10)))]), Path("launches.json"))
     assert main(["calibrate", "launches.json", "--output", "noise.json"]) == 0
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.04\n")
@@ -185,8 +185,8 @@ def test_policy_and_calibration_of_a_commit_cannot_be_edited_by_the_change(capsy
     assert "llmgpu: calibration git:main:other.json: 'main' has no file 'other.json'" in capsys.readouterr().err
 
 
-def test_dump_policy_prints_what_is_in_force(capsys: pytest.CaptureFixture[str]) -> None:
-    """As TOML that is read back as the same policy; reports are not needed for it."""
+def test_dump_policy_prints_the_policy_in_force(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is TOML that gives the same policy; reports are not needed."""
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.1\n")
     assert main(["gate", "--dump-policy", "--require-armed"]) == 0
     Path("dumped.toml").write_text(capsys.readouterr().out)
@@ -195,7 +195,7 @@ def test_dump_policy_prints_what_is_in_force(capsys: pytest.CaptureFixture[str])
 
 
 def test_known_regressions_expire_on_their_day() -> None:
-    """The day is today unless it is named."""
+    """The day is today unless --today gives another."""
     _write(head=on_h200([timed(calls=65)]))
     Path("pyproject.toml").write_text(
         '[[tool.llmgpu.gate.known]]\ncase = "mp-bs1"\nmetric = "traffic"\nreason = "x"\nexpires = 2020-05-01\n'
@@ -205,14 +205,14 @@ def test_known_regressions_expire_on_their_day() -> None:
     assert _gate() == 1
 
 
-def test_a_baseline_that_is_not_there_passes_only_where_that_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    """By flag or by policy: then every case has no baseline, and the last line says so."""
+def test_an_absent_baseline_passes_only_if_it_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag or the policy allows it; the rows then have no baseline, and the last line shows that."""
     _write()
     for reference in ("none.json", "baseline", "latest"):
         assert main(["gate", reference, "head.json"]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err.endswith("; --allow-no-baseline lets a first run pass\n")
+        assert printed.err.endswith("; use --allow-no-baseline if this is the first run\n")
         assert main(["gate", reference, "head.json", "--allow-no-baseline", "--json", "verdicts.json"]) == 0
         assert capsys.readouterr().out.splitlines()[-1].startswith("PASSED without a baseline")
         assert _verdicts().baseline is None
@@ -227,7 +227,7 @@ def _git(*arguments: str) -> None:
 
 
 def test_the_baseline_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
-    """`git:REV:PATH` is read from the commit; a path that it lacks is no baseline, an unknown commit is an error."""
+    """`git:REV:PATH` is read from the commit; an unknown path is an absent baseline, an unknown commit is an error."""
     _write()
     _git("init", "-q", "-b", "main")
     _git("add", "base.json")
@@ -244,7 +244,7 @@ def test_the_baseline_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.
 
 
 def test_reports_of_the_store_are_named_by_number_and_name() -> None:
-    """The baseline of the candidate's machine is meant where several machines have one of that name."""
+    """A name that several machines have means the candidate's machine."""
     save(on_h200([timed(4.0)]), STORE, "good")
     other = on_h200()
     other.environment.gpus = gpus("NVIDIA A100")
@@ -257,8 +257,8 @@ def test_reports_of_the_store_are_named_by_number_and_name() -> None:
 
 
 @pytest.mark.parametrize("command", ["html", "plot"])
-def test_what_shows_a_report_knows_its_machine(command: str) -> None:
-    """`good` of two machines is that of the report's own, as for the gate."""
+def test_a_name_of_several_machines_means_the_machine_of_the_report(command: str) -> None:
+    """`html` and `plot` resolve names as `gate` does."""
     pytest.importorskip("jinja2")
     save(on_h200(), STORE, "good")
     other = on_h200()
@@ -268,15 +268,15 @@ def test_what_shows_a_report_knows_its_machine(command: str) -> None:
     assert main([command, "head.json", "good", "--output", f"out{'.html' * (command == 'html')}"]) == 0
 
 
-def test_one_file_as_both_sides_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that overwrote its baseline shows."""
+def test_equal_files_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that overwrote its baseline is visible."""
     _write(on_h200(), on_h200())
     assert _gate() == 0
     assert "note: baseline and candidate are the same file" in capsys.readouterr().out
 
 
-def test_calibrate_tells_the_gate_this_runners_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    """What assumed noise cannot tell is told with the runner's own, which the gate finds by the machine."""
+def test_the_gate_uses_the_calibration_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """A change that is inconclusive with assumed noise is decided with the measured noise."""
     quiet = [1 + 0.0002 * number for number in range(10)]
     dump(on_h200([timed(*quiet)]), Path("launches.json"))
     _write(head=on_h200([timed(1.05)]))
@@ -285,11 +285,11 @@ def test_calibrate_tells_the_gate_this_runners_noise(capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert f"written: {default_path(STORE, H200)}" in printed
     assert "fewer than 10" not in printed
-    assert "the one before" not in printed
+    assert "previous" not in printed
     first = default_path(STORE, H200).read_bytes()
     assert main(["calibrate", "launches.json"]) == 0
     kept = default_path(STORE, H200).with_name("calibration-before.json")
-    assert f"(the one before is {kept})" in capsys.readouterr().out
+    assert f"(previous: {kept})" in capsys.readouterr().out
     assert kept.read_bytes() == first
     assert _gate("--json", "verdicts.json") == 1
     assert _verdicts().calibration_sha256 == load(default_path(STORE, H200))[1]
@@ -297,16 +297,16 @@ def test_calibrate_tells_the_gate_this_runners_noise(capsys: pytest.CaptureFixtu
     assert _gate("--storage", "elsewhere", "--calibration", str(default_path(STORE, H200))) == 1
 
 
-def test_calibrate_tells_of_launches_that_are_far_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """Noise like that is somebody else's work, and no property of the runner."""
+def test_calibrate_notes_launches_far_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such noise comes from a disturbance, not from the runner."""
     dump(on_h200([timed(1.0, 1.1, 4.0)]), Path("a.json"))
     dump(on_h200([timed(1.2)]), Path("b.json"))
     assert main(["calibrate", "a.json", "b.json"]) == 0
     assert "differ so much in time that only large changes can be seen" in capsys.readouterr().out
 
 
-def test_the_noise_that_times_are_judged_by_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """By `gate` and by `compare`: the runner's own, the file that was named, or what is assumed."""
+def test_the_noise_estimate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """`gate` and `compare` name the calibration or the assumed noise."""
     dump(on_h200([timed(1.0, 1.001, 1.002)]), Path("launches.json"))
     _write()
 
@@ -328,19 +328,19 @@ def test_the_noise_that_times_are_judged_by_is_named(capsys: pytest.CaptureFixtu
 
 
 def test_calibrate_takes_several_reports_of_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs of the same commit on the same machine; few of them are enough to begin with, and it says so."""
+    """A few launches are accepted with a note."""
     for number in range(3):
         save(on_h200([timed(1 + number / 1000), make_failed(batch_size=2)]), STORE)
     assert main(["calibrate", "1", "2", "3", "--output", "noise.json"]) == 0
     assert [noise.launches for noise in load(Path("noise.json"))[0].time.values()] == [3]
     printed = capsys.readouterr().out
-    assert "1 of them have fewer than 10 launches" in printed
-    assert "left out: 1 without 2 undisturbed launches" in printed
+    assert "1 case with fewer than 10 launches" in printed
+    assert "left out: 1 case with fewer than 2 undisturbed launches" in printed
     assert "within one session only" in printed
 
 
-def test_sides_that_were_launched_in_turn_are_judged_without_the_days(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `llmgpu ab` kept is judged again as it judged it: days differ by 3 % here, and launches by 0.1 %."""
+def test_in_turn_ignores_the_noise_between_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Days differ by 3 % here, and launches by 0.1 %."""
     for day, level in enumerate((1.0, 1.03, 0.97), 1):
         dump(on_h200([timed(level, level * 1.001)], created=f"2026-01-0{day}T03:04:05Z"), Path(f"{day}.json"))
     assert main(["calibrate", "1.json", "2.json", "3.json", "--output", "noise.json"]) == 0
@@ -356,8 +356,8 @@ def test_sides_that_were_launched_in_turn_are_judged_without_the_days(capsys: py
         assert "REGRESSED  mp-bs1: time" in out
 
 
-def test_reports_of_several_days_tell_what_days_differ_by(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of one day are one session."""
+def test_reports_of_several_days_give_the_noise_between_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reports of one day are one session."""
     for day, level in ((1, 1.0), (1, 1.001), (2, 1.03), (3, 0.97), (3, 0.972)):
         save(on_h200([timed(level)], created=f"2026-01-0{day}T03:04:05Z"), STORE)
     assert main(["calibrate", "1", "2", "3", "4", "5", "--output", "noise.json"]) == 0
@@ -367,12 +367,12 @@ def test_reports_of_several_days_tell_what_days_differ_by(capsys: pytest.Capture
     assert noise.session_sd is not None
     assert 0.02 < noise.session_sd < 0.04
     printed = capsys.readouterr().out
-    assert "between them" in printed
+    assert "between sessions" in printed
     assert "within one session only" not in printed
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("others", "text"),
     [
         ([], "no case has 2 undisturbed launches"),
         (["head.json"], "the same time to the last digit"),
@@ -380,14 +380,14 @@ def test_reports_of_several_days_tell_what_days_differ_by(capsys: pytest.Capture
         (["none.json"], "cannot be read"),
     ],
 )
-def test_what_is_no_calibration_is_refused(others: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One launch, one launch twice, launches of different commits: one line, exit 2, nothing is written."""
+def test_unusable_launches_are_no_calibration(others: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are a single launch, one launch twice and launches of different commits; no file is written."""
     _write(on_h200(), on_h200())
     dump(on_h200([timed(1.001)], sha="c" * 40), Path("commit.json"))
     assert main(["calibrate", "base.json", *others]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert said in printed.err
+    assert text in printed.err
     assert not STORE.exists()
 
 
@@ -435,7 +435,7 @@ _PLACES = {
 @pytest.mark.parametrize("name", _PLACES)
 @pytest.mark.parametrize("command", ["compare", "gate"])
 def test_a_broken_report_is_one_line_and_exit_2(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As baseline and as candidate, naming the file and the place; nothing passes for want of a baseline."""
+    """The line names the file and the place; a broken baseline is not an absent one."""
     _write()
     broken = _broken(name)
     assert broken != Path("base.json").read_bytes()
@@ -450,7 +450,7 @@ def test_a_broken_report_is_one_line_and_exit_2(command: str, name: str, capsys:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         (["gate"], "BASE and HEAD are needed"),
         (["gate", "base.json"], "BASE and HEAD are needed"),
@@ -462,15 +462,15 @@ def test_a_broken_report_is_one_line_and_exit_2(command: str, name: str, capsys:
         (["compare", "none.json", "head.json"], "report none.json: cannot be read"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing on stdout: no table that could pass for an answer."""
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stdout is empty."""
     _write()
     Path("bad.toml").write_text("margn = 1\n")
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.startswith("llmgpu: ")
-    assert said in printed.err
+    assert text in printed.err
 
 
 @pytest.mark.parametrize(
@@ -484,17 +484,15 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, capsy
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """As for every command."""
+    """This holds for every command."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_figure_that_nobody_can_reckon_with_is_no_regression(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit 2 in one line: a traceback's status of 1 would say that it regressed."""
+def test_an_overflow_is_exit_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status 1 of an exception would mean a regression."""
 
     def overflow(*_: object, **__: object) -> Verdicts:
         raise OverflowError("int too large to convert to float")
@@ -502,12 +500,12 @@ def test_a_figure_that_nobody_can_reckon_with_is_no_regression(
     monkeypatch.setattr(gate, "judge", overflow)
     _write()
     assert _gate() == 2
-    said = "llmgpu: a figure is beyond what can be reckoned with: int too large to convert to float\n"
-    assert capsys.readouterr() == ("", said)
+    text = "llmgpu: a figure is too large to compute with: int too large to convert to float\n"
+    assert capsys.readouterr() == ("", text)
 
 
-def test_latencies_of_zero_are_no_crash() -> None:
-    """On either side: whatever is said of them, it is said in words."""
+def test_latencies_of_zero_have_a_documented_exit_status() -> None:
+    """They may be in either report."""
     nothing = on_h200([timed(0.0)])
     _write(nothing, on_h200())
     assert _gate() in {0, 1, 2, 4, 5}
@@ -515,15 +513,15 @@ def test_latencies_of_zero_are_no_crash() -> None:
     assert _gate() in {0, 1, 2, 4, 5}
 
 
-def test_what_was_not_measured_validly_is_not_armed() -> None:
-    """A disturbed launch neither passes nor fails by its figures: nothing was compared."""
+def test_disturbed_launches_are_not_compared() -> None:
+    """Their figures neither pass nor fail the gate."""
     _write(head=on_h200([_invalid()]))
     _write(on_h200([_invalid()]), on_h200([_invalid()], sha="b" * 40))
     assert _gate() == 5
 
 
-def test_judging_leaves_the_collector_as_it_was() -> None:
-    """It is off while large reports are read, and on again after a command and after an error."""
+def test_garbage_collection_is_on_after_a_command() -> None:
+    """It is off while a command runs."""
     _write()
     assert _gate() == 0
     assert gc.isenabled()

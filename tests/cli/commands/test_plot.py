@@ -26,7 +26,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file that was written is printed, and what there is no chart of."""
+    """The output lists the files, and the charts that are left out with the reason."""
     assert main(["plot", str(path), "--output", "out", "--format", "png,svg"]) == 0
     printed = capsys.readouterr().out.splitlines()
     written = sorted(str(file) for file in Path("out").iterdir())
@@ -37,8 +37,8 @@ def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.Captur
     assert Path("out/time.svg").read_bytes().startswith(b"<svg")
 
 
-def test_pictures_have_title_and_caption_and_name_no_address(path: Path) -> None:
-    """They stand alone in a README."""
+def test_images_have_title_and_caption_and_no_address(path: Path) -> None:
+    """An image stands alone in a README."""
     assert main(["plot", str(path), "--output", "out", "--format", "svg"]) == 0
     text = Path("out/time.svg").read_text("utf-8")
     assert "Time by batch size" in text
@@ -46,8 +46,8 @@ def test_pictures_have_title_and_caption_and_name_no_address(path: Path) -> None
     assert text.replace("http://www.w3.org/", "").count("://") == 0
 
 
-def test_dark_pictures_stand_beside_light_ones(path: Path) -> None:
-    """For a README that shows one of both."""
+def test_dark_images_have_their_own_names(path: Path) -> None:
+    """A README shows one or the other."""
     for more in ([], ["--dark"]):
         assert main(["plot", str(path), "--output", "out", "--format", "svg", *more]) == 0
     light, dark = (Path(f"out/time{end}.svg").read_text("utf-8") for end in ("", "-dark"))
@@ -55,15 +55,15 @@ def test_dark_pictures_stand_beside_light_ones(path: Path) -> None:
     assert "#ffffff" not in dark
 
 
-def test_plot_against_a_baseline_has_the_ratios(path: Path) -> None:
-    """The second report is what the first is held against."""
+def test_plot_with_a_baseline_has_the_ratios(path: Path) -> None:
+    """The second report is the baseline."""
     dump(make_report([make_result(30.0)]), Path("base.json"))
     assert main(["plot", str(path), "base.json", "--output", "out", "--format", "svg"]) == 0
     assert Path("out/ratio.svg").is_file()
 
 
 def test_plot_judges_as_the_gate_does(path: Path) -> None:
-    """By the policy at hand, so that a chart says what the table says."""
+    """The chart has the verdicts under the policy in force."""
     for name, level in (("base.json", 1.0), ("head.json", 1.5)):
         dump(make_report([timed(*[level] * 3)]), path.with_name(name))
     Path("lax.toml").write_text("[time]\nmargin = 0.9\n")
@@ -72,24 +72,27 @@ def test_plot_judges_as_the_gate_does(path: Path) -> None:
         assert words in Path("out/ratio.svg").read_text("utf-8")
 
 
-def test_pictures_say_what_was_measured(path: Path) -> None:
-    """They stand alone in a README."""
+def test_images_name_model_and_machine(path: Path) -> None:
+    """An image stands alone in a README."""
     assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
     for name in ("time", "timeline-power"):
         assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path(f"out/{name}.svg").read_text("utf-8")
 
 
 def test_plot_of_a_case_has_its_time_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A case that is not there is named with those that are."""
+    """An unknown case is an error that names the cases of the report."""
     assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
     assert Path("out/timeline-power.svg").is_file()
     capsys.readouterr()
     assert main(["plot", str(path), "--output", "out", "--case", "mp-bs8"]) == 2
-    assert capsys.readouterr().err == "llmgpu: --case 'mp-bs8': the report's cases are mp-bs1, mp-bs2\n"
+    assert (
+        capsys.readouterr().err
+        == "llmgpu: --case 'mp-bs8': the report has no such case; its cases are mp-bs1, mp-bs2\n"
+    )
 
 
-def test_an_unknown_format_is_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is drawn."""
+def test_an_unknown_format_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is drawn."""
     assert main(["plot", str(path), "--output", "out", "--format", "png,gif"]) == 2
     assert capsys.readouterr().err == "llmgpu: format 'gif': allowed are png, svg, separated by commas\n"
     assert not Path("out").exists()
@@ -98,7 +101,7 @@ def test_an_unknown_format_is_named(path: Path, capsys: pytest.CaptureFixture[st
 def test_without_the_extra_one_line_names_it(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No traceback, no empty folder."""
+    """There is no traceback and no empty folder."""
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert main(["plot", str(path), "--output", "out"]) == 2
     error = capsys.readouterr().err
@@ -107,6 +110,6 @@ def test_without_the_extra_one_line_names_it(
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file is in the way."""
+    """A file has the name of the folder."""
     assert main(["plot", str(path), "--output", str(path), "--format", "svg"]) == 2
     assert capsys.readouterr().err.startswith(f"llmgpu: image {path}/time.svg: cannot be written: ")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
 
 
 def _calibrate(measured: Report, sd: float) -> None:
-    """Keep a calibration of so many launches that its noise counts as it is."""
+    """Write a calibration with so many launches that its noise is used without a surcharge."""
     noise = {result.key: Noise(id=result.id, sd=sd, launches=1000) for result in measured.cases}
     machine = store.hardware(measured)
     calibration_file.dump(
@@ -46,8 +47,8 @@ def _calibrate(measured: Report, sd: float) -> None:
     )
 
 
-def test_a_gate_that_catches_everything_is_proven(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 0; the machine's calibration is found in the store."""
+def test_a_gate_that_detects_every_regression_is_proven(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    """The calibration of the machine is read from the store."""
     _calibrate(measured, 0.002)
     assert main(["selftest", "report.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -59,35 +60,35 @@ def test_a_gate_that_catches_everything_is_proven(measured: Report, capsys: pyte
         "answers",
         "control",
     ]
-    assert lines[0].endswith("  caught in 2 cases")
-    assert lines[3].endswith("  caught in 1 case")
-    assert lines[5] == "control     an unchanged copy, 12 rows compared: nothing lost"
-    assert lines[6:] == ["", "PROVEN: this policy catches every planted loss in this report"]
+    assert lines[0].endswith("  detected in 2 cases")
+    assert lines[3].endswith("  detected in 1 case")
+    assert lines[5] == "control     an unchanged copy, 12 rows compared: none is worse"
+    assert lines[6:] == ["", "PROVEN: this policy detects every injected regression in this report"]
 
 
 @pytest.mark.usefixtures("measured")
-def test_what_one_noisy_launch_cannot_tell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 1, with the launches that it would take and how the noise could be known."""
+def test_an_undetected_regression_has_the_number_of_launches_required(capsys: pytest.CaptureFixture[str]) -> None:
+    """With assumed noise, the line also names `llmgpu calibrate`."""
     assert main(["selftest", "report.json"]) == 1
     out = capsys.readouterr().out
-    assert "NOT CAUGHT in 2 of 2 cases" in out.splitlines()[0]
-    assert "time is not caught: mp-bs1 and 1 more, INCONCLUSIVE" in out
-    assert "launches a side would show it with 95 % probability (noise assumed: llmgpu calibrate)" in out
-    assert out.endswith("NOT PROVEN: 1 of 5 losses would pass: time\n")
+    assert "NOT DETECTED in 2 of 2 cases" in out.splitlines()[0]
+    assert "time is not detected: mp-bs1 and 1 more, INCONCLUSIVE" in out
+    assert re.search(r"minimum launches required .*: (more than )?[\d,]+ \(noise assumed: llmgpu calibrate\)", out)
+    assert out.endswith("NOT PROVEN: 1 of 5 regressions would pass: time\n")
 
 
-def test_a_known_noise_is_not_called_assumed(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever has calibrated is not told to."""
+def test_a_calibrated_noise_is_not_called_assumed(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no hint to calibrate."""
     _calibrate(measured, 0.02)
     assert main(["selftest", "report.json"]) == 1
     out = capsys.readouterr().out
-    assert "launches a side would show it" in out
+    assert "minimum launches required" in out
     assert "calibrate" not in out
 
 
 @pytest.mark.usefixtures("measured")
-def test_losses_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that a policy means to catch; a slowdown as large as it means."""
+def test_regressions_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    """The size of a slowdown can be chosen too."""
     assert main(["selftest", "report.json", "--plant", "memory", "--plant", "answers"]) == 0
     assert "time" not in capsys.readouterr().out
     assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "900"]) == 0
@@ -97,7 +98,7 @@ def test_losses_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_the_policy_in_force_is_tested(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the file that is named, else of ./pyproject.toml: what it does not gate is not caught."""
+    """A metric that the policy does not gate is not detected."""
     policy = Path("pyproject.toml")
     policy.write_text("[tool.llmgpu.gate.memory]\ngate = false\n")
     assert main(["selftest", "report.json", "--plant", "memory"]) == 1
@@ -107,8 +108,8 @@ def test_the_policy_in_force_is_tested(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.usefixtures("measured")
-def test_what_was_found_is_json_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    """To a file beside the text, or in its place; the same bytes each time."""
+def test_the_result_is_available_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes to a file in addition to the text, or to stdout instead of it, with the same bytes."""
     assert main(["selftest", "report.json", "--json", "out/found.json"]) == 1
     assert "NOT PROVEN" in capsys.readouterr().out
     assert main(["selftest", "report.json", "--json", "-"]) == 1
@@ -123,29 +124,31 @@ def test_what_was_found_is_json_for_scripts(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "llmgpu: file/a/found.json: cannot be written: Not a directory\n"
 
 
-def test_a_copy_that_fails_by_itself_proves_nothing(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 1, with what failed; text of a report cannot move the terminal's cursor."""
+def test_a_gate_that_fails_an_unchanged_copy_is_not_proven(
+    measured: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters of the report are not printed."""
     broken = make_failed("crashed", strategy="tp")
     broken.id = "tp\x1b[2J"
     measured.cases.append(broken)
     file.dump(measured, Path("report.json"))
     assert main(["selftest", "report.json", "--plant", "memory"]) == 1
     out = capsys.readouterr().out
-    assert "an unchanged copy loses: tp [2J, FAILED" in out
-    assert out.endswith("NOT PROVEN: an unchanged copy fails, too\n")
+    assert "an unchanged copy is worse: tp [2J, FAILED" in out
+    assert out.endswith("NOT PROVEN: an unchanged copy fails\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["selftest"], "REPORT"),
-        (["selftest", "report.json", "--plant", "luck"], "luck"),
-        (["selftest", "report.json", "--slowdown", "0"], "percent above 0"),
-        (["selftest", "report.json", "--slowdown", "nan"], "percent above 0"),
+        (["selftest", "report.json", "--plant", "noise"], "noise"),
+        (["selftest", "report.json", "--slowdown", "0"], "percentage above 0"),
+        (["selftest", "report.json", "--slowdown", "nan"], "percentage above 0"),
     ],
 )
 def test_bad_usage_is_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names what is wrong."""
+    """The line names the wrong argument."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -156,7 +159,7 @@ def test_bad_usage_is_exit_2(arguments: list[str], named: str, capsys: pytest.Ca
 
 @pytest.mark.usefixtures("measured")
 def test_bad_input_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """A report or a policy that cannot be read: one line that names it."""
+    """The line names the report or the policy that cannot be read."""
     Path("broken.json").write_text("{")
     Path("broken.toml").write_text("colour = 1")
     for arguments, named in (
