@@ -16,7 +16,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 
-__all__ = ["Conclusion", "Problem", "conclude", "describe"]
+__all__ = ["Conclusion", "Problem", "conclude", "describe", "finding_problems"]
 
 Status = Literal["pass", "unclear", "fail"]
 
@@ -96,7 +96,7 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
     classes = collections.Counter(classify(row, policy) for row in rows)
     classes[RowClass.FAILS] -= failing_unclear
     unfit = _unfit(report)
-    found = [*_of_findings(report.cases, unfit), *_of_memory(unfit)]
+    found = [*finding_problems(report.cases, [finding for _, finding in unfit]), *_of_memory(unfit)]
     return Conclusion(
         status=_status(
             report,
@@ -124,6 +124,31 @@ def describe(conclusion: Conclusion) -> str:
         name, text = worst.texts[0]
         sentences.append(f"Worst: {name}: {text.splitlines()[0].partition('; ')[0].rstrip('.')}.")
     return " ".join(sentences)
+
+
+def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = ()) -> list[Problem]:
+    """Return the findings of cases as problems, worst first: one per kind and next step.
+
+    Args:
+        cases: the cases.
+        without: findings that are left out.
+    """
+    kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
+    for result in cases:
+        for finding in result.findings:
+            if not any(finding is other for other in without):
+                kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
+    problems = [
+        Problem(
+            severity=found[0][1].severity,
+            label=code,
+            texts=[(name, finding.text) for name, finding in found[:_MOST_TEXTS]],
+            more=[name for name, _ in found[_MOST_TEXTS:]],
+            next_step=next_step,
+        )
+        for (_, code, next_step), found in kinds.items()
+    ]
+    return sorted(problems, key=_order)
 
 
 def _status(report: Report, gate: ExitStatus, *, broken: bool) -> Status:
@@ -159,23 +184,6 @@ def _comparisons(conclusion: Conclusion) -> str:
     if conclusion.failing_unclear:
         parts.append(f"{conclusion.failing_unclear} required but unclear")
     return f"{', '.join(parts)}."
-
-
-def _of_findings(cases: Iterable[CaseResult], unfit: Sequence[_Unfit]) -> Iterator[Problem]:
-    """Yield the problems of the findings, except the findings of `unfit`."""
-    kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
-    for result in cases:
-        for finding in result.findings:
-            if not any(finding is other for _, other in unfit):
-                kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
-    for (_, code, next_step), found in kinds.items():
-        yield Problem(
-            severity=found[0][1].severity,
-            label=code,
-            texts=[(name, finding.text) for name, finding in found[:_MOST_TEXTS]],
-            more=[name for name, _ in found[_MOST_TEXTS:]],
-            next_step=next_step,
-        )
 
 
 def _unfit(report: Report) -> list[_Unfit]:

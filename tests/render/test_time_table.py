@@ -41,7 +41,11 @@ def test_a_fast_wrong_answer_is_not_the_best() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "kind", "word"),
-    [("oom", "oom", "OoM"), ("skipped_after_oom", "skipped", "-"), ("timeout", "failed", "timeout")],
+    [
+        ("oom", "oom", "OoM"),
+        ("skipped_after_oom", "skipped", "-"),
+        *((name, "failed", name) for name in ("timeout", "crashed", "error", "interrupted")),
+    ],
 )
 def test_a_case_without_a_time_has_its_outcome(outcome: Outcome, kind: str, word: str) -> None:
     """The cell has a word instead of a time, and the legend explains the mark."""

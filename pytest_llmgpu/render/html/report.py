@@ -105,6 +105,8 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
     library = vega()
     drawn = charts.of_report(report)
     timelines = _timelines(report)
+    tables = list(_tables(report))
+    times = {cell.id: cell.time for one in tables for _, cells in one["table"].rows for cell in cells}
     config, colored = colors.config_and_style()
     style, script = asset("page.css") + colored, asset("page.js")
     specs = {chart.id: chart.spec for chart in drawn.charts}
@@ -122,10 +124,14 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         sentence=describe(conclusion),
         open_problems=_OPEN_PROBLEMS,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
-        tables=list(_tables(report)),
+        tables=tables,
         charts=drawn.charts,
         omitted=drawn.omitted,
-        cases=[(case, f"{case}: {ending}") for case, ending in _endings(report) if case in timelines],
+        cases=[
+            (result.id, f"{result.id}: {times[result.id] or result.outcome.replace('_', ' ')}")
+            for result in report.cases
+            if result.id in timelines
+        ],
         verdicts=verdicts,
         parts=[] if verdicts is None else grouped(verdicts, policy),
         notes=[] if verdicts is None else verdict_tables.notes(verdicts),
@@ -155,15 +161,6 @@ def _timelines(report: Report) -> dict[str, list[Chart]]:
     """Return the timelines of each case that has samples."""
     drawn = {result.id: charts.of_case(result, report.environment) for result in report.cases}
     return {name: found for name, found in drawn.items() if found}
-
-
-def _endings(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the id of each case, and its time as in the table or its outcome."""
-    rows = [row for cases in grouping.blocks(report.cases) for row in make_time_table(cases).rows]
-    times = {cell.id: cell.time for _, cells in rows for cell in cells}
-    for result in report.cases:
-        timed = result.outcome == "completed" and result.inference_s is not None
-        yield result.id, times[result.id] if timed else result.outcome.replace("_", " ")
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -8,18 +8,17 @@ from collections.abc import Iterator, Sequence
 from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
+from pytest_llmgpu.render.summary import finding_problems
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table
 from pytest_llmgpu.render.time_table import layout
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Comparison, Finding
+from pytest_llmgpu.report.result import CaseResult, Comparison
 
 __all__ = ["headline", "progress", "tables"]
 
-_SHOWN_PER_KIND = 3  # findings of one kind; of the others only the cases are named
-
 _RED, _YELLOW, _BOLD = "31", "33", "1"
-_SEVERITIES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}  # worst first
+_STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 
 
 def headline(machine: Machine, cases: Sequence[Case]) -> str:
@@ -128,22 +127,16 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
 
 def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
     """Yield the findings, worst first; findings with the same next step are joined."""
-    kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
-    for result in cases:
-        for finding in result.findings:
-            kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
-    worst_first = list(_SEVERITIES)
-    for (severity, _, next_step), found in sorted(kinds.items(), key=lambda kind: worst_first.index(kind[0][0])):
-        lines = [f"{name}: {finding.text}" for name, finding in found[:_SHOWN_PER_KIND]]
-        if more := [name for name, _ in found[_SHOWN_PER_KIND:]]:
-            lines.append(f"The same finding: {', '.join(more)} (see the report).")
-        lines.append(f"-> {next_step}")
-        indent = " " * 9
+    indent = " " * 9
+    for problem in finding_problems(cases):
+        lines = [f"{name}: {text}" for name, text in problem.texts]
+        if problem.more:
+            lines.append(f"The same finding: {', '.join(problem.more)} (see the report).")
         text = "\n".join(
             textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-            for line in lines
+            for line in [*lines, f"-> {problem.next_step}"]
         )
-        yield paint(severity.upper().ljust(9), _SEVERITIES[severity]) + text[9:]
+        yield paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]
 
 
 def _clock(seconds: float) -> str:

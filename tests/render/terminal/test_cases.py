@@ -9,7 +9,6 @@ import pytest
 from support.prose import Prose
 from support.report_factory import (
     GIB,
-    make_accuracy,
     make_failed,
     make_memory,
     make_profile,
@@ -29,7 +28,6 @@ from pytest_llmgpu.report.result import (
     DeviceProfile,
     Finding,
     Link,
-    Outcome,
     Traffic,
 )
 from pytest_llmgpu.report.result import Path as ResultPath
@@ -69,41 +67,10 @@ def test_rows_are_sorted_by_batch_size() -> None:
     assert [line.split()[0] for line in lines[3:-1]] == ["1", "2", "4", "8", "16", "32", "64"]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "word"),
-    [
-        ("oom", "OoM"),
-        ("skipped_after_oom", "-"),
-        ("timeout", "timeout"),
-        ("crashed", "crashed"),
-        ("error", "error"),
-        ("interrupted", "interrupted"),
-    ],
-)
-def test_a_case_that_did_not_complete_shows_its_outcome(outcome: Outcome, word: str) -> None:
-    """A skipped case is not shown as out of memory."""
-    text = time_table([make_result(1.0), make_failed(outcome, batch_size=2)], _PLAIN)
-    assert text.splitlines()[4].split() == ["2", word]
-
-
 def test_the_legend_explains_only_the_marks_of_the_table() -> None:
     """A table without marks has no legend."""
     assert time_table([make_result(1.0)], _PLAIN).splitlines()[-1].split() == ["1", "1.00", "s"]
     assert time_table([make_failed("skipped_after_oom")], _PLAIN).splitlines()[-1].startswith("-: ")
-
-
-def test_a_case_that_was_not_selected_is_blank() -> None:
-    """Strategies may run at different batch sizes."""
-    text = time_table([make_result(1.0), make_result(2.0, strategy="tp", batch_size=2)], _PLAIN)
-    assert [line.split() for line in text.splitlines()[3:5]] == [["1", "1.00", "s"], ["2", "2.00", "s"]]
-
-
-def test_wrong_answers_are_never_the_best() -> None:
-    """The fastest case is marked as wrong if its answers are wrong."""
-    results = _checked([make_result(9.0, make_accuracy()), make_result(1.0, make_accuracy(0.26), batch_size=2)])
-    lines = time_table(results, _PLAIN).splitlines()
-    assert lines[3].split()[1] == "*"
-    assert lines[4].split()[1] == "!"
 
 
 def test_a_case_that_ran_as_cuda_graphs_is_marked() -> None:
@@ -115,13 +82,6 @@ def test_a_case_that_ran_as_cuda_graphs_is_marked() -> None:
     assert re.search(r"\bg \d", graphed)
     assert " g " not in eager
     assert table.splitlines()[-1].endswith("g: run as CUDA graphs")
-
-
-def test_the_accuracy_of_random_weights_is_not_shown() -> None:
-    """The accuracy of random weights is chance, and 25 % looks like an error."""
-    text = time_table([make_result(1.0, make_accuracy(0.25, items=8), load_format="dummy")], _PLAIN)
-    assert "25" not in text
-    assert "random" in text.splitlines()[0]
 
 
 @pytest.mark.parametrize(
