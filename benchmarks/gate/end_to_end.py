@@ -1,12 +1,12 @@
-"""Whether the gate sees a fault in real runs, and none where there is none; prints JSON.
+"""Measure whether the gate finds a fault in real runs, and no fault without one; prints JSON.
 
-Rounds of two reports each, launched in turn (A B A B ...): one of a strategy without its fault, one with it.
-`llmgpu gate` judges B against A; and against it the next round's A, which may not be REGRESSED. `ok`: of every round
-something was said, and all of it is so. Some launches of A calibrate first. One round alone has no next one, and says
-nothing of false alarms. What is in --keep already is not measured again, so that a run that was cut goes on, on as many
-GPUs. On several GPUs at once (--gpus=0,1,2,3) every launch has one of them, and a round stays on its own. With
---together a side's launches are of one run of pytest, as a user's two reports are: less to start, and what drifts
-meanwhile is part of the difference.
+Each round has two reports, whose launches alternate (A B A B ...): A of a strategy without its fault, B with it.
+`llmgpu gate` compares B with A, and the A of the next round with A, which must not be REGRESSED. `ok`: every round has
+a verdict, and all verdicts are correct. Some launches of A calibrate the noise first. One round alone has no next
+round, and shows no false alarms. Reports in --keep are not measured again, so that an interrupted run can be continued
+with the same number of GPUs. With several GPUs (--gpus=0,1,2,3) each launch uses one of them, and a round stays on its
+GPU. With --together the launches of a report are of one run of pytest, as for a user: fewer starts, but a drift between
+the two runs is part of the difference.
 
     python benchmarks/gate/end_to_end.py slow --rounds=20 -- --llmgpu-batch-sizes=8 --llmgpu-limit=64
     python benchmarks/gate/end_to_end.py chatty --rounds=1 --launches=1 -- --llmgpu-device=cpu --llmgpu-devices=2
@@ -42,20 +42,22 @@ _Made = TypeVar("_Made")
 METRICS = {"slow": "time", "chatty": "traffic", "stock": "accuracy"}
 
 Trial = tuple[int, Counter[str]]
-"""The gate's exit status, and how often it gave each verdict on the metric of the fault."""
+"""The exit status of the gate, and the count of each verdict on the metric of the fault."""
 
 
 def main() -> int:
-    """Measure, judge, print; 1 where a round was not told, or was told what is not so."""
+    """Measure, judge and print; return 1 if a round has no verdict or a wrong one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=METRICS)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--launches", type=int, help="of each report (default: as many as the tool asks for)")
+    parser.add_argument("--launches", type=int, help="launches of each report (default: the minimum launches required)")
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help="launches that calibrate (10)")
-    parser.add_argument("--fault", type=float, default=0.1, help="size of the fault; of slow a fraction (0.1)")
-    parser.add_argument("--most", type=int, default=20, help="launches of a report, whatever the tool asks for (20)")
-    parser.add_argument("--together", action="store_true", help="all launches of a side in one run of pytest")
-    parser.add_argument("--gpus", type=_several, default=[None], help="launch on these at once: 0,1")
+    parser.add_argument(
+        "--fault", type=float, default=0.1, help="size of the fault; for slow a fraction of the time (0.1)"
+    )
+    parser.add_argument("--most", type=int, default=20, help="the most launches of a report (20)")
+    parser.add_argument("--together", action="store_true", help="make all launches of a report in one run of pytest")
+    parser.add_argument("--gpus", type=_several, default=[None], help="launch on these GPUs at once: 0,1")
     parser.add_argument("--keep", type=Path, help="folder for every report (end-to-end/PROBE)")
     parser.add_argument("pytest", nargs="+", help="arguments for pytest, after --")
     asked = parser.parse_args()
@@ -95,18 +97,18 @@ def main() -> int:
 
 
 def _refuse_another(asked: argparse.Namespace) -> None:
-    """Write down what is asked for beside what is kept; refuse a folder in which something else was."""
+    """Write the settings into the folder of the reports; refuse a folder that has different settings."""
     names = ("probe", "fault", "launches", "calibrating", "most", "together", "pytest")
-    # Rounds are dealt out by number: with as many GPUs those of one GPU stay of one, whichever it is.
-    said = {**{name: getattr(asked, name) for name in names}, "gpus_at_once": len(asked.gpus)}
+    # Rounds are assigned to GPUs by number: with the same number of GPUs the rounds of one GPU stay together.
+    settings = {**{name: getattr(asked, name) for name in names}, "gpus_at_once": len(asked.gpus)}
     path = asked.keep / "asked.json"
-    if path.exists() and (there := json.loads(path.read_text())) != said:
-        raise SystemExit(f"--keep {asked.keep}: holds another experiment: {there}")
-    path.write_text(json.dumps(said))
+    if path.exists() and (present := json.loads(path.read_text())) != settings:
+        raise SystemExit(f"--keep {asked.keep}: has reports of a different experiment: {present}")
+    path.write_text(json.dumps(settings))
 
 
 class Bench:
-    """Runs of pytest with one of the probes, and the gate's word on their reports."""
+    """Runs of pytest with one of the probes, and the verdicts of the gate on their reports."""
 
     def __init__(
         self,
@@ -118,19 +120,19 @@ class Bench:
         *,
         together: bool = False,
     ) -> None:
-        """Say what is run, where reports are kept, and which GPUs launch at once; None leaves that to the run."""
+        """Set what is run, the folder of the reports, and the GPUs that launch at once; None lets the run choose."""
         self._probe, self._fault, self._folder, self._arguments = probe, fault, folder, arguments
         self._gpus, self._together = gpus, together
 
     def dealt(self, count: int, make: Callable[[int, str | None], _Made]) -> list[_Made]:
-        """Return what is made of each number; number n on GPU n modulo the GPUs, one at a time on each."""
+        """Return what is made for each number; number n runs on GPU n modulo the GPUs, one at a time on each."""
         failed = threading.Event()
 
         def on_one(place: int) -> list[_Made]:
             made = []
             for number in range(place, count, len(self._gpus)):
                 if failed.is_set():
-                    break  # what another has raised is raised below
+                    break  # the error of the other thread is raised below
                 try:
                     made.append(make(number, self._gpus[place]))
                 except BaseException:
@@ -143,7 +145,7 @@ class Bench:
         return [made[number % len(self._gpus)][number // len(self._gpus)] for number in range(count)]
 
     def calibrating(self, launches: int) -> Report:
-        """Return the report of the launches that calibrate, all without the fault."""
+        """Return the report of the launches that calibrate the noise, without the fault."""
         path = self._folder / "calibrating.json.gz"
         if not path.exists():
             launched = self.dealt(launches, lambda number, gpu: self.launch(f"calibrating-{number}", gpu))
@@ -151,7 +153,7 @@ class Bench:
         return file.load(path)
 
     def round(self, number: int, launches: int, gpu: str | None = None) -> dict[str, Path]:
-        """Launch every side so many times, in turn unless together; return the reports of the sides."""
+        """Make the launches of both reports, alternating unless together; return the paths of the reports."""
         paths = {side: self._folder / f"{number}-{side}.json.gz" for side in SIDES}
         if all(path.exists() for path in paths.values()):
             return paths
@@ -166,7 +168,7 @@ class Bench:
         return paths
 
     def launch(self, name: str, gpu: str | None = None, launches: int = 1, *, faulty: bool = False) -> Report:
-        """Run pytest once, on a GPU, with the fault or without; return its report, of so many launches."""
+        """Run pytest once, on a GPU, with the fault or without; return its report."""
         path = self._folder / f"{name}.json"
         here = Path(__file__).parent
         environ = {**os.environ, "LLMGPU_FAULT": str(self._fault if faulty else 0.0)}
@@ -180,11 +182,11 @@ class Bench:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
         measured = file.load(path)
-        path.unlink()  # its launch is in the report of its side
+        path.unlink()  # its launch becomes part of a merged report
         return measured
 
     def judged(self, base: Path, head: Path, noise: Path) -> Trial:
-        """Return what the gate says of two reports."""
+        """Return the exit status and the verdicts of the gate on two reports."""
         command = [sys.executable, "-m", "pytest_llmgpu.cli", "gate", str(base), str(head), "--calibration", str(noise)]
         done = subprocess.run([*command, "--json", "-"], stdout=subprocess.PIPE, text=True, check=False)
         rows = json.loads(done.stdout)["rows"]
@@ -194,12 +196,12 @@ class Bench:
 def _several(text: str) -> list[str]:
     names = text.split(",")
     if not all(names) or len({*names}) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: GPUs are numbers with commas between, each once: 0,1")
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers of GPUs separated by commas, each once: 0,1")
     return names
 
 
 def following(number: int, rounds: int, gpus: int) -> int | None:
-    """Return the next round of the same GPU, the first after the last; of another where it has one only; None alone."""
+    """Return the next round of the same GPU, cyclic; of another GPU if it has no other; None without one."""
     follower = number + gpus if number + gpus < rounds else number % gpus
     if follower == number:
         follower = (number + 1) % rounds
@@ -207,10 +209,10 @@ def following(number: int, rounds: int, gpus: int) -> int | None:
 
 
 def proven(with_fault: Sequence[Trial], without_fault: Sequence[Trial]) -> bool:
-    """Return whether the gate told the sides apart: in every round something, and nothing that is not so.
+    """Return whether every round has a verdict and all verdicts are correct.
 
-    What noise hides is INCONCLUSIVE on either side, and true. A row that is INVALID, IMPROVED or of another kind tells
-    of something else than the fault.
+    INCONCLUSIVE is correct with and without the fault: the noise may hide it. A row that is INVALID, IMPROVED or of
+    another kind is not about the fault.
     """
     return (
         bool(with_fault)
@@ -220,14 +222,14 @@ def proven(with_fault: Sequence[Trial], without_fault: Sequence[Trial]) -> bool:
 
 
 def _true(trial: Trial, allowed: set[str]) -> bool:
-    """Return whether there is a row, each is one of those, and the exit status says the same."""
+    """Return whether there is a row, each verdict is allowed, and the exit status agrees."""
     status, rows = trial
     verdicts = {verdict for verdict, count in rows.items() if count}
     return bool(verdicts) and verdicts <= allowed and status == int("REGRESSED" in verdicts)
 
 
 def summary(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return how often each exit status and each verdict occurred, and in how many rounds a row was REGRESSED."""
+    """Count the exit statuses, the verdicts, and the rounds with a REGRESSED row."""
     rows: Counter[str] = sum((counted for _, counted in trials), Counter())
     return {
         "exit_status": dict(sorted(Counter(str(status) for status, _ in trials).items())),

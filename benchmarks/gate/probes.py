@@ -1,4 +1,4 @@
-"""Strategies with a fault that is switched on by a variable: what a gate has to see, and nothing else differs.
+"""Strategies with a fault that an environment variable switches on; nothing else differs.
 
 PYTHONPATH=benchmarks/gate LLMGPU_FAULT=0.1 pytest benchmarks --strategy=probes:SLOW
 """
@@ -25,17 +25,17 @@ __all__ = ["CHATTY", "SLOW", "STOCK"]
 
 
 def fault() -> float:
-    """Return how large the fault is; 0 for none."""
+    """Return the size of the fault; 0 for none."""
     return float(os.environ.get("LLMGPU_FAULT", "0"))
 
 
 class Slow(LayerParallel):
-    """mp that sleeps after every forward, for a fraction of what the forward took."""
+    """mp that sleeps after every forward, for a fraction of the forward's time."""
 
     name = "slow"
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load the model; without a fault it waits for its devices as well, so that only the sleep differs."""
+        """Load the model. It waits for its devices without a fault too, so that only the sleep differs."""
         import torch
 
         loaded = super().load(case, source)
@@ -54,12 +54,12 @@ class Slow(LayerParallel):
 
 
 class Chatty(TensorParallel):
-    """tp with one all-reduce more per layer, of zeros: the numbers stay."""
+    """tp with one more all-reduce per layer, of zeros: the answers do not change."""
 
     name = "chatty"
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load this rank's part, and hang the fault into its layers."""
+        """Load this rank's part, and add the fault to its layers."""
         import torch
         import torch.distributed as dist
 
@@ -76,12 +76,12 @@ class Chatty(TensorParallel):
 
 
 class Stock(KernelInjection):
-    """iok that leaves DeepSpeed's residual sum as it is, which adds it twice."""
+    """iok with DeepSpeed's own binding, which adds the residual twice."""
 
     name = "stock"
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load this rank's part, with the binding that the fault says."""
+        """Load this rank's part, with DeepSpeed's own binding if there is a fault."""
         options = case.strategy_options | {"stock": bool(fault())}
         return super().load(msgspec.structs.replace(case, strategy_options=options), source)
 

@@ -1,10 +1,10 @@
-"""Whether the gate keeps its promises on recorded launches: many pairs of reports drawn from one; prints JSON.
+"""Measure whether the gate keeps its promises on pairs of reports drawn from recorded launches; prints JSON.
 
 The report has many launches of each case (`pytest benchmarks --llmgpu-launches=40`). A trial draws launches at random,
-none twice: some that calibrate, some for the baseline, some for the candidate. Both sides ran the same program, so that
-REGRESSED is a false alarm. Then the candidate's latencies are made longer by the margin and 2 points: the launches that
-the tool asks for have to show it, and no number of launches may pass it as OK. With --slower REPORT the candidate is
-drawn from launches that really were slower, by --fault.
+none twice: some that calibrate, some for the baseline, some for the candidate. Both reports are of the same program, so
+that REGRESSED is a false alarm. Then the latencies of the candidate are made longer by the threshold and 2 points: the
+minimum launches required must show this, and no number of launches may be OK. With --slower REPORT the candidate is
+drawn from launches that were really slower, by --fault.
 
     python benchmarks/gate/resample.py benchmarks/reports/launches-cpu.json.gz
 """
@@ -38,26 +38,36 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
 TODAY = datetime.date(2026, 1, 1)
-"""No known regression is in the policy, so that any day will do."""
+"""The policy has no known regressions, so that the date does not matter."""
 
 FALSE_ALARMS = 0.01
-"""Largest share of trials of the same program that may have a row REGRESSED."""
+"""The largest fraction of trials of the same program that may have a REGRESSED row."""
 
 POWER = 0.95
-"""Least share of rows that are REGRESSED once they are slower, with the launches that the tool asks for."""
+"""The smallest fraction of slower rows that must be REGRESSED with the minimum launches required."""
 
 
 def main() -> int:
-    """Print what the trials came to; 1 where a promise is broken."""
+    """Run and print the trials; return 1 if a promise is not kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", type=Path, nargs="+", metavar="report", help="with many launches of each case")
-    parser.add_argument("--cases", nargs="+", metavar="ID", help="those alone (all)")
-    parser.add_argument("--launches", type=int, nargs="+", default=[1, 3, 5], help="a side, beside what the tool names")
+    parser.add_argument(
+        "reports", type=Path, nargs="+", metavar="report", help="report with many launches of each case"
+    )
+    parser.add_argument("--cases", nargs="+", metavar="ID", help="cases to use (all)")
+    parser.add_argument(
+        "--launches",
+        type=int,
+        nargs="+",
+        default=[1, 3, 5],
+        help="launches in each report, apart from the minimum required",
+    )
     parser.add_argument("--trials", type=int, default=300)
-    calibrating = "launches that calibrate (10); 0: noise is assumed"
+    calibrating = "launches that calibrate (10); 0: the noise is assumed"
     parser.add_argument("--calibrating", type=int, default=calibration.ENOUGH, help=calibrating)
-    parser.add_argument("--slower", type=Path, metavar="REPORT", help="launches with a fault (planted into latencies)")
-    parser.add_argument("--fault", type=float, help="how much slower those are (margin and 2 points)")
+    parser.add_argument(
+        "--slower", type=Path, metavar="REPORT", help="report of launches with a fault (default: injected)"
+    )
+    parser.add_argument("--fault", type=float, help="how much slower these are (threshold and 2 points)")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     slower = None if asked.slower is None else chosen(file.load(asked.slower), asked.cases)
@@ -87,7 +97,7 @@ def study(
     slower: Report | None = None,
     fault: float | None = None,
 ) -> dict[str, Any]:
-    """Return what trials with each number of launches came to, and with what the tool asks for if there are as many."""
+    """Return the results of trials with each number of launches, and with the minimum required if there are enough."""
     policy = Policy()
     fault = policy.time.margin + PROMISED if fault is None else fault
     there = min(len(result.launches) for result in completed(recorded))
@@ -122,7 +132,7 @@ def study(
 
 
 def chosen(recorded: Report, ids: Sequence[str] | None) -> Report:
-    """Return the report of some cases; None: of all."""
+    """Return the report of some cases; None for all."""
     cases = [result for result in recorded.cases if ids is None or result.id in ids]
     if missing := set(ids or []) - {result.id for result in cases}:
         raise SystemExit(f"--cases: the report has no {', '.join(sorted(missing))}")
@@ -130,7 +140,7 @@ def chosen(recorded: Report, ids: Sequence[str] | None) -> Report:
 
 
 class Trials:
-    """Pairs of reports with so many launches a side."""
+    """Pairs of reports with a given number of launches in each report."""
 
     def __init__(
         self,
@@ -141,13 +151,13 @@ class Trials:
         fault: float,
         slower: Report | None,
     ) -> None:
-        """Choose what is drawn from, and how much; None: the slowdown is planted."""
+        """Set what is drawn, and how much. Without slower launches the slowdown is injected."""
         self._recorded, self._policy, self._launches, self._calibrating = recorded, policy, launches, calibrating
         self._fault, self._slower = fault, slower
         self._there = min(len(result.launches) for result in completed(recorded))
 
     def run(self, trials: int, chance: random.Random) -> dict[str, Any]:
-        """Judge so many pairs, the same and slower."""
+        """Judge a number of pairs of the same program, and of a slower one."""
         same, slower = ([self._verdicts(chance, slower=slow) for _ in range(trials)] for slow in (False, True))
         return {"launches": self._launches, "same": summary(same), "slower": summary(slower)}
 
@@ -161,8 +171,8 @@ class Trials:
         elif slower:
             there = min(len(result.launches) for result in completed(self._slower))
             head = part(self._slower, chance.sample(range(there), self._launches))
-        said = judge.judge(base, head, self._policy, today=TODAY, calibration=noise)
-        return [row.verdict for row in said.rows if row.metric == "time"]
+        verdicts = judge.judge(base, head, self._policy, today=TODAY, calibration=noise)
+        return [row.verdict for row in verdicts.rows if row.metric == "time"]
 
 
 def completed(recorded: Report) -> list[CaseResult]:
@@ -181,14 +191,14 @@ def part(recorded: Report, numbers: Sequence[int]) -> Report:
 
 
 def slowed(recorded: Report, slowdown: float) -> Report:
-    """Return a report whose batches all took longer, by a fraction."""
+    """Return a report whose batches all take longer by a fraction."""
     sow = injected_regressions.plants(slowdown)[0].sow
     cases = [sow(result, Rules()) for result in recorded.cases]
     return msgspec.structs.replace(recorded, cases=[case for case in cases if isinstance(case, CaseResult)])
 
 
 def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
-    """Return the noise as the gate takes it from `llmgpu calibrate`'s file of some launches."""
+    """Return the noise that the gate reads from the file of `llmgpu calibrate` on some launches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.json")
         calibration_file.dump(calibration.measure(part(recorded, numbers)), path)
@@ -198,15 +208,15 @@ def calibrated(recorded: Report, numbers: Sequence[int]) -> Calibration:
 
 
 def counted(noise: Calibration, result: CaseResult) -> float:
-    """Return the noise of one case as the gate counts it: calibrated or assumed."""
+    """Return the noise of one case in the gate: calibrated or assumed."""
     sd = noise.of(result.key)
     return UNCALIBRATED_SD if sd is None else sd
 
 
 def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: float | None = None) -> int | None:
-    """Return the launches a side that the tool asks for, the most of any case; None above 1,000.
+    """Return the minimum launches required in each report, the maximum over the cases; None above 1,000.
 
-    They show a slowdown, as a fraction; None: of the margin and 2 points.
+    They show a slowdown, as a fraction; None for the threshold and 2 points.
     """
     cases, margin = completed(recorded), policy.time.margin
     goal = margin + PROMISED if slowdown is None else slowdown
@@ -215,7 +225,7 @@ def asked_for(recorded: Report, policy: Policy, noise: Calibration, slowdown: fl
 
 
 def summary(trials: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return how often rows and trials were REGRESSED, and how often each verdict was given."""
+    """Return the fraction of REGRESSED rows and trials, and the count of each verdict."""
     rows = Counter(verdict for trial in trials for verdict in trial)
     return {
         "trials": len(trials),

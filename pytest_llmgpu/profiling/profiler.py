@@ -44,6 +44,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     """The first and only line of a sampler that has nothing to read."""
 
     error: str
+    """The reason."""
 
 
 class Window:
@@ -51,8 +52,11 @@ class Window:
 
     def __init__(self, start_s: float) -> None:
         self.start_s = start_s
+        """The CLOCK_MONOTONIC time at which the block began."""
         self.end_s: float | None = None
+        """The time at which it ended; None before."""
         self.profile: Profile | None = None
+        """The profile of the block; None before its end."""
 
 
 class Profiler:

@@ -289,7 +289,7 @@ def test_a_folder_of_a_different_experiment_is_refused(script: Callable[[str], M
     }
     assert others.keys() == asked.keys()
     for name, other in others.items():
-        with pytest.raises(SystemExit, match=r"holds another experiment: .*slow"):
+        with pytest.raises(SystemExit, match=r"has reports of a different experiment: .*slow"):
             end_to_end._refuse_another(argparse.Namespace(keep=tmp_path, **asked | {name: other}))
 
 
