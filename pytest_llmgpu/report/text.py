@@ -54,5 +54,5 @@ def listed(names: Iterable[object], most: int = 12) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text in which each control character is a space: a report may come from anywhere."""
+    """Return text in which each control character is a space. A report can come from any source."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
