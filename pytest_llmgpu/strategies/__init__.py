@@ -1,4 +1,4 @@
-"""How a model is spread over devices and run; one file per strategy, see `protocol`."""
+"""Strategies: how a model is spread over devices and run. Each strategy is one file; `protocol` is the contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUILT_IN = {
     "tp": "pytest_llmgpu.strategies.tp:TensorParallel",
     "iok": "pytest_llmgpu.strategies.iok:KernelInjection",
 }
-"""Name to `module:attribute`, so that a strategy costs nothing until it is chosen."""
+"""Name to `module:attribute`: a strategy is imported only when it is chosen."""
 
 _REGISTRY = Registry(
     kind="strategy",

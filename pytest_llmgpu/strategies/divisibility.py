@@ -1,53 +1,76 @@
-"""Whether a model's heads and columns can be shared out evenly, asked of its config before anything is loaded."""
+"""Check before loading that the devices divide the heads and columns that tensor parallelism splits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 
-__all__ = ["architecture", "check_divisible"]
+__all__ = ["Indivisible", "architecture", "check_divisible", "find_indivisible"]
+
+_SPLIT = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key and value heads",
+    "intermediate_size": "columns of the feed-forward layers",
+}
+"""Field of the config to its description."""
+
+_MOST = 64
+"""No node has more devices."""
+
+
+class Indivisible(msgspec.Struct, frozen=True, kw_only=True):
+    """A count of the model that the number of devices does not divide."""
+
+    name: str
+    """The config has the count under this name."""
+    count: int
+    """The model has this many."""
+    allowed: tuple[int, ...]
+    """These numbers of devices divide all counts."""
 
 
 def architecture(source: ModelSource) -> dict[str, Any]:
-    """Return the fields of the config that describe the decoder: those of `text_config` where there is one."""
+    """Return the fields of the config that describe the decoder: those of `text_config` if there is one."""
     return dict(source.config.get("text_config") or source.config)
 
 
-_CUT = {
-    "num_attention_heads": "attention heads",
-    "num_key_value_heads": "key and value heads",
-    "intermediate_size": "columns of its feed-forward layers",
-}
-
-
-def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tuple(_CUT), *, least: int = 2) -> None:
-    """Refuse a number of devices that does not divide what tensor parallelism cuts up.
+def find_indivisible(
+    fields: Mapping[str, Any], devices: int, names: Iterable[str] = tuple(_SPLIT), *, least: int = 2
+) -> Indivisible | None:
+    """Return the first count that a number of devices does not divide; None if it divides all of them.
 
     Args:
-        case: How many devices.
-        source: Whose config names the counts.
-        names: Of the counts that are cut.
-        least: Fewest devices that the strategy runs on.
+        fields: The config of the decoder. Counts that it lacks are not checked: the defaults of the model class apply.
+        devices: The number of devices.
+        names: The fields whose counts are split.
+        least: The strategy runs on this many devices or more.
+    """
+    counts = {name: fields[name] for name in names if isinstance(fields.get(name), int)}
+    common = math.gcd(*counts.values())
+    for name, count in counts.items():
+        if count % devices:
+            allowed = tuple(number for number in range(least, _MOST + 1) if common % number == 0)
+            return Indivisible(name=name, count=count, allowed=allowed)
+    return None
+
+
+def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tuple(_SPLIT), *, least: int = 2) -> None:
+    """Refuse a number of devices that does not divide the counts of the model; see `find_indivisible`.
 
     Raises:
-        ValueError: With the number that it should divide.
+        ValueError: The message has the count and the numbers of devices that divide it.
     """
-    fields = architecture(source)
-    counts = {name: fields[name] for name in names if isinstance(fields.get(name), int)}
-    for name, count in counts.items():
-        what = _CUT[name]
-        if count % case.devices:
-            common = math.gcd(*counts.values())
-            allowed = ", ".join(str(n) for n in range(least, _MOST + 1) if common % n == 0)
-            raise ValueError(
-                f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot share out the {count} {what} of "
-                f"{source.name}: {f'allowed are {allowed}' if allowed else f'no number from {least} to {_MOST} can'}"
-            )
-
-
-_MOST = 64
-"""More devices than a node has are not worth naming."""
+    found = find_indivisible(architecture(source), case.devices, names, least=least)
+    if found is None:
+        return
+    allowed = ", ".join(map(str, found.allowed)) or f"no number from {least} to {_MOST}"
+    raise ValueError(
+        f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split the {found.count} "
+        f"{_SPLIT[found.name]} of {source.name} evenly: allowed: {allowed}"
+    )

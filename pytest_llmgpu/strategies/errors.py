@@ -1,4 +1,4 @@
-"""Errors that a strategy raises where memory does not suffice."""
+"""Errors that a strategy raises if the memory does not suffice."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ class DeviceMapSpillError(RuntimeError):
 
 
 class WorkspaceError(RuntimeError):
-    """A strategy's workspace cannot hold the longest sequence."""
+    """The workspace of a strategy cannot hold the longest sequence."""
 
     def __init__(self, tokens_requested: int, tokens_granted: int) -> None:
-        """Remember both.
+        """Describe the shortage.
 
         Args:
             tokens_requested: Tokens of the longest sequence.
-            tokens_granted: Tokens there is memory for, 0 for none.
+            tokens_granted: Tokens that the memory suffices for; 0 if no workspace fits.
         """
         super().__init__(
-            f"the workspace has room for {tokens_granted} tokens, and the longest sequence has {tokens_requested}"
+            f"the workspace holds {tokens_granted} tokens, but the longest sequence has {tokens_requested}: "
+            "use a smaller batch size"
         )
         self.tokens_requested = tokens_requested
         self.tokens_granted = tokens_granted

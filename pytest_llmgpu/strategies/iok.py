@@ -1,7 +1,8 @@
-"""iok: DeepSpeed's fused CUDA kernels in the place of every decoder layer, on top of tensor parallelism.
+"""iok: DeepSpeed's fused CUDA kernels replace every decoder layer, on top of tensor parallelism.
 
-DeepSpeed's own injection of LLaMA computes wrong numbers and, short of memory, answers garbage without a word. Both are
-put right here, each by its narrowest means; `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` bring them back.
+DeepSpeed's injection of LLaMA computes wrong numbers, and returns garbage without an error if memory is short. This
+module corrects both with the smallest change; `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` turn the corrections
+off.
 
 Source: DeepSpeed 0.19.8, `csrc/transformer/inference`.
 """
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["KernelInjection"]
 
 _LEAST_HEAD_DIM = 32
-_MOST_TOKENS = 8192  # the softmax kernel's limit
-_DEFAULT_MAX_OUT_TOKENS = 1024  # DeepSpeed's own
+_MOST_TOKENS = 8192  # The limit of the softmax kernel.
+_DEFAULT_MAX_OUT_TOKENS = 1024  # DeepSpeed's default.
 _INJECTED = "DeepSpeedGPTInference"
-_MASKED = -10_000.0  # what DeepSpeed's softmax takes for minus infinity
+_MASKED = -10_000.0  # DeepSpeed's softmax uses this value as minus infinity.
 
 
 class KernelInjection:
@@ -41,42 +42,42 @@ class KernelInjection:
     def __init__(self) -> None:
         self._min_tokens: int | None = None
         self._room = (0, 0)
-        """Rows and tokens that the workspace was made for."""
+        """The workspace was allocated for this many rows and tokens."""
         self._causal = False
-        """Whether a token sees all before it, in the forward that runs."""
+        """Each token of the running forward attends to all tokens before it, and to no mask."""
 
     def check(self, case: Case, source: ModelSource) -> None:
-        """Refuse what the kernels cannot compute or would compute wrongly, and a machine that cannot build them."""
+        """Refuse a model that the kernels cannot compute, and a machine that cannot build them."""
         self.check_model(case, source)
         self.check_machine(case)
 
     def check_model(self, case: Case, source: ModelSource) -> None:
         """Refuse a model that the kernels would compute wrongly."""
         fields = divisibility.architecture(source)
-        wrong = _otherwise(fields)
-        if wrong is not None:
-            raise ValueError(f"--llmgpu-model={source.name}: strategy iok {wrong}")
-        # Heads of keys and values are repeated to as many as those of queries before anything is shared out.
+        problem = _unsupported(fields)
+        if problem is not None:
+            raise ValueError(f"--llmgpu-model={source.name}: strategy iok {problem}")
+        # Key and value heads are repeated to the number of query heads before they are split.
         divisibility.check_divisible(case, source, ("num_attention_heads", "intermediate_size"), least=1)
         hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
         if not isinstance(hidden, int) or not isinstance(heads, int):
-            return  # its class's defaults, which are the published ones
+            return  # The defaults of the model class are those of the published models.
         head_dim = fields.get("head_dim") or hidden // heads
         if head_dim * heads != hidden:
             raise ValueError(
-                f"--llmgpu-model={source.name}: strategy iok needs heads that make up the hidden size, and "
-                f"{heads} heads of {head_dim} are not {hidden}"
+                f"--llmgpu-model={source.name}: strategy iok needs heads that add up to the hidden size, but "
+                f"{heads} heads of {head_dim} are not {hidden}: use another strategy"
             )
         if head_dim < _LEAST_HEAD_DIM and case.dtype != "float32":
             raise ValueError(
-                f"--llmgpu-dtype={case.dtype}: strategy iok needs heads of at least {_LEAST_HEAD_DIM} in half "
-                f"precision, and those of {source.name} are {head_dim}"
+                f"--llmgpu-dtype={case.dtype}: strategy iok needs a head dimension of at least {_LEAST_HEAD_DIM} in "
+                f"half precision, but {source.name} has {head_dim}: use --llmgpu-dtype=float32"
             )
 
     def check_machine(self, case: Case) -> None:
         """Refuse a machine on which the kernels cannot be built or run."""
         if case.device != "cuda":
-            raise ValueError("--strategy=iok: DeepSpeed's kernels run on CUDA GPUs only, and this run is on the CPU")
+            raise ValueError("--strategy=iok: DeepSpeed's kernels run on CUDA GPUs only, but this run is on the CPU")
         kernels.check()
 
     def ranks(self, devices: int) -> int:
@@ -84,7 +85,7 @@ class KernelInjection:
         return devices
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:  # noqa: ARG002 - one build serves every case
-        """Compile DeepSpeed's op, unless it is there: each rank would wait for the first one to do it."""
+        """Compile DeepSpeed's op if necessary: the ranks would wait for the first one that compiles it."""
         kernels.build(say)
 
     def open_kernels(self, case: Case) -> None:  # noqa: ARG002 - one op serves every case
@@ -92,7 +93,7 @@ class KernelInjection:
         kernels.load()
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load this rank's part of every layer into DeepSpeed's kernels."""
+        """Load the part of every layer that belongs to this rank into DeepSpeed's kernels."""
         from pytest_llmgpu.strategies.deepspeed.engine import inject
 
         self.open_kernels(case)
@@ -103,7 +104,7 @@ class KernelInjection:
             source,
             on_layer=_expand_key_value_heads,
             replace_with_kernel_inject=True,
-            # Its default answers tuples, which transformers 5 does not take apart.
+            # By default the layers return tuples, which transformers 5 does not unpack.
             return_tuple=False,
             max_out_tokens=_DEFAULT_MAX_OUT_TOKENS,
             min_out_tokens=1,
@@ -111,33 +112,33 @@ class KernelInjection:
         layers = _layers(loaded)
         kept = [type(layer).__name__ for layer in layers if type(layer).__name__ != _INJECTED]
         if kept:
-            raise RuntimeError(f"DeepSpeed left {len(kept)} of {len(layers)} layers as they were: {kept[0]}")
+            raise RuntimeError(f"DeepSpeed did not replace {len(kept)} of {len(layers)} layers: {kept[0]}")
         for layer in layers:
             if not case.strategy_options.get("stock"):
                 _correct_residual_add(layer)
             layer.register_forward_pre_hook(self._prepare_arguments, with_kwargs=True)
-        # The kernels turn queries and keys themselves: what transformers computes for that at every forward is waste.
+        # The kernels rotate queries and keys themselves, so that the rotary tables of transformers are not needed.
         decoder: Any = loaded.model.get_decoder()  # type: ignore[operator]  # a llama
         decoder.rotary_emb.forward = lambda *_, **__: None
-        decoder.register_forward_pre_hook(self._see_whether_causal, with_kwargs=True)
-        # Before every forward, since a user's function may run another shape than was prepared for.
+        decoder.register_forward_pre_hook(self._note_causal, with_kwargs=True)
+        # Before every forward: a function of the user may run a larger shape than `prepare` was called for.
         loaded.model.register_forward_pre_hook(
-            lambda _model, arguments, named: self._make_room(loaded, arguments, named), with_kwargs=True
+            lambda _model, arguments, named: self._ensure_workspace(loaded, arguments, named), with_kwargs=True
         )
         return loaded
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace:
-        """Rebuild the workspace, which is otherwise that of the largest batch so far.
+        """Rebuild the workspace: DeepSpeed would keep the one of the largest batch.
 
         Raises:
-            oom.WorkspaceError: It cannot hold the longest sequence. DeepSpeed itself never compares the two.
+            WorkspaceError: The workspace cannot hold the longest sequence. DeepSpeed itself does not compare the two.
         """
         from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 
         if tokens > _MOST_TOKENS:
-            raise ValueError(f"{tokens} tokens: DeepSpeed's kernels do sequences of up to {_MOST_TOKENS}")
+            raise ValueError(f"{tokens} tokens: DeepSpeed's kernels compute sequences of at most {_MOST_TOKENS} tokens")
         least = min(self._min_tokens or tokens, tokens)
-        # With fewer than it needs allowed, all is as DeepSpeed has it by default.
+        # If fewer tokens than necessary are allowed, the workspace has the default size of DeepSpeed.
         most = max(tokens, _DEFAULT_MAX_OUT_TOKENS) if least < tokens else tokens
         self._room = (batch_size, tokens)
         layers = list(_layers(loaded))
@@ -151,31 +152,31 @@ class KernelInjection:
         BaseOp.inference_module.reset_cache()
         return Workspace(tokens_requested=tokens, tokens_granted=min(granted, tokens), workspace_bytes=size)
 
-    def _make_room(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _ensure_workspace(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 
         given: Any = arguments[0] if arguments else named.get("input_ids", named.get("inputs_embeds"))
         rows, tokens = given.shape[:2]
         if rows > self._room[0] or tokens > self._room[1]:
             self.prepare(loaded, max(rows, self._room[0]), max(tokens, self._room[1]))
-        # A single token would otherwise continue the text before it.
+        # Without a reset the kernels take a single token as the continuation of the previous text.
         BaseOp.inference_module.reset_cache()
 
-    def _see_whether_causal(self, _decoder: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _note_causal(self, _decoder: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = (*arguments[1:3], named.get("attention_mask"), named.get("position_ids"))
         self._causal = all(each is None for each in given)
 
     def _prepare_arguments(
         self, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand a layer what its kernel understands: a mask of its own dtype or none, nothing it would misread."""
+        """Give a layer only arguments that its kernel supports: no mask, or one of its own dtype."""
         mask = named.get("attention_mask")
         if self._causal:
-            # The kernel masks what comes later by itself. transformers 5.17 makes a mask while a CUDA graph is
-            # recorded, and every layer's copy of it would be three kernels more in each replay.
+            # The kernel applies the causal mask itself. transformers 5.17 creates a mask while a CUDA graph is
+            # recorded; converting it in every layer would add three kernels to each replay.
             named["attention_mask"] = None
         elif mask is not None:
-            # The kernel takes the mask's bytes for numbers of its own dtype, row after row.
+            # The kernel reads the bytes of the mask as numbers of its own dtype.
             named["attention_mask"] = _additive(mask, layer.config.dtype)
         named["use_cache"] = False
         for name in ("position_embeddings", "past_key_values", "position_ids"):
@@ -183,21 +184,24 @@ class KernelInjection:
         return arguments, named
 
 
-def _otherwise(fields: dict[str, Any]) -> str | None:
-    """Return what of a config the kernels would leave out or compute as something else; None where they do it all."""
+def _unsupported(fields: dict[str, Any]) -> str | None:
+    """Return the part of a config that the kernels ignore or compute wrongly; None if there is none."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     kind, activation = fields.get("model_type", "llama"), fields.get("hidden_act", "silu")
     biases = [name for name in ("attention_bias", "mlp_bias") if fields.get(name)]
     reasons = (
-        (kind != "llama", f"injects into llama models only, this is {kind!r}"),
-        (rope_type != "default", f"cannot do its rope type {rope_type!r}: the kernel knows default"),
-        (rope.get("partial_rotary_factor", 1.0) != 1.0, "would rotate whole heads, the model a part of each"),
-        (bool(biases), f"would drop its biases ({', '.join(biases)} is true)"),
-        (activation not in ("silu", "swish"), f"would compute its activation {activation!r} as silu"),
+        (kind != "llama", f"supports model_type 'llama' only, and this is {kind!r}"),
+        (rope_type != "default", f"supports rope type 'default' only, and this is {rope_type!r}"),
+        (
+            rope.get("partial_rotary_factor", 1.0) != 1.0,
+            "would rotate whole heads, but the model rotates parts of them",
+        ),
+        (bool(biases), f"would ignore the biases of the model ({', '.join(biases)} is true)"),
+        (activation not in ("silu", "swish"), f"would compute the activation {activation!r} as silu"),
         (bool(fields.get("quantization_config")), "cannot read quantized weights"),
     )
-    return next((reason for holds, reason in reasons if holds), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def _layers(loaded: Loaded) -> torch.nn.ModuleList:
@@ -206,7 +210,7 @@ def _layers(loaded: Loaded) -> torch.nn.ModuleList:
 
 
 def _expand_key_value_heads(layer: torch.nn.Module) -> None:
-    """Repeat the heads of grouped-query attention, which the kernels refuse: the same numbers, with more memory."""
+    """Repeat the key and value heads, since the kernels have no grouped-query attention: same numbers, more memory."""
     import torch
 
     attention: Any = layer.self_attn
@@ -221,11 +225,11 @@ def _expand_key_value_heads(layer: torch.nn.Module) -> None:
 
 
 def _correct_residual_add(layer: Any) -> None:
-    """Have a layer add the attention's output to the residual once.
+    """Make a layer add the output of the attention to the residual once.
 
     The CUDA op `rms_mlp_gemm` adds it in place, and `ResidualAddOp.forward` adds it again (0.15.2, DeepSpeed's pull
     request 5490): x + 2 * attention + mlp. Remove this once a release has an op without `residual + attention_output`;
-    such a one is left alone here already.
+    such an op is not changed.
     """
     residual_add = layer.mlp.residual_add_func
     if "residual + attention_output" not in inspect.getsource(type(residual_add).forward):

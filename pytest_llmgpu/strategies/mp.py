@@ -1,6 +1,6 @@
-"""mp: whole layers spread evenly over the GPUs by accelerate, one GPU busy at a time.
+"""mp: accelerate spreads whole layers evenly over the GPUs; one GPU computes at a time.
 
-On a CPU it is the plain model, the yardstick for the numbers of every other strategy.
+On a CPU it is the plain model, the reference for the numbers of every other strategy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.text import gib
 from pytest_llmgpu.strategies.errors import DeviceMapSpillError
 from pytest_llmgpu.strategies.protocol import Loaded
 
@@ -22,15 +23,15 @@ __all__ = ["LayerParallel"]
 
 
 class LayerParallel:
-    """Layer-wise model parallelism: hidden states travel from device to device, weights do not."""
+    """Layer-wise model parallelism: hidden states move from device to device, weights stay."""
 
     name = "mp"
     backend = "accelerate"
 
     def check(self, case: Case, source: ModelSource) -> None:
-        """Refuse nothing: every model that loads can be spread by layers."""
+        """Accept every case: each model that loads can be spread by layers."""
 
-    def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives them all
+    def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives all devices
         """Return 1: one process drives every device."""
         return 1
 
@@ -53,7 +54,7 @@ class LayerParallel:
         """Do nothing: there is nothing to compile."""
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Do nothing: no buffer of mp depends on the batch size."""
+        """Do nothing: mp has no buffer that depends on the batch size."""
 
 
 def _fill(
@@ -69,30 +70,30 @@ def _fill(
     dispatched: PreTrainedModel = dispatch_model(
         skeleton,
         device_map=device_map,
-        skip_keys=skeleton._skip_keys_device_placement,  # noqa: SLF001 - as from_pretrained does for a checkpoint
+        skip_keys=skeleton._skip_keys_device_placement,  # noqa: SLF001 - as in from_pretrained
     )
     return dispatched
 
 
 def _layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dtype: torch.dtype) -> dict[str, int]:
-    """Return module name to the device's number, every layer whole, as evenly as accelerate spreads them.
+    """Return the device number of each module, by accelerate's balanced map of whole layers.
 
     Raises:
-        oom.DeviceMapSpillError: Something fits on no GPU. accelerate itself would offload it without a word.
+        DeviceMapSpillError: A module fits on no GPU. accelerate would offload it without an error.
     """
     import torch
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    whole = list(skeleton._no_split_modules or [])  # noqa: SLF001 - what transformers itself hands to accelerate
+    whole = list(skeleton._no_split_modules or [])  # noqa: SLF001 - transformers passes the same to accelerate
     free = {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}
     limits = get_balanced_memory(skeleton, max_memory=dict(free), no_split_module_classes=whole, dtype=dtype)
     placed = infer_auto_device_map(skeleton, max_memory=limits, no_split_module_classes=whole, dtype=dtype)
     spilled = [name for name, device in placed.items() if not isinstance(device, int)]
     if spilled:
-        room = ", ".join(f"{size / 2**30:.1f}" for size in free.values())
         raise DeviceMapSpillError(
-            f"{len(spilled)} of {len(placed)} modules fit on no GPU (first: {spilled[0]}); free GiB per GPU: {room}"
+            f"{len(spilled)} of {len(placed)} modules fit on no GPU (first: {spilled[0]}); free memory per GPU: "
+            f"{', '.join(gib(size, 1) for size in free.values())}: use more GPUs (--llmgpu-devices)"
         )
     return dict(placed)
 
@@ -105,4 +106,4 @@ def _device_of(parameter: str, device_map: Mapping[str, int | str]) -> torch.dev
         device = device_map.get(".".join(parts[:end]))
         if device is not None:
             return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
-    raise AssertionError(f"{parameter} is in no entry of the device map")
+    raise AssertionError(f"the device map has no entry for {parameter}")

@@ -1,29 +1,38 @@
-"""How the ranks of a strategy meet: one torch process group per loaded model (torch, in a rank)."""
+"""The torch process group that connects the ranks of a loaded model (torch, in a rank)."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Seat", "join"]
-
-Seat = tuple["torch.device", int, int]
-"""Device of this rank, its number, and how many there are."""
+__all__ = ["Member", "join"]
 
 
-def join(case: Case) -> Seat:
-    """Join the other ranks, over NCCL on GPUs and over gloo on a CPU.
+class Member(NamedTuple):
+    """This rank as a member of its group."""
 
-    They meet in the file that the launcher names in LLMGPU_RENDEZVOUS; without it, as under torchrun, where MASTER_ADDR
-    and MASTER_PORT say. A rank without siblings joins nobody.
+    device: torch.device
+    """This rank computes on this device."""
+    rank: int
+    """The number of this rank."""
+    world_size: int
+    """The group has this many ranks."""
+
+
+def join(case: Case) -> Member:
+    """Join the other ranks, by NCCL on GPUs and by gloo on a CPU.
+
+    The ranks find each other through the file in LLMGPU_RENDEZVOUS, which the launcher sets; without it, as under
+    torchrun, through MASTER_ADDR and MASTER_PORT. A single rank joins no group.
 
     Raises:
-        ValueError: The case needs another number of ranks.
+        ValueError: The number of started ranks is not the number of devices of the case.
     """
     import torch
     from torch import distributed
@@ -32,24 +41,24 @@ def join(case: Case) -> Seat:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != case.devices:
         raise ValueError(
-            f"{case.id} needs {case.devices} ranks, and {world_size} were started: "
-            f"torchrun --nproc-per-node={case.devices} starts as many"
+            f"{case.id} needs {plural(case.devices, 'rank')}, but {world_size} {'was' if world_size == 1 else 'were'} "
+            f"started: use torchrun --nproc-per-node={case.devices}"
         )
     if case.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # Looking for the interface by the host's name fails where it does not resolve, as in many containers.
+        # gloo looks up the name of the host, which fails in many containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world_size > 1 and not distributed.is_initialized():
-        meeting = os.environ.get("LLMGPU_RENDEZVOUS")
+        rendezvous = os.environ.get("LLMGPU_RENDEZVOUS")
         distributed.init_process_group(
             backend="nccl" if case.device == "cuda" else "gloo",
-            store=FileStore(meeting, world_size) if meeting else None,
+            store=FileStore(rendezvous, world_size) if rendezvous else None,
             rank=rank,
             world_size=world_size,
-            # Makes NCCL connect now: its buffers are part of what loading takes, not of the first batch.
+            # NCCL connects now, so that its buffers count as memory of loading and not of the first batch.
             device_id=device if case.device == "cuda" else None,
         )
-    return device, rank, world_size
+    return Member(device, rank, world_size)

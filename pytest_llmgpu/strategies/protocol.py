@@ -1,4 +1,4 @@
-"""What a strategy is: a check that costs nothing, the number of its processes, and a model that is ready to score."""
+"""The contract of a strategy: a check without cost, the number of processes, and a model that is ready to score."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ __all__ = ["Loaded", "Strategy", "Workspace"]
 
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that a strategy keeps for one batch size, outside torch's allocator."""
+    """Memory that a strategy reserves for one batch size, outside torch's allocator."""
 
     tokens_requested: int
-    """Tokens of the longest sequence."""
+    """The longest sequence has this many tokens."""
     tokens_granted: int
-    """Tokens per sequence that there is room for."""
+    """The workspace holds this many tokens per sequence."""
     workspace_bytes: int
+    """The workspace takes this many bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model as one rank holds it; what `llm.run` hands to the user's function."""
+    """A loaded model in one rank; `llm.run` passes it to the function of the user."""
 
     model: torch.nn.Module
-    """Called as `model(input_ids=ids_BS)`, its answer has `.logits`."""
+    """The model is called as `model(input_ids=ids_BS)`; its result has `.logits`."""
     config: PretrainedConfig
-    """transformers' description of the architecture."""
+    """This is the config of transformers."""
     input_device: torch.device
-    """Where input ids are put: where the output head lives, so that logits need not travel."""
+    """Input ids are copied to this device: the one of the output head, so that logits need no copy."""
     devices: tuple[torch.device, ...]
-    """Every device this rank computes on, in the order of the rank's visible devices."""
+    """This rank computes on these devices, in the order of its visible devices."""
     rank: int = 0
-    """Number of this process, 0 in a strategy of one process."""
+    """This is the number of the process, 0 for a strategy of one process."""
     world_size: int = 1
-    """Processes of the strategy."""
+    """The strategy has this many processes."""
     recordable: bool = True
-    """Whether the decoder's forwards may be replayed as CUDA graphs. A replay runs kernels only: say False where hooks
-    or code of one's own inside the decoder have to run at every forward."""
+    """If true, the forwards of the decoder may be replayed as CUDA graphs. A replay runs kernels only: set it to False
+    if hooks or Python code inside the decoder have to run in every forward."""
     dispatched: bool = True
     """Whether the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
     and FLOPs cannot be counted."""
@@ -55,52 +56,52 @@ class Loaded:
 class Strategy(Protocol):
     """A way to spread a model over devices.
 
-    The class must import without torch, since `check` and `build` run in pytest's process. One object lives there, and
-    one in each rank for as long as its model is loaded.
+    The class must import without torch, since `check` and `build` run in the process of pytest. There is one object in
+    that process, and one in each rank while its model is loaded.
     """
 
     name: str
-    """As in `--strategy` and in reports."""
+    """`--strategy` and reports use this name."""
     backend: str
-    """The library that carries it out unless an option names another; it must import."""
+    """This library must import; it runs the model unless an option names another one."""
 
     def check(self, case: Case, source: ModelSource) -> None:
-        """Refuse, before anything is started, what cannot work.
+        """Refuse a case that cannot work, before a process starts.
 
         Raises:
-            ValueError: With the value that is wrong and what is allowed.
+            ValueError: The message has the wrong value and the allowed ones.
         """
         ...
 
     def ranks(self, devices: int) -> int:
-        """Return how many processes it needs for that many devices: 1 or one each."""
+        """Return the number of processes for a number of devices: 1, or one per device."""
         ...
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Do once, before the ranks start, what each of them would else do again: compile an extension.
+        """Do the work that all ranks need once, before they start, such as compiling an extension.
 
         Args:
-            case: The first case that needs it.
-            say: Shows a line while it takes time.
+            case: The first case of the strategy.
+            say: Shows a line of progress.
 
         Raises:
-            RuntimeError: It failed, with the reason in one line.
+            RuntimeError: The work failed; the message is one line.
         """
         ...
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load the model in a rank, in the dtype and on the devices of the case; `oom` classifies what it raises."""
+        """Load the model in a rank, in the dtype and on the devices of the case."""
         ...
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace | None:
-        """Rebuild what depends on the batch size, so that a case costs the same alone and in a sweep.
+        """Rebuild the buffers that depend on the batch size, so that a case takes the same memory alone and in a sweep.
 
         Args:
-            loaded: What `load` returned.
+            loaded: The result of `load`.
             batch_size: Sequences of the largest batch.
             tokens: Tokens of the longest sequence, padding included.
 
         Returns:
-            What was set aside; None where the strategy keeps nothing.
+            The reserved memory; None if the strategy reserves none.
         """
         ...

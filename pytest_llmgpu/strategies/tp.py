@@ -1,6 +1,6 @@
-"""tp: every layer's weights are cut over the devices, one process each, and partial results are summed by all-reduce.
+"""tp: the weights of every layer are split over the devices, one process each; an all-reduce sums partial results.
 
-By transformers' own plan, or by DeepSpeed's AutoTP. Each rank holds the whole batch and gives the same answers.
+The split follows the plan of transformers or DeepSpeed's AutoTP. Each rank has the whole batch and the same results.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ __all__ = ["TensorParallel"]
 
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _CPU_SUMS = "deepspeed_shm_comm"
-_ON_CPU = " (a CPU counts as 1: --llmgpu-devices=2 starts two processes on it)"
+_ON_CPU = " (on a CPU, --llmgpu-devices=2 starts two processes)"
 
 
 class TensorParallel:
-    """Tensor parallelism: weights stay where they are, activations are summed twice a layer."""
+    """Tensor parallelism: weights stay on their device, activations are summed twice per layer."""
 
     name = "tp"
     backend = "transformers"
 
     def check(self, case: Case, source: ModelSource) -> None:
-        """Refuse a single device, what cannot be cut evenly, and a dtype that DeepSpeed does not know on a CPU."""
-        if case.devices < 2:  # noqa: PLR2004 - one device has nobody to share with
+        """Refuse a single device, an uneven split, and a dtype that DeepSpeed does not support on a CPU."""
+        if case.devices < 2:  # noqa: PLR2004 - one device has nothing to split
             where = _ON_CPU if case.device == "cpu" else ""
-            raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2{where}")
+            raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2 devices{where}")
         divisibility.check_divisible(case, source)
-        # Its accelerator allows float16 on some CPUs; a refusal that hangs on the machine helps nobody.
+        # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
             raise ValueError(
-                f"--llmgpu-dtype={case.dtype}: DeepSpeed on a CPU knows {' and '.join(_AUTOTP_CPU_DTYPES)}; "
-                "--llmgpu-tp-backend=transformers takes the others"
+                f"--llmgpu-dtype={case.dtype}: DeepSpeed on a CPU supports {' and '.join(_AUTOTP_CPU_DTYPES)}: use one "
+                "of them, or --llmgpu-tp-backend=transformers"
             )
 
     def ranks(self, devices: int) -> int:
@@ -50,12 +50,12 @@ class TensorParallel:
         return devices
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Say that DeepSpeed will compile its sums for a CPU, where it has not: the ranks do it as they load."""
+        """Show a line if the ranks will compile DeepSpeed's all-reduce for CPUs while they load."""
         if case.backend == "deepspeed" and case.device == "cpu" and not kernels.is_compiled(_CPU_SUMS):
-            say("DeepSpeed compiles its all-reduce for CPUs as it loads (once; about a minute) ...")
+            say("DeepSpeed compiles its all-reduce for CPUs while it loads (once; about a minute) ...")
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load this rank's part of every layer."""
+        """Load the part of every layer that belongs to this rank."""
         if case.backend == "deepspeed":
             from pytest_llmgpu.strategies.deepspeed.engine import inject
 
@@ -74,23 +74,22 @@ class TensorParallel:
         )
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Do nothing: no buffer of tp depends on the batch size."""
+        """Do nothing: tp has no buffer that depends on the batch size."""
 
 
 def _planned(case: Case, source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return the model as transformers' plan for its class shards it."""
+    """Return the model, split by the plan of transformers for its class."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     skeleton = models.skeleton(source, dtype)
     if not skeleton.tp_plan:
         raise ValueError(
-            f"transformers has no tensor-parallel plan for {type(skeleton).__name__}: "
-            "--llmgpu-tp-backend=deepspeed may know how to cut it"
+            f"transformers has no tensor-parallel plan for {type(skeleton).__name__}: try --llmgpu-tp-backend=deepspeed"
         )
     plan = DistributedConfig(tp_size=case.devices)
     if source.load_format != "dummy":
         return models.checkpoint(source, dtype, distributed_config=plan)
-    # What from_pretrained itself calls between building the model and reading its files.
+    # from_pretrained calls the same between building the model and reading its files.
     resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
     sharded: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
     models.materialise(sharded, lambda _: device, seed=case.seed, dtype=dtype)

@@ -3,35 +3,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from support import tiny_model
+from support.prose import Prose
 from torch import distributed
 
 from pytest_llmgpu.inference import cuda_graphs, logits, scoring
 from pytest_llmgpu.inference.batching import Plan, Request, Requests
 from pytest_llmgpu.ranks import device_memory, graph_trial
-from pytest_llmgpu.ranks.graph_trial import Choice
+from pytest_llmgpu.ranks.graph_trial import Choice, Comparison, Decision, Reason, describe
 from pytest_llmgpu.strategies.errors import WorkspaceError
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+_TWO_GPUS = (GPU, torch.device("cuda", 1))
 _BATCH_SIZE = 2
 
 
 class _Gpu:
-    """A clock, and a GPU that computes what a CPU launches: a forward takes the longer of both."""
+    """A clock, and a GPU that computes the kernels that a CPU launches: a forward takes the longer of the two times."""
 
     def __init__(self) -> None:
         self.launching_s = 0.010
         self.computing_s = 0.002
         self.capturing_s = 0.020
         self.error = 0.0
-        """By how much hidden states of graphs are off, as a fraction."""
+        """The hidden states of graphs differ by this fraction."""
+        self.failure: Exception | None = None
+        """A forward under graphs raises this."""
         self.peak_bytes = 120 << 20
-        """20 MiB of an eager forward's own."""
+        """An eager forward takes 20 MiB of it."""
         self.graphed = False
         self.recorded: set[tuple[int, ...]] = set()
         self._now_s = 0.0
@@ -47,6 +51,8 @@ class _Gpu:
         self._now_s = max(self._now_s, self._idle_s)
 
     def forward(self, _module: torch.nn.Module, _arguments: tuple[Any, ...], _named: dict[str, Any], out: Any) -> None:
+        if self.graphed and self.failure is not None:
+            raise self.failure
         launching_s = 0.0001 if self.graphed else self.launching_s
         self._idle_s = self._now_s + max(launching_s, self.computing_s)
         self._now_s += launching_s
@@ -55,7 +61,7 @@ class _Gpu:
 
 
 class _Decoder:
-    """What `graphs.GraphedDecoder` is to `execution`, on the emulated GPU."""
+    """`cuda_graphs.GraphedDecoder` on the emulated GPU."""
 
     gpu: _Gpu
 
@@ -87,7 +93,7 @@ def model() -> Any:
 
 @pytest.fixture
 def gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> _Gpu:
-    """The GPU that the model is timed on, whose graphs pay for themselves unless it is told otherwise."""
+    """The GPU of the model; its graphs are worth their recording unless a test changes a time."""
     gpu = _Gpu()
     model.get_decoder().register_forward_hook(gpu.forward, with_kwargs=True)
     for module in (graph_trial, scoring):
@@ -102,7 +108,8 @@ def gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> _Gpu:
 
 
 def _requests() -> Requests:
-    # 17 rows of 21 to 37 tokens: 9 batches, of 9 widths that are padded to 2: 3 shapes, as the last has one row.
+    # 17 rows of 21 to 37 tokens: 9 batches of 9 widths, which padding reduces to 2. The last batch has one row, so that
+    # there are 3 shapes.
     rows = [tuple((7 * row + place) % 40 for place in range(21 + row)) for row in range(17)]
     return Requests(
         item_ids=tuple(f"{row}" for row in range(17)),
@@ -113,7 +120,7 @@ def _requests() -> Requests:
 
 
 def _loaded(model: Any, *devices: torch.device, world_size: int = 1) -> Loaded:
-    # Ids stay on the CPU, which is where the model really is.
+    # The model and its ids are on the CPU.
     return Loaded(model=model, config=model.config, input_device=CPU, devices=devices or (GPU,), world_size=world_size)
 
 
@@ -122,9 +129,11 @@ def _workspace(plan: Plan) -> Workspace:
 
 
 def _choose(
-    loaded: Loaded, asked: str, prepare: Callable[[Plan], Workspace | None] = _workspace, dtype: str = "float16"
+    loaded: Loaded, requested: str, prepare: Callable[[Plan], Workspace | None] = _workspace, dtype: str = "float16"
 ) -> Choice:
-    with graph_trial.chosen(loaded, _requests(), _BATCH_SIZE, requested=asked, dtype=dtype, prepare=prepare) as choice:
+    with graph_trial.chosen(
+        loaded, _requests(), _BATCH_SIZE, requested=requested, dtype=dtype, prepare=prepare
+    ) as choice:
         return choice
 
 
@@ -134,51 +143,47 @@ def _padded(choice: Choice) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("asked", "devices", "why"),
-    [
-        ("off", (GPU,), "no CUDA graphs: they were switched off"),
-        ("auto", (CPU,), "no CUDA graphs: CUDA graphs need a GPU"),
-        ("auto", (GPU, torch.device("cuda", 1)), "no CUDA graphs: one process drives several GPUs"),
-    ],
+    ("requested", "devices"),
+    [("off", (GPU,)), ("auto", (CPU,)), ("auto", _TWO_GPUS), ("on", (CPU,)), ("on", _TWO_GPUS)],
 )
-@pytest.mark.usefixtures("gpu")
-def test_without_graphs_forwards_are_eager_with_the_reason(
-    model: Any, asked: str, devices: tuple[torch.device, ...], why: str
+def test_excluded_graphs_are_not_tried(
+    model: Any, gpu: _Gpu, requested: str, devices: tuple[torch.device, ...]
 ) -> None:
-    """Where there is nothing to decide nothing is timed, and rows are padded no further than they need."""
-    choice = _choose(_loaded(model, *devices), asked)
-    assert choice.execution == "eager"
-    assert choice.why.startswith(why)
+    """Nothing is timed, and rows are padded no further than a batch needs; `on` is no error."""
+    choice = _choose(_loaded(model, *devices), requested)
+    assert choice.decision.reason == "excluded"
+    assert choice.decision.detail == (cuda_graphs.reason_against(model, devices) or "CUDA graphs are switched off")
+    assert gpu.perf_counter() == 0.0
     assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
     assert choice.workspace == _workspace(choice.plan)
 
 
-@pytest.mark.parametrize("asked", ["auto", "on"])
+@pytest.mark.parametrize("requested", ["auto", "on"])
 @pytest.mark.usefixtures("gpu")
-def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, asked: str) -> None:
-    """Scored as the harness does nothing is tried, and the sentence names the option."""
+def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str) -> None:
+    """Scoring as the harness excludes CUDA graphs, and the reason names the option."""
     with graph_trial.chosen(
         _loaded(model),
         _requests(),
         _BATCH_SIZE,
-        requested=asked,
+        requested=requested,
         dtype="float16",
         prepare=_workspace,
         workload=logits.FULL_LOGITS,
     ) as choice:
         pass
-    assert choice.execution == "eager"
-    assert choice.why.startswith("no CUDA graphs: --llmgpu-scoring=harness keeps a KV cache")
+    assert choice.decision.reason == "excluded"
+    assert "--llmgpu-scoring=harness" in choice.decision.detail
     assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
 
 
-def test_graphs_that_were_asked_for_are_not_weighed(model: Any, gpu: _Gpu) -> None:
-    """`on` takes them whatever they cost, for as long as the case lasts."""
+def test_requested_graphs_are_not_tried_first(model: Any, gpu: _Gpu) -> None:
+    """`on` uses CUDA graphs at any cost, until the case ends."""
     gpu.capturing_s, gpu.computing_s = 1000.0, 1000.0
     prepared: list[Plan] = []
 
     def prepare(plan: Plan) -> None:
-        assert not gpu.replays(), "a graph has the workspace's address"
+        assert not gpu.replays(), "a graph keeps the address of the workspace"
         prepared.append(plan)
 
     with graph_trial.chosen(
@@ -186,21 +191,13 @@ def test_graphs_that_were_asked_for_are_not_weighed(model: Any, gpu: _Gpu) -> No
     ) as choice:
         assert gpu.replays()
     assert not gpu.replays()
-    assert (choice.execution, choice.why) == ("cuda_graphs", "CUDA graphs were asked for")
+    assert choice.decision == Decision(reason="requested")
     assert _padded(choice)
     assert prepared == [choice.plan]
 
 
-@pytest.mark.parametrize("devices", [(CPU,), (GPU, torch.device("cuda", 1))], ids=["CPU", "two GPUs"])
-@pytest.mark.usefixtures("gpu")
-def test_where_graphs_cannot_be_had_forwards_run_eagerly(model: Any, devices: tuple[torch.device, ...]) -> None:
-    """`on` is for every strategy that can: mp over several GPUs is measured beside the others, and says why."""
-    choice = _choose(_loaded(model, *devices), "on")
-    assert (choice.execution, choice.why) == ("eager", f"no CUDA graphs: {cuda_graphs.reason_against(model, devices)}")
-
-
-def test_graphs_that_pay_are_taken(model: Any, gpu: _Gpu) -> None:
-    """9 batches that save 8 ms each pay for 3 recordings of 20 ms, and the sentence has these figures."""
+def test_graphs_that_are_worth_it_are_chosen(model: Any, gpu: _Gpu) -> None:
+    """9 batches save 8 ms each, more than 3 recordings of 20 ms take."""
     loaded, prepared = _loaded(model), list[int]()
 
     def prepare(plan: Plan) -> Workspace:
@@ -212,31 +209,31 @@ def test_graphs_that_pay_are_taken(model: Any, gpu: _Gpu) -> None:
     ) as choice:
         assert gpu.replays()
     assert not gpu.replays()
-    assert choice.execution == "cuda_graphs"
-    assert choice.why.startswith(
-        "CUDA graphs: a batch takes 2.0 ms as a graph and 10.0 ms eagerly, 3 recordings 20.0 ms each; "
-    )
+    assert (choice.decision.reason, choice.decision.execution) == ("worth_it", "cuda_graphs")
+    compared = choice.decision.comparison
+    assert compared is not None
+    assert (compared.graph_s, compared.eager_s, compared.capture_s) == pytest.approx((0.002, 0.010, 0.020))
+    assert (compared.shapes, compared.batches) == (3, 9)
+    assert compared.saved_s == pytest.approx(9 * 0.008)
     assert _padded(choice)
-    assert prepared == [36], "padded rows are no longer than the longest"
+    assert prepared == [36], "padded rows are no longer than the longest row"
     assert choice.workspace == _workspace(choice.plan)
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "reason"),
     [
-        ({"computing_s": 0.021}, "eager: the GPU is the bottleneck, kernels are launched in 10.0 ms of 21.0 ms"),
-        (
-            {"capturing_s": 0.025},
-            "eager: CUDA graphs would not pay for themselves over 9 batches: a batch takes 2.0 ms",
-        ),
-        ({"error": 0.5}, "eager: as a CUDA graph, log-likelihoods differ by "),
+        ({"computing_s": 0.021}, "gpu_bound"),
+        ({"capturing_s": 0.025}, "not_worth_it"),
+        ({"error": 0.5}, "answers_differ"),
+        ({"failure": RuntimeError("operation not permitted when stream is capturing\nmore")}, "not_recordable"),
+        ({"failure": ValueError("log-likelihood nan")}, "not_finite"),
     ],
-    ids=["busy", "too dear", "other answers"],
 )
-def test_graphs_that_do_not_help_are_not_taken(
-    model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, changes: dict[str, float], why: str
+def test_rejected_graphs_leave_the_case_as_without_a_trial(
+    model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
 ) -> None:
-    """The case is as if they had not been tried: its own batches, its own workspace, and a clean memory before it."""
+    """The case has its own batches, its own workspace, and a reset of the memory before it."""
     for name, value in changes.items():
         setattr(gpu, name, value)
     events: list[str] = []
@@ -247,8 +244,7 @@ def test_graphs_that_do_not_help_are_not_taken(
         return _workspace(plan)
 
     choice = _choose(_loaded(model), "auto", prepare)
-    assert choice.execution == "eager"
-    assert choice.why.startswith(why)
+    assert (choice.decision.reason, choice.decision.execution) == (reason, "eager")
     assert choice.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
     assert choice.workspace == _workspace(choice.plan)
     assert events == ["36", "reset"]
@@ -256,23 +252,26 @@ def test_graphs_that_do_not_help_are_not_taken(
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", "eager"), ("bfloat16", "cuda_graphs")])
-def test_how_equal_answers_must_be_is_the_dtypes(model: Any, gpu: _Gpu, dtype: str, expected: str) -> None:
-    """What is rounding in bfloat16 is a difference in float32."""
+def test_the_tolerance_of_log_likelihoods_depends_on_the_dtype(
+    model: Any, gpu: _Gpu, dtype: str, expected: str
+) -> None:
+    """A difference of 1 % is rounding in bfloat16 and an error in float32."""
     gpu.error = 1e-2
-    assert _choose(_loaded(model), "auto", dtype=dtype).execution == expected
+    assert _choose(_loaded(model), "auto", dtype=dtype).decision.execution == expected
 
 
-def test_where_memory_is_short_graphs_are_not_tried(model: Any, gpu: _Gpu) -> None:
+def test_graphs_are_not_tried_without_free_memory(model: Any, gpu: _Gpu) -> None:
     """A trial that runs out of memory on one of several ranks would end a case that fits eagerly."""
     gpu.peak_bytes = 148 << 20
-    assert _choose(_loaded(model), "auto").execution == "cuda_graphs"
+    assert _choose(_loaded(model), "auto").decision.reason == "worth_it"
     gpu.peak_bytes = 149 << 20
-    choice = _choose(_loaded(model), "auto")
-    assert (choice.execution, choice.why) == ("eager", "eager: 3 MiB too little is free to try CUDA graphs")
+    decision = _choose(_loaded(model), "auto").decision
+    assert decision == Decision(reason="memory_short", missing_bytes=3 << 20)
 
 
-def test_no_room_at_all_is_out_of_memory(model: Any, gpu: _Gpu) -> None:  # noqa: ARG001 - nothing is timed for real
-    """What does not hold the rows as they are is the case's outcome."""
+@pytest.mark.usefixtures("gpu")
+def test_a_workspace_that_does_not_fit_is_an_error_of_the_case(model: Any) -> None:
+    """The error of the strategy reaches the caller."""
 
     def prepare(plan: Plan) -> None:
         raise WorkspaceError(plan.tokens, 0)
@@ -281,51 +280,50 @@ def test_no_room_at_all_is_out_of_memory(model: Any, gpu: _Gpu) -> None:  # noqa
         _choose(_loaded(model), "auto", prepare)
 
 
-@pytest.mark.parametrize("first_says", [True, False])
-def test_ranks_do_as_the_first_one_says(
-    model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, first_says: bool
-) -> None:
-    """A rank whose own figures say otherwise goes along: else it would wait for the others in a collective for ever."""
-    gpu.capturing_s = 1000.0 if first_says else 0.0
+@pytest.mark.parametrize("first", [True, False])
+def test_all_ranks_do_as_the_first_one(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """A rank with other figures follows the first one: it would else wait for ever in a collective."""
+    gpu.capturing_s = 1000.0 if first else 0.0
     own: list[bool] = []
 
-    def broadcast(said: torch.Tensor, src: int) -> None:
+    def broadcast(answer: torch.Tensor, src: int) -> None:
         assert src == 0
-        own.append(bool(said))
-        # Of whether the GPU is busy and whether the answers agree, the two ranks are of one mind.
-        said.fill_(first_says if len(own) == 3 else bool(said))
+        own.append(bool(answer))
+        # The ranks differ in the third question only: whether the time saved exceeds the time to record.
+        answer.fill_(first if len(own) == 3 else bool(answer))
 
     _on_cpu(monkeypatch)
     monkeypatch.setattr(distributed, "broadcast", broadcast)
-    monkeypatch.setattr(distributed, "all_reduce", lambda _told, op: None)  # noqa: ARG005 - called by name
+    monkeypatch.setattr(distributed, "all_reduce", lambda _value, op: None)  # noqa: ARG005 - called by name
     choice = _choose(_loaded(model, world_size=2), "auto")
-    assert own == [False, True, not first_says]
-    assert choice.execution == ("cuda_graphs" if first_says else "eager")
+    assert own == [False, True, not first]
+    assert choice.decision.reason == ("worth_it" if first else "not_worth_it")
 
 
-def test_what_is_missing_on_one_rank_is_missing_on_all(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    """Memory that only another rank has too little of keeps graphs from this one, too."""
+@pytest.mark.usefixtures("gpu")
+def test_memory_that_one_rank_lacks_keeps_all_ranks_from_a_trial(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest shortage of any rank decides."""
 
-    def all_reduce(told: torch.Tensor, op: Any) -> None:
+    def all_reduce(value: torch.Tensor, op: Any) -> None:
         assert op == distributed.ReduceOp.MAX
-        if float(told) <= 0.0:
-            told.fill_(5.0 * 2**20)
+        if float(value) <= 0.0:
+            value.fill_(5.0 * 2**20)
 
     _on_cpu(monkeypatch)
-    monkeypatch.setattr(distributed, "broadcast", lambda _said, src: None)  # noqa: ARG005 - called by name
+    monkeypatch.setattr(distributed, "broadcast", lambda _answer, src: None)  # noqa: ARG005 - called by name
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
     choice = _choose(_loaded(model, world_size=2), "auto")
-    assert choice.why == "eager: 5 MiB too little is free to try CUDA graphs"
+    assert choice.decision == Decision(reason="memory_short", missing_bytes=5 << 20)
 
 
-def test_graphs_are_left_where_a_case_fails(model: Any, gpu: _Gpu) -> None:
-    """The next case finds the model as it was."""
+def test_graphs_end_with_a_case_that_fails(model: Any, gpu: _Gpu) -> None:
+    """The next case finds the model without graphs."""
 
     def fail() -> None:
         with graph_trial.chosen(
             _loaded(model), _requests(), _BATCH_SIZE, requested="auto", dtype="float16", prepare=_workspace
         ) as choice:
-            assert choice.execution == "cuda_graphs"
+            assert choice.decision.execution == "cuda_graphs"
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -334,34 +332,38 @@ def test_graphs_are_left_where_a_case_fails(model: Any, gpu: _Gpu) -> None:
 
 
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tensors that ranks exchange be made here, whatever device they are meant for."""
+    """Create the tensors that ranks exchange on the CPU."""
     make = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda data, **named: make(data, **{**named, "device": CPU}))
 
 
-def test_a_forward_that_cannot_be_recorded_runs_eagerly(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are an offer: a model that asks the GPU for a number in the middle of its forward is measured without."""
-    assert gpu.launching_s
-
-    def capture(*_: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(graph_trial, "_compare", capture)
-    choice = _choose(_loaded(model), "auto")
-    assert choice.execution == "eager"
-    assert choice.why == ("eager: its forwards cannot be recorded: operation not permitted when stream is capturing")
-
-
-def test_out_of_memory_in_one_of_several_ranks_is_told(model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its siblings may wait in a collective, so nobody is asked whether to go on."""
-    assert gpu.launching_s
-
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
-
-    monkeypatch.setattr(graph_trial, "_compare", run_out)
-    monkeypatch.setattr(graph_trial, "_agree", lambda _loaded, yes: yes)
-    monkeypatch.setattr(graph_trial, "_largest", lambda _loaded, value: value)
+def test_out_of_memory_on_one_of_several_ranks_ends_the_case(
+    model: Any, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks may wait in a collective; a single rank continues eagerly."""
+    gpu.failure = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+    assert _choose(_loaded(model), "auto").decision.reason == "not_recordable"
+    _on_cpu(monkeypatch)
+    monkeypatch.setattr(distributed, "broadcast", lambda _answer, src: None)  # noqa: ARG005 - called by name
+    monkeypatch.setattr(distributed, "all_reduce", lambda _value, op: None)  # noqa: ARG005 - called by name
     with pytest.raises(torch.OutOfMemoryError):
         _choose(_loaded(model, world_size=2), "auto")
-    assert _choose(_loaded(model), "auto").execution == "eager"
+
+
+def test_each_decision_is_described_with_its_figures(prose: Prose) -> None:
+    """The sentence of each decision has the cause or the figures that decided."""
+    compared = Comparison(eager_s=0.01, graph_s=0.002, capture_s=0.02, shapes=3, batches=9, difference=1e-4)
+    decisions = [
+        Decision(reason="requested"),
+        Decision(reason="excluded", detail="CUDA graphs need a GPU"),
+        Decision(reason="gpu_bound", launching_s=0.01, forward_s=0.021),
+        Decision(reason="memory_short", missing_bytes=3 << 20),
+        Decision(reason="not_recordable", detail="operation not permitted when stream is capturing"),
+        Decision(reason="not_finite", detail="log-likelihood nan"),
+        *(Decision(reason=reason, comparison=compared) for reason in _COMPARED),
+    ]
+    assert {decision.reason for decision in decisions} == set(get_args(Reason))
+    assert prose == "\n".join(describe(decision) for decision in decisions)
+
+
+_COMPARED: tuple[Reason, ...] = ("answers_differ", "not_worth_it", "worth_it")

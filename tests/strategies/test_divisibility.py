@@ -3,10 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.prose import Prose
 from support.report_factory import make_case
 
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.strategies import divisibility
+from pytest_llmgpu.strategies.divisibility import Indivisible
 
 _LLAMA_2_70B = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28_672}
 
@@ -24,47 +26,51 @@ def _source(config: dict[str, Any]) -> ModelSource:
 
 
 @pytest.mark.parametrize(
-    ("fields", "devices", "message"),
+    ("fields", "devices", "expected"),
     [
-        ({"num_attention_heads": 52}, 8, "the 52 attention heads of llama: allowed are 2, 4"),
-        ({"num_key_value_heads": 2}, 4, "the 2 key and value heads of llama: allowed are 2"),
-        ({"num_key_value_heads": 1}, 2, "the 1 key and value heads of llama: no number from 2 to 64 can"),
-        ({"num_attention_heads": 3}, 2, "the 3 attention heads of llama: no number from 2 to 64 can"),
-        (
-            {"intermediate_size": 28_674},
-            8,
-            "the 28674 columns of its feed-forward layers of llama: allowed are 2",
-        ),
+        ({"num_attention_heads": 52}, 8, ("num_attention_heads", 52, (2, 4))),
+        ({"num_key_value_heads": 2}, 4, ("num_key_value_heads", 2, (2,))),
+        ({"num_key_value_heads": 1}, 2, ("num_key_value_heads", 1, ())),
+        ({"num_attention_heads": 3}, 2, ("num_attention_heads", 3, ())),
+        ({"intermediate_size": 28_674}, 8, ("intermediate_size", 28_674, (2,))),
     ],
 )
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "text_config"])
-def test_what_the_devices_do_not_divide_is_refused(
-    fields: dict[str, int], devices: int, message: str, nested: bool
+def test_the_first_indivisible_count_is_found(
+    fields: dict[str, int], devices: int, expected: tuple[str, int, tuple[int, ...]]
 ) -> None:
-    """By flag and strategy, with the numbers of devices that would do; no node has more than 64."""
-    config = _LLAMA_2_70B | fields
-    # Beside it stand the numbers of another part of the model, as of one that sees.
+    """The result has the count and the numbers of devices that divide all counts, at most 64."""
+    name, count, allowed = expected
+    found = divisibility.find_indivisible(_LLAMA_2_70B | fields, devices)
+    assert found == Indivisible(name=name, count=count, allowed=allowed)
+
+
+@pytest.mark.parametrize(("heads", "allowed"), [(3, (1,)), (12, (1, 2, 4))])
+def test_a_strategy_may_allow_one_device(heads: int, allowed: tuple[int, ...]) -> None:
+    """With one device, as iok allows, nothing is split."""
+    found = divisibility.find_indivisible(_LLAMA_2_70B | {"num_attention_heads": heads}, 8, least=1)
+    assert found is not None
+    assert found.allowed == allowed
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "text_config"])
+@pytest.mark.parametrize("heads", [52, 3])
+def test_an_indivisible_count_is_refused(prose: Prose, heads: int, nested: bool) -> None:
+    """The message has the flag, the strategy, the count and the allowed numbers of devices."""
+    config = _LLAMA_2_70B | {"num_attention_heads": heads}
+    # The outer fields describe another part of the model, such as a vision encoder.
     source = _source({"text_config": config, "num_attention_heads": 7} if nested else config)
-    with pytest.raises(ValueError, match="cannot share out") as caught:
-        divisibility.check_divisible(make_case(strategy="tp", devices=devices), source)
-    assert str(caught.value) == f"--llmgpu-devices={devices}: strategy tp cannot share out {message}"
-
-
-@pytest.mark.parametrize(("heads", "allowed"), [(3, "1"), (12, "1, 2, 4")])
-def test_a_strategy_that_runs_on_one_device_may_be_left_with_that(heads: int, allowed: str) -> None:
-    """As iok may: one device shares nothing out."""
-    source = _source(_LLAMA_2_70B | {"num_attention_heads": heads})
-    with pytest.raises(ValueError, match=f"the {heads} attention heads of llama: allowed are {allowed}$"):
-        divisibility.check_divisible(make_case(strategy="iok", devices=8), source, least=1)
+    with pytest.raises(ValueError, match="--llmgpu-devices=8") as caught:
+        divisibility.check_divisible(make_case(strategy="tp", devices=8), source)
+    assert prose == caught.value
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_what_the_devices_divide_is_let_through(devices: int) -> None:
-    """Every number is divisible, each by itself."""
+def test_divisible_counts_are_accepted(devices: int) -> None:
+    """Each number of devices divides all counts of the model."""
     divisibility.check_divisible(make_case(strategy="tp", devices=devices), _source(_LLAMA_2_70B))
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}, {"text_config": None}, {"num_key_value_heads": None}])
-def test_what_a_config_does_not_say_is_not_judged(config: dict[str, Any]) -> None:
-    """Its class has defaults that pytest's process does not know."""
+def test_counts_that_the_config_lacks_are_not_checked(config: dict[str, Any]) -> None:
+    """The defaults of the model class apply, which the process of pytest does not load."""
     divisibility.check_divisible(make_case(strategy="tp", devices=7), _source(config))

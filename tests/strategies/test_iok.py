@@ -12,12 +12,12 @@ import pytest
 import torch
 from support import tiny_model
 from support.emulated_inference import EmulatedInference, free_bytes_granting
-from support.emulated_iok import FREE_BYTES, EmulatedInjection, begin_anew
+from support.emulated_iok import FREE_BYTES, EmulatedInjection, reset_deepspeed
 from support.report_factory import make_case
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+# pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import logits, models, tasks
@@ -35,7 +35,7 @@ from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
 
 with pytest.MonkeyPatch.context() as _environment:
-    # Read once, at the import: without it DeepSpeed looks for a GPU and warns that there is none.
+    # DeepSpeed reads it on import. Without it DeepSpeed warns that there is no GPU.
     _environment.setenv("DS_ACCELERATOR", "cpu")
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed", exc_type=ImportError)
 
@@ -50,7 +50,7 @@ _BENCHMARK = """
 
 @dataclasses.dataclass(frozen=True)
 class _Injected:
-    """A strategy as a rank has it, and the emulated process behind it."""
+    """A strategy with a loaded model, and the emulated kernels."""
 
     strategy: EmulatedInjection
     loaded: Loaded
@@ -58,13 +58,13 @@ class _Injected:
 
 
 Inject = Callable[..., _Injected]
-"""`inject(source, free_bytes=..., stock=True)`: a model in DeepSpeed's kernels; the rest are the strategy's options."""
+"""`inject(source, free_bytes=..., stock=True)`: a model in DeepSpeed's kernels, with options of the strategy."""
 
 
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource) -> Inject:
-    """Strategy iok in this process, on the bundled model unless another is named."""
-    begin_anew(monkeypatch)
+    """Strategy iok in this process, with the bundled model by default."""
+    reset_deepspeed(monkeypatch)
 
     def load(source: ModelSource = bundled, free_bytes: int = 64 * 2**30, **options: bool | int | None) -> _Injected:
         monkeypatch.setenv(FREE_BYTES, str(free_bytes))
@@ -128,16 +128,16 @@ def _agreement(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.argmax(-1) == right.argmax(-1)).float().mean())
 
 
-def test_it_computes_what_the_plain_model_does(inject: Inject, plain: torch.nn.Module) -> None:
-    """With the residual corrected, kernels and plain model differ by rounding alone."""
+def test_the_kernels_compute_the_numbers_of_the_plain_model(inject: Inject, plain: torch.nn.Module) -> None:
+    """With the corrected residual, the numbers differ by rounding only."""
     injected = inject()
     injected.strategy.prepare(injected.loaded, 8, 70)
     ids_BS = _ids(8, 70)
     _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
 
 
-def test_the_stock_binding_is_there_for_comparison(inject: Inject, tmp_path: Path) -> None:
-    """`--llmgpu-iok-stock` measures DeepSpeed as it is, which is far off."""
+def test_the_stock_binding_computes_other_numbers(inject: Inject, tmp_path: Path) -> None:
+    """`--llmgpu-iok-stock` measures DeepSpeed without the correction, and its numbers are wrong."""
     source = _source(tmp_path)
     injected = inject(source, stock=True)
     injected.strategy.prepare(injected.loaded, 4, 40)
@@ -146,7 +146,7 @@ def test_the_stock_binding_is_there_for_comparison(inject: Inject, tmp_path: Pat
 
 
 def test_grouped_heads_are_expanded(inject: Inject, tmp_path: Path) -> None:
-    """A model with fewer key heads than query heads is the same model with them repeated."""
+    """A model with fewer key heads than query heads gives the same numbers with repeated heads."""
     source = _source(tmp_path, num_key_value_heads=2)
     injected = inject(source)
     injected.strategy.prepare(injected.loaded, 4, 40)
@@ -156,7 +156,7 @@ def test_grouped_heads_are_expanded(inject: Inject, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Module, side: str) -> None:
-    """A mask reaches the kernel in a form that it understands, whichever side the padding is on."""
+    """The kernel gets a mask of its own dtype, for padding on the left and on the right."""
     injected = inject()
     injected.strategy.prepare(injected.loaded, 4, 40)
     ids_BS, mask_BS = _ids(4, 40), torch.ones(4, 40, dtype=torch.int64)
@@ -171,7 +171,7 @@ def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Modul
 def test_rows_without_padding_need_no_mask(
     inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask that transformers makes though none was given is not handed on: each layer would convert it."""
+    """A mask that transformers creates by itself is not passed on: each layer would convert it."""
     injected = inject()
     injected.strategy.prepare(injected.loaded, 4, 40)
     seen: list[torch.Tensor | None] = []
@@ -187,16 +187,16 @@ def test_rows_without_padding_need_no_mask(
     assert seen == [None] * len(layers)
     _exact(found, _logits(plain, ids_BS))
     _logits(injected.loaded.model, ids_BS, attention_mask=mask_BS)
-    assert all(mask is not None for mask in seen[len(layers) :]), "a mask that was given is"
+    assert all(mask is not None for mask in seen[len(layers) :]), "a given mask is passed on"
     _logits(injected.loaded.model, ids_BS, position_ids=torch.arange(40)[None])
-    assert all(mask is not None for mask in seen[2 * len(layers) :]), "as is one for several texts in a row"
+    assert all(mask is not None for mask in seen[2 * len(layers) :]), "as is the mask of several texts in a row"
     with torch.inference_mode():
         injected.loaded.model.get_decoder()(ids_BS, mask_BS)  # type: ignore[operator]  # a llama
-    assert all(mask is not None for mask in seen[3 * len(layers) :]), "and one that is given by its place"
+    assert all(mask is not None for mask in seen[3 * len(layers) :]), "and a mask that is a positional argument"
 
 
-def test_a_larger_batch_after_a_smaller_one_is_right(inject: Inject, plain: torch.nn.Module) -> None:
-    """A user's function may run what nothing was prepared for: there is room for it before the forward."""
+def test_a_larger_batch_gets_a_larger_workspace(inject: Inject, plain: torch.nn.Module) -> None:
+    """A function of the user may run a larger shape than the prepared one."""
     injected = inject()
     injected.strategy.prepare(injected.loaded, 2, 20)
     for rows, tokens in ((2, 20), (8, 20), (8, 50), (1, 50)):
@@ -205,8 +205,8 @@ def test_a_larger_batch_after_a_smaller_one_is_right(inject: Inject, plain: torc
     assert injected.op.batch_size == 8
 
 
-def test_a_single_token_begins_a_new_text(inject: Inject, plain: torch.nn.Module) -> None:
-    """One token is not taken for the continuation of the batch before it."""
+def test_a_single_token_starts_a_new_text(inject: Inject, plain: torch.nn.Module) -> None:
+    """One token does not continue the batch before it."""
     injected = inject()
     injected.strategy.prepare(injected.loaded, 4, 20)
     _logits(injected.loaded.model, _ids(4, 20))
@@ -215,7 +215,7 @@ def test_a_single_token_begins_a_new_text(inject: Inject, plain: torch.nn.Module
 
 
 def test_a_smaller_batch_gets_a_smaller_workspace(inject: Inject, plain: torch.nn.Module) -> None:
-    """A case costs the same alone and after a larger one: the workspace is made anew, and reported as it is."""
+    """A case takes the same memory alone and after a larger one: the workspace is rebuilt and its size reported."""
     injected = inject()
     sizes = []
     for rows in (4, 32, 4):
@@ -229,15 +229,15 @@ def test_a_smaller_batch_gets_a_smaller_workspace(inject: Inject, plain: torch.n
 
 
 def test_too_few_tokens_are_out_of_memory(inject: Inject) -> None:
-    """By default a workspace that cannot hold the longest sequence is refused, with what was wanted and granted."""
+    """By default a workspace that cannot hold the longest sequence is an error with both numbers of tokens."""
     free_bytes = free_bytes_granting(23, **_BUNDLED, batch=32, max_out=70)
     injected = inject(free_bytes=free_bytes)
-    with pytest.raises(WorkspaceError, match="has room for 23 tokens, and the longest sequence has 70") as caught:
+    with pytest.raises(WorkspaceError, match="holds 23 tokens, but the longest sequence has 70") as caught:
         injected.strategy.prepare(injected.loaded, 32, 70)
     found = oom.decide_out_of_memory(caught.value)
     assert found is not None
     assert (found.tokens_requested, found.tokens_granted) == (70, 23)
-    # What does not fit at this batch size may fit at another, in the same process.
+    # A smaller batch size fits in the same process.
     assert injected.strategy.prepare(injected.loaded, 8, 70).tokens_granted == 70
 
 
@@ -245,15 +245,15 @@ def test_too_few_tokens_are_out_of_memory(inject: Inject) -> None:
     ("free_bytes", "capacity_bytes"), [(100 * 2**20, None), (2**30, 2**20)], ids=["less than the reserve", "malloc"]
 )
 def test_no_workspace_at_all_is_out_of_memory(inject: Inject, free_bytes: int, capacity_bytes: int | None) -> None:
-    """Whichever way DeepSpeed says that there is no memory."""
+    """DeepSpeed has two errors for a lack of memory."""
     injected = inject(free_bytes=free_bytes)
     injected.op.capacity_bytes = capacity_bytes
-    with pytest.raises(WorkspaceError, match="has room for 0 tokens"):
+    with pytest.raises(WorkspaceError, match="holds 0 tokens"):
         injected.strategy.prepare(injected.loaded, 32, 70)
 
 
-def test_as_few_tokens_as_were_allowed_are_granted_and_wrong(inject: Inject, plain: torch.nn.Module) -> None:
-    """`--llmgpu-iok-min-tokens=1` is DeepSpeed's default: what does not fit is garbage, without an error."""
+def test_allowing_too_few_tokens_gives_wrong_numbers(inject: Inject, plain: torch.nn.Module) -> None:
+    """`--llmgpu-iok-min-tokens=1` is DeepSpeed's default: tokens that do not fit are garbage, without an error."""
     injected = inject(free_bytes=free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024), min_tokens=1)
     workspace = injected.strategy.prepare(injected.loaded, 32, 70)
     assert (workspace.tokens_requested, workspace.tokens_granted) == (70, 23)
@@ -266,7 +266,7 @@ def test_as_few_tokens_as_were_allowed_are_granted_and_wrong(inject: Inject, pla
 
 
 def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed leaves a class that it does not know as it is, and says nothing."""
+    """DeepSpeed keeps a layer of an unknown class without an error."""
 
     class OtherLayer(LlamaDecoderLayer):
         pass
@@ -279,63 +279,62 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
         return model
 
     monkeypatch.setattr(models, "skeleton", with_another_layer)
-    with pytest.raises(RuntimeError, match=r"DeepSpeed left 1 of 2 layers as they were: OtherLayer"):
+    with pytest.raises(RuntimeError, match=r"did not replace 1 of 2 layers: OtherLayer"):
         inject()
 
 
 @pytest.mark.parametrize(
     ("fields", "dtype", "message"),
     [
-        (
-            {"num_attention_heads": 6},
-            "float32",
-            "strategy iok cannot share out the 6 attention heads .* are 1, 2, 3, 6$",
-        ),
-        ({"intermediate_size": 6}, "float32", "strategy iok cannot share out the 6 columns .* allowed are 1, 2, 3, 6$"),
-        ({"model_type": "mistral"}, "float32", "injects into llama models only, this is 'mistral'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "float32", "cannot do its rope type 'llama3'"),
-        ({"rope_scaling": {"type": "linear"}}, "float32", "cannot do its rope type 'linear'"),
-        ({"attention_bias": True}, "float32", r"would drop its biases \(attention_bias is true\)"),
-        ({"hidden_act": "gelu"}, "float32", "would compute its activation 'gelu' as silu"),
-        ({"quantization_config": {"bits": 4}}, "float32", "cannot read quantized weights"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "float32", "would rotate whole heads"),
-        ({"mlp_bias": True}, "float32", r"would drop its biases \(mlp_bias is true\)"),
+        ({"num_attention_heads": 6}, "float32", "6 attention heads .* 1, 2, 3, 6$"),
+        ({"intermediate_size": 6}, "float32", "6 columns .* 1, 2, 3, 6$"),
+        ({"model_type": "mistral"}, "float32", "'mistral'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "float32", "rope type .* 'llama3'"),
+        ({"rope_scaling": {"type": "linear"}}, "float32", "rope type .* 'linear'"),
+        ({"attention_bias": True}, "float32", "attention_bias is true"),
+        ({"hidden_act": "gelu"}, "float32", "'gelu' as silu"),
+        ({"quantization_config": {"bits": 4}}, "float32", "quantized weights"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "float32", "rotate whole heads"),
+        ({"mlp_bias": True}, "float32", "mlp_bias is true"),
         ({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 16}, "float32", "4 heads of 16 are not 128"),
-        ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "heads of at least 32 in half precision"),
+        ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "--llmgpu-dtype=float16: .* 32 .* has 16"),
     ],
 )
-def test_what_the_kernels_compute_wrongly_is_refused(
+def test_an_unsupported_model_is_refused(
     bundled: ModelSource, fields: dict[str, Any], dtype: str, message: str
 ) -> None:
-    """Before anything is loaded, with the value and the reason."""
+    """The check runs before the model is loaded; the message has the value."""
     source = msgspec.structs.replace(bundled, config=fields)
     with pytest.raises(ValueError, match=message):
         KernelInjection().check_model(msgspec.structs.replace(_CASE, dtype=dtype, devices=4), source)
 
 
-def test_heads_of_keys_and_values_need_not_be_shared_out(bundled: ModelSource) -> None:
-    """They are repeated first, to as many as those of queries."""
+def test_key_and_value_heads_need_not_be_divisible(bundled: ModelSource) -> None:
+    """They are repeated to the number of query heads before the split."""
     source = msgspec.structs.replace(bundled, config={"num_attention_heads": 8, "num_key_value_heads": 2})
     KernelInjection().check_model(msgspec.structs.replace(_CASE, devices=4), source)
 
 
 def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None:
-    """It would leave out what is more: refused before a workspace is made, and up to its limit there is one."""
+    """The kernel would ignore more tokens: they are refused before a workspace is allocated."""
     injected = inject()
-    with pytest.raises(ValueError, match=r"^8193 tokens: DeepSpeed's kernels do sequences of up to 8192$"):
+    with pytest.raises(ValueError, match=r"^8193 tokens: .* 8192 tokens$"):
         injected.strategy.prepare(injected.loaded, 1, 8193)
     assert injected.strategy.prepare(injected.loaded, 1, 8192).tokens_granted == 8192
 
 
 def test_a_cpu_is_refused(bundled: ModelSource) -> None:
-    """The kernels are CUDA's."""
-    with pytest.raises(ValueError, match=r"--strategy=iok: DeepSpeed's kernels run on CUDA GPUs only"):
+    """The kernels run on CUDA GPUs only."""
+    with pytest.raises(ValueError, match=r"^--strategy=iok: .*CUDA GPUs only"):
         KernelInjection().check(_CASE, bundled)
 
 
-def test_the_collapse_of_the_study(bundled: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """23 tokens granted at batch size 32: a model that is always right answers at random, and nothing raises."""
-    begin_anew(monkeypatch)
+@pytest.mark.slow
+def test_a_workspace_that_is_too_small_gives_answers_by_chance(
+    bundled: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workspace of 23 tokens at batch size 32 reduces an accuracy of 1 to chance, without an error."""
+    reset_deepspeed(monkeypatch)
     monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
     items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=40).items
     state = worker.RankState(on_batch=lambda _: None)
@@ -351,15 +350,16 @@ def test_the_collapse_of_the_study(bundled: ModelSource, monkeypatch: pytest.Mon
     assert collapsed.workspace.tokens_granted == 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_the_harness_way_of_scoring_gives_the_kernels_numbers(
+def test_scoring_as_the_harness_gives_the_same_numbers(
     bundled: ModelSource, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
-    """Asked for a cache the kernels keep to their workspace's: more logits are all that is more."""
+    """The kernels keep the KV cache in their workspace, so that the workspace does not grow."""
     replies = []
     items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8).items
     for workload in logits.WORKLOADS.values():
-        begin_anew(monkeypatch)
+        reset_deepspeed(monkeypatch)
         state = worker.RankState(on_batch=lambda _: None)
         case = msgspec.structs.replace(_CASE, workload=workload)
         worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
@@ -370,16 +370,17 @@ def test_the_harness_way_of_scoring_gives_the_kernels_numbers(
     assert replies[0].workspace == replies[1].workspace
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_the_plain_model(
     pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The main job over two processes: each holds half of every layer, and each item is answered as by the whole."""
+    """Two processes hold half of every layer each, and give the log-likelihoods of the plain model."""
     monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     tiny_model.write_model(tmp_path / "tiny")
     tiny_model.write_dataset(pytester.path / "items.jsonl")
     pytester.makepyfile(test_it=_BENCHMARK)
-    # What is free differs from rank to rank on a GPU; here both run short of it at the larger batch size.
+    # On GPUs the ranks have different free memory; here both lack memory at the larger batch size.
     tiny = {"layers": 1, "heads": 2, "hidden": 32, "element_bytes": 4, "tp": 2}
     monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(20, **tiny, batch=24, max_out=40)))
     files = (f"--llmgpu-model={tmp_path / 'tiny'}", "--llmgpu-dataset=items.jsonl", "--llmgpu-dtype=float32")
@@ -402,11 +403,12 @@ def test_two_ranks_answer_as_the_plain_model(
     assert failure.tokens_requested > failure.tokens_granted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies_chosen", ["iok", "mp,iok"])
 def test_the_stock_binding_fails_a_run(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, strategies_chosen: str
 ) -> None:
-    """The bundled model answers right all the same, at every batch size: its numbers tell, with mp beside it or not."""
+    """The accuracy stays 1, but the log-likelihoods differ; the finding does not need a run of mp."""
     monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     pytester.makepyfile(test_it=_BENCHMARK)
@@ -418,14 +420,12 @@ def test_the_stock_binding_fails_a_run(
     assert [(finding.code, finding.severity) for finding in case.findings][:1] == [
         ("loglikelihood-mismatch", "failure")
     ]
-    result.stdout.fnmatch_lines(["*iok stock=True*", "*typically differ by*"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_the_collapse_of_the_study_is_named_with_its_cause(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the option to the finding: the case completes, and the tokens granted are what it fails for."""
+@pytest.mark.slow
+def test_a_workspace_that_is_too_small_fails_a_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case completes, and a finding has the number of tokens that the workspace held."""
     monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
@@ -437,7 +437,7 @@ def test_the_collapse_of_the_study_is_named_with_its_cause(
     assert (case.outcome, case.launches[0].tokens_granted) == ("completed", 23)
     assert case.acc_norm is not None
     assert case.acc_norm < 0.45, "chance is 0.25"
-    result.stdout.fnmatch_lines(["*DeepSpeed's workspace held 23 of * tokens*"])
+    assert any("held 23 of" in finding.text for finding in case.findings if finding.severity == "failure")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 

@@ -31,7 +31,7 @@ def _map(free_gib: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, in
 
 
 def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLaMA-30B over four GPUs: every layer on one device, devices in order, none much fuller than another."""
+    """LLaMA-30B on four GPUs: each layer is on one device, in the order of devices, with similar counts."""
     placed = _map([31.0] * 4, monkeypatch)
     layers = [placed[f"model.layers.{number}"] for number in range(60)]
     assert layers == sorted(layers)
@@ -41,19 +41,19 @@ def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert placed["lm_head"] == 3
 
 
-def test_what_fits_on_no_gpu_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate would offload to the CPU or to disk without a word; that is no measurement of GPUs."""
-    with pytest.raises(DeviceMapSpillError, match=r"modules fit on no GPU .*free GiB per GPU: 14\.0, 14\.0"):
+def test_a_model_that_fits_on_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error replaces an offload to the CPU or to disk by accelerate."""
+    with pytest.raises(DeviceMapSpillError, match=r"modules fit on no GPU .*: 14\.0 GiB, 14\.0 GiB"):
         _map([14.0] * 4, monkeypatch)
 
 
 def test_one_gpu_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one GPU there is nothing to spread."""
+    """On one GPU all modules are on that GPU."""
     assert set(_map([139.0], monkeypatch).values()) == {0}
 
 
 def test_a_parameter_is_on_the_device_of_its_module() -> None:
-    """The closest entry of the map decides."""
+    """The longest matching entry of the map decides."""
     device_map: dict[str, int | str] = {"model.embed_tokens": 0, "model.layers.1": 2, "": "cpu"}
     assert mp._device_of("model.layers.1.mlp.up_proj.weight", device_map) == torch.device("cuda", 2)
     assert mp._device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")

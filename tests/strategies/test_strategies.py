@@ -11,13 +11,13 @@ from pytest_llmgpu.strategies.mp import LayerParallel
 
 
 class Own(LayerParallel):
-    """A strategy of somebody's own."""
+    """A strategy of a user."""
 
     name = "own"
 
 
 class Needy(Own):
-    """One that cannot be made without an argument."""
+    """A strategy whose constructor needs an argument."""
 
     def __init__(self, needed: str) -> None:
         self.needed = needed
@@ -27,14 +27,14 @@ made = Own()
 
 
 class Lacking:
-    """No strategy, but for its name."""
+    """A class that has only the name of a strategy."""
 
     name = "lacking"
 
 
 @pytest.mark.parametrize("name", list(strategies.BUILT_IN))
-def test_a_built_in_strategy_has_the_name_it_is_found_by(name: str) -> None:
-    """Each of them can be had, in a process without torch."""
+def test_a_built_in_strategy_has_its_registered_name(name: str) -> None:
+    """Each one is made in a process without torch."""
     code = (
         f"import sys; from pytest_llmgpu import strategies; print(strategies.make(strategies.find({name!r})).name);"
         "print([name for name in ('torch', 'transformers', 'accelerate', 'deepspeed') if name in sys.modules])"
@@ -44,15 +44,15 @@ def test_a_built_in_strategy_has_the_name_it_is_found_by(name: str) -> None:
 
 
 def test_a_strategy_is_found_by_a_registered_name_or_by_its_place() -> None:
-    """A registered name comes first; a place needs no registration."""
+    """A registered name is looked up; a place needs no registration."""
     known = {"own": f"{__name__}:Own"}
     assert strategies.find("own", known) == f"{__name__}:Own"
     assert strategies.find("somebody.else_:Place.inner", known) == "somebody.else_:Place.inner"
 
 
 @pytest.mark.parametrize("name", ["pp", "pp:", ":Own", "test-strategies:Own", "a.b", "a:b:c", "a/b.py:Own"])
-def test_what_is_neither_is_refused(name: str) -> None:
-    """The registered names are what is allowed, in order, beside a place."""
+def test_an_unknown_name_is_refused(name: str) -> None:
+    """The message has the registered names in order, and a guess at the place."""
     guess = r" \(did you mean a:b\?\)" if name == "a.b" else ""
     with pytest.raises(
         ValueError, match=f"^'{name}' is no strategy{guess}: allowed are mp, own, or package.module:attr"
@@ -61,8 +61,8 @@ def test_what_is_neither_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", [f"{__name__}:Own", f"{__name__}:made"])
-def test_a_class_is_made_and_an_object_taken_as_it_is(place: str) -> None:
-    """Both are strategies."""
+def test_a_place_may_have_a_class_or_an_object(place: str) -> None:
+    """A class is called; an object is used as it is."""
     assert strategies.make(place).name == "own"
 
 
@@ -80,10 +80,10 @@ def test_a_class_is_made_and_an_object_taken_as_it_is(place: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused_in_one_line(
+def test_a_broken_strategy_is_refused_in_one_line(
     place: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever goes wrong in somebody's module, the place is named with the reason."""
+    """The message has the place and the reason, for any error in the module of the user."""
     (tmp_path / "broken.py").write_text("def")
     (tmp_path / "unlucky.py").write_text("raise OSError('first line\\nsecond line')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -92,8 +92,8 @@ def test_what_cannot_be_had_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_registrations_add_up() -> None:
-    """One place may be registered twice: a package and the conftest of its own repository."""
+def test_registrations_are_merged() -> None:
+    """One place may be registered twice, for example by a package and by the conftest of its repository."""
     merged = strategies.merge([{"mp": "a:Mp"}, {}, {"own": "b.c:Own", "mp": "a:Mp"}])
     assert merged == {"mp": "a:Mp", "own": "b.c:Own"}
 
@@ -102,23 +102,23 @@ def test_registrations_add_up() -> None:
     ("registrations", "complaint"),
     [
         ([{"own": "a:Own"}, {"own": "b:Own"}], "strategy 'own' is at two places, a:Own and b:Own$"),
-        ([{"own": "a.Own"}], "'a.Own', the place of strategy 'own', is not allowed: package.module:attribute is"),
+        ([{"own": "a.Own"}], "'a.Own', the place of strategy 'own', is not allowed: "),
         ([{"own": Own}], f"<class '{__name__}.Own'>, the place of strategy 'own', is not allowed: "),
         ([["a:Own"]], r"\['a:Own'\] is not allowed: a mapping is needed$"),
-        ([{5: "chat:Chatty"}], "5, the name of the strategy at chat:Chatty, is not allowed: letters, digits, _, . and"),
-        ([{"own": "b:Own"}, {"a,b": "a:Own"}], "'a,b', the name of the strategy at a:Own, is not allowed: letters,"),
-        ([{"": "a:Own"}], "'', the name of the strategy at a:Own, is not allowed: letters,"),
+        ([{5: "chat:Chatty"}], "5, the name of the strategy at chat:Chatty, is not allowed: "),
+        ([{"own": "b:Own"}, {"a,b": "a:Own"}], "'a,b', the name of the strategy at a:Own, is not allowed: "),
+        ([{"": "a:Own"}], "'', the name of the strategy at a:Own, is not allowed: "),
     ],
 )
-def test_a_registration_that_cannot_be_meant_is_refused(registrations: list[dict[str, str]], complaint: str) -> None:
-    """The hook is named, for whoever chose no strategy at all, with what is wrong."""
+def test_a_wrong_registration_is_refused(registrations: list[dict[str, str]], complaint: str) -> None:
+    """The message has the name of the hook, since the user may have chosen no strategy."""
     with pytest.raises(ValueError, match=f"^pytest_llmgpu_strategies: {complaint}"):
         strategies.merge(registrations)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a/b"])
-def test_a_strategy_has_a_name_that_people_can_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands in tables, ids and file names."""
+def test_the_name_of_a_strategy_has_letters_and_digits_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is part of tables, ids and file names."""
     monkeypatch.setattr(Own, "name", name)
-    with pytest.raises(ValueError, match=f"strategy {__name__}:Own is named {name!r}: letters, digits"):
+    with pytest.raises(ValueError, match=f"strategy {__name__}:Own is named {name!r}: "):
         strategies.make(f"{__name__}:Own")

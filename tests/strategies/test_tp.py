@@ -17,7 +17,7 @@ from support import tiny_model
 from support.report_factory import make_case
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+# pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import models
@@ -74,7 +74,7 @@ def _write(directory: Path, *, shard_size: str = "1GB", **fields: Any) -> ModelS
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
-            # They begin as zeros, which may be added twice and nobody sees it.
+            # With zeros, the initial values, adding a bias twice would not be detected.
             torch.nn.init.normal_(parameter)
     model.save_pretrained(directory, max_shard_size=shard_size)
     return ModelSource(
@@ -93,12 +93,12 @@ def _ids(rows: int, tokens: int) -> torch.Tensor:
 
 
 def _loglikelihoods(logits_BSV: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return that of each token but the first."""
+    """Return the log-likelihood of each token except the first."""
     return logits_BSV[:, :-1].log_softmax(-1).gather(-1, ids_BS[:, 1:, None]).squeeze(-1)
 
 
 def _assert_as_plain(group: RankGroup, source: ModelSource) -> None:
-    """Every rank answers as the whole model does, which holds all of every layer."""
+    """Check that every rank gives the numbers of the plain model and holds half of every layer."""
     ids_BS = _ids(4, 40)
     mp = msgspec.structs.replace(_CASE, strategy="mp", devices=1, load_format=source.load_format)
     plain = LayerParallel().load(mp, source)
@@ -115,7 +115,7 @@ def _assert_halves(parts: dict[str, tuple[int, ...]], whole: dict[str, tuple[int
     assert len(projections) == 2 * 7
     for name in projections:
         rows, columns = whole[name]
-        # These two take in what the others have computed: each rank's share of it.
+        # The input of these two is the output of the others, split over the ranks.
         ends_block = "o_proj" in name or "down_proj" in name
         assert parts[name] == ((rows, columns // 2) if ends_block else (rows // 2, columns)), name
 
@@ -131,10 +131,10 @@ def _assert_halves(parts: dict[str, tuple[int, ...]], whole: dict[str, tuple[int
     ],
     ids=["grouped heads", "tied embeddings", "biases", "several files"],
 )
-def test_a_shared_model_computes_what_the_whole_does(
+def test_a_split_model_computes_the_numbers_of_the_plain_model(
     load: Load, tmp_path: Path, backend: str, fields: dict[str, Any]
 ) -> None:
-    """Whatever the architecture and its files: the same log-likelihoods on every rank, from half of every layer."""
+    """The log-likelihoods are the same on every rank, for each architecture and number of files."""
     source = _write(tmp_path / "model", **fields)
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert (len(files) > 1) == ("shard_size" in fields)
@@ -143,14 +143,14 @@ def test_a_shared_model_computes_what_the_whole_does(
 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_dummy_weights_are_those_of_the_whole(load: Load, bundled: ModelSource, backend: str) -> None:
-    """Random weights do not depend on how the model is spread: a baseline of another strategy can be compared."""
+    """Random weights do not depend on the strategy, so that strategies can be compared."""
     source = msgspec.structs.replace(bundled, load_format="dummy")
     _assert_as_plain(load(source, backend=backend), source)
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_rotary_frequencies_keep_their_precision(load: Load, bundled: ModelSource, backend: str) -> None:
-    """All that is trained is in half precision; DeepSpeed would round the frequencies too, and far tokens with them."""
+    """Weights have half precision, rotary frequencies float32: DeepSpeed alone would round them."""
     for dtypes in _run(load(bundled, backend=backend, dtype="bfloat16"), ranks.dtypes):
         assert dtypes.pop("model.rotary_emb.inv_freq") == "torch.float32"
         dtypes.pop("model.rotary_emb.original_inv_freq", None)
@@ -159,7 +159,7 @@ def test_rotary_frequencies_keep_their_precision(load: Load, bundled: ModelSourc
 
 @pytest.fixture
 def measure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
-    """Run pytest on a CPU as two devices; torch is not probed anew for every test."""
+    """Run pytest on a CPU as two devices, without probing torch in each test."""
     monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "tp", _PLACE)
 
@@ -170,8 +170,9 @@ def measure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
     return run
 
 
-def test_every_item_is_answered_as_by_mp(pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]) -> None:
-    """The main job: mp runs first however the strategies are given, and no item flips with either library."""
+@pytest.mark.slow
+def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]) -> None:
+    """Strategy mp runs first in any order of strategies, and no item flips with transformers or DeepSpeed."""
     pytester.makepyfile(
         test_it=f"""
         import json, pathlib
@@ -222,10 +223,11 @@ def _decode(text: str) -> list[float]:
     return array("f", base64.b64decode(text)).tolist()
 
 
+@pytest.mark.slow
 def test_one_failing_rank_fails_the_case_and_ends_the_others(
     pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]
 ) -> None:
-    """The sibling waits in a collective for ever: it is ended, and the case names the rank that failed and why."""
+    """The other rank waits in a collective and is ended; the case has the failed rank and its message."""
     tiny_model.write_model(pytester.path / "tiny")
     tiny_model.write_dataset(pytester.path / "items.jsonl")
     pytester.makepyfile(
@@ -256,17 +258,14 @@ def test_one_failing_rank_fails_the_case_and_ends_the_others(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"devices": 1, "device": "cuda"}, "--llmgpu-devices=1: strategy tp needs at least 2"),
-        ({"devices": 1}, "at least 2 (a CPU counts as 1: --llmgpu-devices=2 starts two processes on it)"),
-        (
-            {"backend": "deepspeed", "dtype": "float16"},
-            "--llmgpu-dtype=float16: DeepSpeed on a CPU knows float32 and bfloat16; --llmgpu-tp-backend=transformers ",
-        ),
-        ({"devices": 3}, "--llmgpu-devices=3: strategy tp cannot share out the 8 attention heads of bundled"),
+        ({"devices": 1, "device": "cuda"}, "--llmgpu-devices=1: strategy tp needs at least 2 devices"),
+        ({"devices": 1}, "--llmgpu-devices=2 starts two processes"),
+        ({"backend": "deepspeed", "dtype": "float16"}, "--llmgpu-dtype=float16: "),
+        ({"devices": 3}, "--llmgpu-devices=3: strategy tp cannot split the 8 attention heads of bundled"),
     ],
 )
-def test_what_cannot_work_is_refused(bundled: ModelSource, fields: dict[str, Any], message: str) -> None:
-    """Before anything is started, with the value and what is allowed."""
+def test_an_impossible_case_is_refused(bundled: ModelSource, fields: dict[str, Any], message: str) -> None:
+    """The check runs before a process starts; the message has the value."""
     with pytest.raises(ValueError, match=re.escape(message)):
         TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
 
@@ -282,13 +281,13 @@ def test_what_cannot_work_is_refused(bundled: ModelSource, fields: dict[str, Any
         {"devices": 8},
     ],
 )
-def test_what_works_is_let_through(bundled: ModelSource, fields: dict[str, Any]) -> None:
-    """No refusal goes further than its reason."""
+def test_a_possible_case_is_accepted(bundled: ModelSource, fields: dict[str, Any]) -> None:
+    """Cases next to the refused ones are accepted."""
     TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
 
 
 def test_each_device_has_a_process_and_no_buffer_depends_on_the_batch(bundled: ModelSource) -> None:
-    """There is nothing to build and nothing to prepare."""
+    """Nothing is built and nothing is prepared."""
     strategy = TensorParallel()
     assert strategy.ranks(4) == 4
     strategy.build(_CASE, pytest.fail)

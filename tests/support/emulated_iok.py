@@ -1,6 +1,6 @@
 """iok on a CPU: `--strategy=support.emulated_iok:EmulatedInjection`, with the kernels of `emulated_inference`.
 
-LLMGPU_EMULATED_FREE_BYTES says what cudaMemGetInfo calls free in each rank; without it there is plenty.
+LLMGPU_EMULATED_FREE_BYTES is the free memory that cudaMemGetInfo returns in each rank; the default is large.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from pytest_llmgpu.strategies.iok import KernelInjection
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["FREE_BYTES", "EmulatedInjection", "begin_anew"]
+__all__ = ["FREE_BYTES", "EmulatedInjection", "reset_deepspeed"]
 
 FREE_BYTES = "LLMGPU_EMULATED_FREE_BYTES"
 
 
 class EmulatedInjection(KernelInjection):
-    """Kernel injection with nothing to build, and with no GPU."""
+    """Kernel injection without a build and without a GPU."""
 
     def check_machine(self, case: Case) -> None:
-        """Refuse nothing: any machine will do."""
+        """Accept every machine."""
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:
         """Do nothing: there is nothing to compile."""
 
     def open_kernels(self, case: Case) -> None:  # noqa: ARG002 - one op serves every case
         """Give the process emulated kernels."""
-        # DeepSpeed asks for it when it is imported, and else warns that there is no GPU.
+        # DeepSpeed reads it on import. Without it DeepSpeed warns that there is no GPU.
         os.environ["DS_ACCELERATOR"] = "cpu"
         from deepspeed import ops
         from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 
         from support.emulated_inference import EmulatedInference
 
-        # Ranks on a CPU would else compile an extension, for all-reduces through shared memory.
+        # Without this, ranks on a CPU compile an extension for all-reduces through shared memory.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         free_bytes = os.environ.get(FREE_BYTES)
         BaseOp.inference_module = EmulatedInference(int(free_bytes)) if free_bytes else EmulatedInference()
 
 
-def begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have DeepSpeed begin as in a process of its own, until the test is over: it numbers layers for the process."""
+def reset_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put DeepSpeed into the state of a new process until the test ends: it numbers the layers of a process."""
     for name, value in (("DS_ACCELERATOR", "cpu"), ("LOCAL_SIZE", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
         monkeypatch.setenv(name, value)
     from deepspeed.model_implementations.transformers.ds_transformer import DeepSpeedTransformerInference

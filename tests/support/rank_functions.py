@@ -1,4 +1,4 @@
-"""What the tests have ranks do: functions that a rank imports by name."""
+"""Commands of the tests: functions that a rank imports by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CannotPickleError(Exception):
 
 
 class RaisesWhenUnpickled:
-    """A value that the rank can send and nobody can read."""
+    """A value that pickles but does not unpickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickle by a call that fails."""
@@ -65,12 +65,12 @@ def run_out(_state: RankState) -> NoReturn:
 
 
 def leave(_state: RankState, status: int) -> NoReturn:
-    """Exit without a word."""
+    """Exit without an answer."""
     os._exit(status)
 
 
 def die(_state: RankState, number: int) -> None:
-    """Die of a signal."""
+    """End by a signal."""
     os.kill(os.getpid(), number)
 
 
@@ -91,7 +91,7 @@ def finish_batches(state: RankState, count: int) -> None:
 
 
 def finish_batches_then_wait(state: RankState, count: int, pipe: str) -> None:
-    """Finish some batches, then wait until somebody writes to a named pipe."""
+    """Finish some batches, then wait until another process writes to a named pipe."""
     finish_batches(state, count)
     with open(pipe, "rb") as reader:  # noqa: PTH123 - a pipe, no file
         reader.read()
@@ -109,26 +109,26 @@ def hang_in_a_collective(_state: RankState) -> None:
 
 
 def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
-    """Do what a strategy does when one of its ranks fails."""
+    """Behave as a strategy of which one rank fails."""
     if os.environ["RANK"] == "0":
         hang_in_a_collective(state)
     raise ValueError("the layer is broken")
 
 
 def fork_and_die(_state: RankState) -> None:
-    """Leave a child behind that holds every pipe of the rank, as a data loader's worker would."""
+    """Leave a child that holds every pipe of the rank, as a worker of a data loader does."""
     if os.fork() == 0:
         threading.Event().wait()
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 class UncompiledTensorParallel(TensorParallel):
-    """Strategy tp without DeepSpeed's extension for all-reduces through shared memory, which it would compile."""
+    """Strategy tp without compiling DeepSpeed's extension for all-reduces through shared memory."""
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load as strategy tp does."""
         if case.backend == "deepspeed":
-            # DeepSpeed asks for it when it is imported, and else warns that there is no GPU.
+            # DeepSpeed reads it on import. Without it DeepSpeed warns that there is no GPU.
             os.environ["DS_ACCELERATOR"] = "cpu"
             from deepspeed import ops
 
@@ -136,11 +136,11 @@ class UncompiledTensorParallel(TensorParallel):
         return super().load(case, source)
 
 
-# What `llm.run` has ranks do, with the model that they hold.
+# Functions of `llm.run`, which get the loaded model.
 
 
 def parts(loaded: Loaded) -> dict[str, tuple[int, ...]]:
-    """Return the shape of what this rank holds of each parameter."""
+    """Return the shape of each parameter on this rank."""
     from torch.distributed.tensor import DTensor
 
     named = loaded.model.named_parameters()
@@ -168,7 +168,7 @@ def process(_loaded: Loaded) -> int:
 
 
 def break_rank_1(loaded: Loaded) -> None:
-    """Have every forward of rank 1 raise, while the others wait for it in a collective."""
+    """Make every forward of rank 1 raise, while the others wait for it in a collective."""
 
     def fail_forward(*_: Any) -> NoReturn:
         raise ValueError("the layer is broken")

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.emulated_inference import EmulatedInference, free_bytes_granting, granted_tokens, workspace_elements
-from support.emulated_iok import begin_anew
+from support.emulated_iok import reset_deepspeed
 
 with pytest.MonkeyPatch.context() as _environment:
     # Read once, at the import: without it DeepSpeed looks for a GPU and warns that there is none.
@@ -52,7 +52,7 @@ def _add_once(
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
     """DeepSpeed's injection with an emulated op, as in a process of its own."""
-    begin_anew(monkeypatch)
+    reset_deepspeed(monkeypatch)
     # DeepSpeed refuses float16 on a CPU, where it was slow once.
     every = [torch.float32, torch.float16, torch.bfloat16]
     monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "supported_dtypes", lambda: every)

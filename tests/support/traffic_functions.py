@@ -1,4 +1,4 @@
-"""What test_traffic has ranks do: functions that a rank imports by name."""
+"""Commands of test_traffic: functions that a rank imports by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 BATCH_SIZE = 4
 
 _libraries: list[torch.library.Library] = []
-"""An op lives as long as the library that it was defined with."""
+"""An op exists as long as the library that defines it."""
 
 
 def make_plan() -> Plan:
-    """Return a plan of five batches whose last is smaller, and whose rows predict more of their tokens or fewer."""
+    """Return a plan of five batches: the last one is smaller, and rows predict different numbers of tokens."""
     requests = tuple(
         Request(tokens=tuple((7 * row + place) % 40 for place in range(9 + row)), ending=1 + row % 5)
         for row in range(18)
@@ -38,12 +38,12 @@ def make_plan() -> Plan:
 
 
 def of_plan(loaded: Loaded, workload: str = logits.LEAN) -> list[Collective]:
-    """Return what the module under test says of the plan."""
+    """Return the traffic of the plan by `traffic.of_plan`."""
     return traffic.of_plan(loaded, make_plan(), workload=workload)
 
 
 def of_each_batch(loaded: Loaded, workload: str = logits.LEAN) -> list[list[Collective]]:
-    """Return what each batch of the plan sends when it is scored."""
+    """Return the traffic of each batch of the plan, counted while the batch is scored."""
     batches = make_plan().batches
     return [
         traffic.count(
@@ -57,7 +57,7 @@ def of_each_batch(loaded: Loaded, workload: str = logits.LEAN) -> list[list[Coll
 
 
 def of_forward(loaded: Loaded, rows: int, tokens: int) -> list[Collective]:
-    """Return what a forward with all of its logits sends."""
+    """Return the traffic of a forward with all logits."""
     import torch
 
     ids_BS = torch.zeros(rows, tokens, dtype=torch.int64)
@@ -66,7 +66,7 @@ def of_forward(loaded: Loaded, rows: int, tokens: int) -> list[Collective]:
 
 
 def of_each_for_itself(loaded: Loaded) -> list[Collective]:
-    """Return what a model sends that each rank has to itself."""
+    """Return the traffic of a model that each rank holds as a whole."""
     import dataclasses
 
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -78,7 +78,7 @@ def of_each_for_itself(loaded: Loaded) -> list[Collective]:
 
 
 def exchange(_loaded: Loaded) -> list[Collective]:
-    """Return what is counted of an all-reduce, and of a tensor that goes from rank 0 to rank 1, over gloo."""
+    """Return the traffic of an all-reduce and of a tensor from rank 0 to rank 1, by gloo."""
     import torch
     from torch import distributed
 
@@ -94,7 +94,7 @@ def exchange(_loaded: Loaded) -> list[Collective]:
 
 
 def reduce_through_shared_memory(_state: RankState) -> None:
-    """Give DeepSpeed an op by the name and schema of the one that it compiles for all-reduces on a CPU."""
+    """Define an op with the name and schema of the one that DeepSpeed compiles for all-reduces on a CPU."""
     import torch
     from deepspeed import comm
     from torch import distributed
@@ -111,7 +111,7 @@ def reduce_through_shared_memory(_state: RankState) -> None:
 
 
 def reduce_through_the_group(_state: RankState) -> None:
-    """Take the op back."""
+    """Remove the op again."""
     from deepspeed import comm
 
     comm.comm.cdb.shm_vector_kernel_level = 0

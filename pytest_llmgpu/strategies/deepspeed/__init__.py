@@ -1,1 +1,1 @@
-"""DeepSpeed's kernels and what they need."""
+"""DeepSpeed: its inference engine, its kernels, their build and their workspace."""

@@ -1,7 +1,7 @@
-"""DeepSpeed's inference engine over a model that is filled layer by layer: its injected kernels, or its AutoTP.
+"""DeepSpeed's inference engine with a model that is filled layer by layer: kernel injection or AutoTP.
 
-`deepspeed.init_inference` wants the whole model in memory on every rank. What is done here is the same with two steps
-of the engine changed: see the class inside `inject`.
+`deepspeed.init_inference` needs the whole model in memory on every rank. `inject` does the same with two steps of the
+engine changed: see the class inside it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["inject"]
 def inject(
     case: Case, source: ModelSource, *, on_layer: Callable[[torch.nn.Module], None] = lambda _: None, **settings: Any
 ) -> Loaded:
-    """Load a model and hand it to DeepSpeed.
+    """Load a model into DeepSpeed's engine.
 
     Args:
-        case: What to load and on which devices.
-        source: Where from.
+        case: The case, which names the device and the dtype.
+        source: The files of the model.
         on_layer: Called with each layer before DeepSpeed replaces it or its parts.
-        settings: Of `deepspeed.init_inference`, but dtype and tensor parallelism.
+        settings: Arguments of `deepspeed.init_inference`, except dtype and tensor parallelism.
     """
     import torch
 
     if case.device == "cpu":
-        # Without them its import warns, and its collectives on a CPU divide by zero.
+        # Without these variables the import warns, and the collectives on a CPU divide by zero.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, rank, world_size = process_group.join(case)
@@ -53,7 +53,7 @@ def inject(
 
     class LayerwiseEngine(InferenceEngine):  # type: ignore[misc]  # DeepSpeed has no types
         def _convert_to_dtype(self, config: object) -> None:
-            """Do nothing: the weights have their dtype, and the rotary frequencies must keep theirs."""
+            """Do nothing: the weights have the dtype of the case, and the rotary frequencies must keep float32."""
 
         def _apply_injection_policy(self, *arguments: Any) -> None:
             with weights.filled_in_turn(self.module, read, device, on_layer):
@@ -61,10 +61,10 @@ def inject(
 
     parallel = {"tp_size": world_size}
     engine = LayerwiseEngine(model, DeepSpeedInferenceConfig(dtype=dtype, tensor_parallel=parallel, **settings))
-    # DeepSpeed remembers its first layer, unsharded, for checkpoints that it loads itself.
+    # DeepSpeed keeps the first layer, unsplit, for checkpoints that it loads itself.
     replace_module.container_g = None
     empty = [name for name, parameter in engine.module.named_parameters() if parameter.is_meta]
-    assert not empty, f"{empty[0]} was never filled"
+    assert not empty, f"{empty[0]} was not filled"
     return Loaded(
         model=engine.module.eval(),
         config=model.config,

@@ -1,9 +1,8 @@
-"""DeepSpeed's compiled kernels, which strategy iok runs on: what compiling them needs, and compiling them once.
+"""Compile DeepSpeed's kernels once, before the ranks of strategy iok start.
 
-DeepSpeed compiles its extension `transformer_inference` where it is first loaded. Left to the ranks, that is a minute
-of the time a model takes to load, in which all but one wait for a lock file: for ever, if a build was killed before.
-Torch is imported in a child process (`python -m pytest_llmgpu.strategies.deepspeed.kernels`) and in the ranks, never
-here.
+DeepSpeed compiles its extension `transformer_inference` when it is first loaded. In the ranks this minute would count
+as load time. The build runs in a child process (`python -m pytest_llmgpu.strategies.deepspeed.kernels`): torch is
+imported there and in the ranks, never in the process of pytest.
 """
 
 from __future__ import annotations
@@ -27,109 +26,108 @@ from pathlib import Path
 from typing import Any
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.strategies.deepspeed.build_lock import is_stale, may_hold
+from pytest_llmgpu.strategies.deepspeed import build_lock
 
 __all__ = ["build", "check", "is_compiled", "load", "search_path"]
 
 _OP = "transformer_inference"
-_NEEDS = "strategy iok compiles DeepSpeed's kernels"
+_NEEDS = "strategy iok has to compile DeepSpeed's kernels"
 _DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
-_BUILD_TIMEOUT_S = 900.0  # it takes 35 s on 64 cores, 75 s on 2; another build that is waited for counts too
-_SAY_EVERY_S = 15.0
+_BUILD_TIMEOUT_S = 900.0  # A build takes 35 s on 64 cores and 75 s on 2. It may wait for the build of another process.
+_PROGRESS_EVERY_S = 15.0
 _TICK_S = 0.5
-_GRACE_S = 5.0  # ninja ends its compilers and torch removes its lock meanwhile
+_GRACE_S = 5.0  # In this time ninja ends its compilers and torch removes its lock.
 
-_COMPILER_SAID = re.compile(r"\b(?:error|fatal) *:|cannot find -l")
-_PYTHON_SAID = re.compile(r"[\w.]*(?:Error|Exception)(?::|$)")
+_COMPILER_ERROR = re.compile(r"\b(?:error|fatal) *:|cannot find -l")
+_PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?::|$)")
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse, before anything is started, what cannot be compiled; nothing is needed of an op that came prebuilt.
+    """Refuse a machine that cannot compile the kernels, before a process starts.
 
     Raises:
-        ValueError: There is no CUDA toolkit, no ninja or no compiler, or a build that was killed left its lock.
+        ValueError: There is no CUDA toolkit, no ninja or no compiler, and DeepSpeed has no prebuilt kernels.
     """
-    if _prebuilt():
+    if _is_prebuilt():
         return
     _check_toolkit(environ)
     if shutil.which("ninja", path=search_path(environ)) is None:
-        raise ValueError(f"{_NEEDS}: ninja is not on PATH: pip install ninja")
+        raise ValueError(f"{_NEEDS}: ninja is not on PATH: install it (pip install ninja)")
     compiler = environ.get("CXX", "c++")
-    words = shlex.split(compiler)  # `ccache g++` is a compiler, too
+    words = shlex.split(compiler)  # CXX may have arguments, such as `ccache g++`.
     if not words or shutil.which(words[0], path=search_path(environ)) is None:
-        named = f"CXX={compiler} was not found" if "CXX" in environ else "there is no C++ compiler c++ on PATH"
-        raise ValueError(f"{_NEEDS}: {named}: install one, or set CXX to one")
-    if is_stale(lock := _build_folder(environ) / "lock"):
-        raise ValueError(_left_behind(lock))
+        problem = f"CXX={compiler} was not found" if "CXX" in environ else "the C++ compiler c++ is not on PATH"
+        raise ValueError(f"{_NEEDS}: {problem}: install a C++ compiler, or set CXX to one")
 
 
 def search_path(environ: Mapping[str, str]) -> str:
-    """Return PATH with this Python's scripts behind it.
+    """Return PATH with the scripts folder of this Python at its end.
 
-    DeepSpeed runs `ninja` from PATH, where the one that pip installed is missing if pytest was started by its path and
-    the virtual environment was not activated.
+    DeepSpeed runs `ninja` from PATH. If the virtual environment is not activated, the ninja that pip installed is not
+    on PATH.
     """
     return os.pathsep.join([environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 def is_compiled(op: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an op of DeepSpeed lies compiled where torch would look for it."""
+    """Return whether torch would find a compiled op of DeepSpeed."""
     return (_build_folder(environ).parent / op / f"{op}.so").exists()
 
 
 def load() -> None:
-    """Load the op into this process, in the child that compiles it and in every rank before DeepSpeed asks for it."""
+    """Load the op into this process, and compile it if necessary: in the child of `build` and in every rank."""
     os.environ["PATH"] = search_path(os.environ)
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-    builders.InferenceBuilder().load(verbose=False)
+    if _is_prebuilt():
+        builders.InferenceBuilder().load(verbose=False)
+        return
+    with build_lock.shared(_build_folder(os.environ)):
+        builders.InferenceBuilder().load(verbose=False)
 
 
 def build(
-    say: Callable[[str], None],
+    show: Callable[[str], None],
     timeout_s: float = _BUILD_TIMEOUT_S,
     *,
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
     tick_s: float = _TICK_S,
 ) -> None:
-    """Compile the op in a child process and see that it loads; a few seconds where that was done before.
+    """Compile the op in a child process and check that it loads; a compiled op takes a few seconds.
 
     Args:
-        say: Shows a line when it begins and every 15 s; nothing is said of an op that is there and loads at once.
-        timeout_s: Seconds until it is given up.
-        environ: Variables of the child. PATH, CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_* and the like decide what is
-            compiled, so the ranks must have the same.
+        show: Shows a line at the start of a compilation and every 15 s.
+        timeout_s: Seconds until the build is ended.
+        environ: Variables of the child. The ranks must have the same: PATH, CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_*
+            and others decide what is compiled.
         clock: Returns seconds.
-        tick_s: Seconds between two looks at the child.
+        tick_s: Seconds between two checks of the child.
 
     Raises:
-        RuntimeError: It failed or took too long, with the line that says why. Nothing of the build is left running.
+        RuntimeError: The build failed or took too long; the message has the decisive line. The processes of the build
+            have ended.
     """
-    if _prebuilt():
+    if _is_prebuilt():
         return
-    folder = _build_folder(environ)
-    lock = folder / "lock"
-    if is_stale(lock):
-        raise RuntimeError(_left_behind(lock))
-    if lock.exists():
-        say(f"waiting for another process that compiles DeepSpeed's {_OP} ...")
-    elif not _is_up_to_date(folder / f"{_OP}.so"):
-        say(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
+    waits = build_lock.is_held(_build_folder(environ))
+    if waits:
+        show(f"another process compiles DeepSpeed's {_OP}: waiting for it ...")
+    elif not is_compiled(_OP, environ):
+        show(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
 
-    with _child(environ, lock) as (process, log):
-        _wait(process, say, timeout_s, clock, tick_s)
+    with _child(environ) as (process, log):
+        _wait(process, show, timeout_s=timeout_s, clock=clock, tick_s=tick_s)
         if process.returncode is None:
-            held = lock.exists() and not may_hold(Path("/proc", str(process.pid)), lock)
-            who = f", another process holds {lock}" if held else ""
-            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{who} (log: {log})")
+            other = "; another process compiled it at the same time" if waits else ""
+            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{other} (log: {log})")
         if process.returncode != 0:
             reason = _reason(log.read_text("utf-8", "replace"), process.returncode)
             raise RuntimeError(f"DeepSpeed's {_OP} did not compile: {reason} (log: {log})")
 
 
 @contextlib.contextmanager
-def _child(environ: Mapping[str, str], lock: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Start the build; whatever ends it, nothing of it runs on and its lock is gone. A failure keeps its log."""
+def _child(environ: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start the build and return its process and its log; end all its processes on leaving. A failure keeps the log."""
     descriptor, name = tempfile.mkstemp(prefix=f"llmgpu-{_OP}-", suffix=".log")
     with os.fdopen(descriptor, "wb") as log:
         process = subprocess.Popen(
@@ -138,7 +136,7 @@ def _child(environ: Mapping[str, str], lock: Path) -> Iterator[tuple[subprocess.
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends that one in order
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the build.
         )
     failed = False
     try:
@@ -151,60 +149,58 @@ def _child(environ: Mapping[str, str], lock: Path) -> Iterator[tuple[subprocess.
             if process.returncode != 0:
                 _end(process)
         finally:
-            # It was not stale when the build began: it is the build's own.
-            if is_stale(lock):
-                lock.unlink(missing_ok=True)
             if not failed:
                 Path(name).unlink()
 
 
 def _wait(
     process: subprocess.Popen[bytes],
-    say: Callable[[str], None],
+    show: Callable[[str], None],
+    *,
     timeout_s: float,
     clock: Callable[[], float],
     tick_s: float,
 ) -> None:
-    """Return when the build has ended or its time is over, and say now and then how long it takes."""
-    began, said = clock(), 0
+    """Return when the build has ended or the time limit is over; show the elapsed time every 15 s."""
+    began_s, shown = clock(), 0
     while not _has_ended(process, tick_s):
-        elapsed = clock() - began
-        if elapsed > timeout_s:
+        elapsed_s = clock() - began_s
+        if elapsed_s > timeout_s:
             return
-        if elapsed // _SAY_EVERY_S > said:
-            said = int(elapsed // _SAY_EVERY_S)
-            say(f"compiling DeepSpeed's {_OP} ... {elapsed:.0f} s")
+        if elapsed_s // _PROGRESS_EVERY_S > shown:
+            shown = int(elapsed_s // _PROGRESS_EVERY_S)
+            show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
 
 
 def _check_toolkit(environ: Mapping[str, str]) -> None:
-    """Look for nvcc where torch does: CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda, the first that is set."""
+    """Refuse a CUDA home without nvcc. torch takes the first of CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     if home is not None:
-        named = f"{'CUDA_HOME' if environ.get('CUDA_HOME') else 'CUDA_PATH'}={home}"
+        source = f"{'CUDA_HOME' if environ.get('CUDA_HOME') else 'CUDA_PATH'}={home}"
     elif nvcc is not None:
-        home = os.path.dirname(os.path.dirname(nvcc))  # noqa: PTH120 - what torch computes, links not followed
-        named = f"nvcc on PATH is {nvcc}, so torch takes {home} for CUDA_HOME"
+        home = os.path.dirname(os.path.dirname(nvcc))  # noqa: PTH120 - as torch does, without following links
+        source = f"nvcc on PATH is {nvcc}, and torch takes {home} as CUDA_HOME"
     elif _DEFAULT_CUDA_HOME.exists():
         home = str(_DEFAULT_CUDA_HOME)
-        named = f"CUDA_HOME is not set and nvcc not on PATH, so torch takes {home}"
+        source = f"CUDA_HOME is not set and nvcc is not on PATH, and torch takes {home} as CUDA_HOME"
     else:
         raise ValueError(
-            f"{_NEEDS}: no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH): set CUDA_HOME to one"
+            f"{_NEEDS}: no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH): set CUDA_HOME"
         )
     if not os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):  # noqa: PTH118 - an empty home is not `.`
-        raise ValueError(f"{_NEEDS}: {named}, and there is no bin/nvcc in it: set CUDA_HOME to a CUDA toolkit")
+        raise ValueError(f"{_NEEDS}: {source}, which has no bin/nvcc: set CUDA_HOME to a CUDA toolkit")
 
 
-def _prebuilt() -> bool:
-    """Return whether DeepSpeed was installed with the op compiled, in which case it is only imported."""
-    told = _literals("deepspeed", "git_version_info_installed.py")
-    ops = told.get("installed_ops")
-    return isinstance(ops, dict) and bool(ops.get(_OP)) and told.get("accelerator_name") == "cuda"
+def _is_prebuilt() -> bool:
+    """Return whether DeepSpeed was installed with the compiled op, so that loading only imports it."""
+    installed = _literals("deepspeed", "git_version_info_installed.py")
+    ops = installed.get("installed_ops")
+    return isinstance(ops, dict) and bool(ops.get(_OP)) and installed.get("accelerator_name") == "cuda"
 
 
 def _build_folder(environ: Mapping[str, str]) -> Path:
-    """Return where torch builds the op: `_get_build_directory` of torch.utils.cpp_extension, without torch."""
+    """Return the build folder of torch, without importing it: `_get_build_directory` of torch.utils.cpp_extension."""
     root = environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         home = environ.get("HOME") or str(Path.home())
@@ -216,17 +212,8 @@ def _build_folder(environ: Mapping[str, str]) -> Path:
     return Path(root, _OP)
 
 
-def _is_up_to_date(library: Path) -> bool:
-    """Return whether the op is newer than the torch and DeepSpeed it is made from; ninja knows for certain."""
-    installed = (_file("torch", "version.py"), _file("deepspeed", "git_version_info_installed.py"))
-    try:
-        return library.stat().st_mtime > max(path.stat().st_mtime for path in installed if path is not None)
-    except (OSError, ValueError):
-        return False
-
-
 def _literals(package: str, name: str) -> dict[str, object]:
-    """Return the plain values that a file of a package assigns to names, without importing it."""
+    """Return the literals that a file of a package assigns to names, without importing it."""
     path, found = _file(package, name), dict[str, object]()
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.parse(path.read_bytes() if path else b"").body:
@@ -243,10 +230,6 @@ def _file(package: str, name: str) -> Path | None:
     return next((Path(folder, name) for folder in folders if Path(folder, name).is_file()), None)
 
 
-def _left_behind(lock: Path) -> str:
-    return f"{lock} was left by a build that was killed (no process here has it open): delete it and run again"
-
-
 def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
@@ -254,10 +237,10 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a build and all it has started.
+    """End a build with all its processes.
 
-    ninja puts each compiler into a process group of its own and ends them when it is asked to end itself. Where it does
-    not get to it, they are found by their session.
+    ninja puts each compiler into a process group of its own and ends it on SIGTERM. Compilers that are left after a
+    grace time are found by their session.
     """
     try:
         if process.poll() is None:
@@ -272,11 +255,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Return the processes of a session."""
+    """Return the ids of the processes of a session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # After the name, which may hold anything: state, parent, group, session.
+            # After the name, which may have any characters: state, parent, group, session.
             fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             if int(fields[3]) == leader:
                 found.append(int(stat.parent.name))
@@ -284,22 +267,22 @@ def _session(leader: int) -> list[int]:
 
 
 def _reason(log: str, status: int) -> str:
-    """Return the line of a log that says why a build failed."""
+    """Return the line of a log that has the cause of a failed build."""
     if status < 0:
-        return f"it ended with signal {signal.Signals(-status).name}"
-    # What is printed before torch's own message is noise: DeepSpeed tries compilers out for other ops as it imports.
+        return f"the build ended with signal {signal.Signals(-status).name}"
+    # Lines before torch's message do not matter: on import, DeepSpeed tests compilers for other ops.
     _, failed, built = log.rpartition("Error building extension")
-    said = [line.strip() for line in built.splitlines() if _COMPILER_SAID.search(line)] if failed else []
-    # The first error is the cause, those that follow are its consequences.
-    if causes := [line for line in said if not line.startswith("collect2")]:
+    errors = [line.strip() for line in built.splitlines() if _COMPILER_ERROR.search(line)] if failed else []
+    # The first error is the cause; the later ones are its consequences.
+    if causes := [line for line in errors if not line.startswith("collect2")]:
         few = "; set MAX_JOBS to compile fewer files at a time" if re.search(r"signal 9|Killed", causes[0]) else ""
         return causes[0] + few
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    raised = [line for line in lines if _PYTHON_SAID.match(line)]
+    raised = [line for line in lines if _PYTHON_ERROR.match(line)]
     return (raised or lines or [f"exit status {status}"])[-1]
 
 
 if __name__ == "__main__":
-    # As Ctrl-C, which torch answers by removing its lock; a process that was started in the background ignores Ctrl-C.
+    # torch removes its lock on KeyboardInterrupt. A background process ignores SIGINT, so that SIGTERM has to raise it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load()

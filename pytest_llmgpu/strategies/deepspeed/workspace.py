@@ -1,10 +1,10 @@
-"""DeepSpeed's workspace, one per process: how it is made for a batch size, and how many tokens it then holds.
+"""DeepSpeed's workspace: allocate it for a batch size, and read how many tokens it holds. A process has one.
 
-It is cut to the memory that is free, and never compared with the sequences that come (`InferenceContext::GenWorkSpace`
-in `csrc/transformer/inference/includes/inference_context.h`, DeepSpeed 0.19.8).
+DeepSpeed shrinks the workspace to the free memory and does not compare it with the sequences
+(`InferenceContext::GenWorkSpace` in `csrc/transformer/inference/includes/inference_context.h`, DeepSpeed 0.19.8).
 
-`layers` are DeepSpeed's injected ones, of which the first owns the workspace; `least` and `most` are the tokens per
-sequence below which it raises and above which it does not go.
+In all functions, `layers` are DeepSpeed's injected layers, of which the first owns the workspace. `least` and `most`
+are tokens per sequence: with less than `least` DeepSpeed raises, and it never allocates more than `most`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 __all__ = ["allocate", "grantable", "size_bytes"]
 
-_PROBE_TOKENS = 2  # one alone would count as the continuation of a text
+_PROBE_TOKENS = 2  # The kernels take a single token as the continuation of a text.
 
 
 def allocate(layers: Sequence[Any], rows: int, tokens: int, *, least: int, most: int) -> int:
-    """Have DeepSpeed allocate its workspace anew; return the tokens per sequence it holds."""
+    """Make DeepSpeed allocate its workspace again; return the tokens per sequence that it holds."""
     first = layers[0]
     for layer in layers:
         layer.config.min_out_tokens, layer.config.max_out_tokens = least, most
-        # Views into a workspace that is about to be freed.
+        # These are views into the workspace, which is freed below.
         layer.layer_past = None
-    # It grows by itself and never shrinks.
+    # DeepSpeed enlarges a workspace, but never shrinks it.
     if first.workspace.is_allocated():
         first.workspace.release_workspace()
     first._should_allocate_workspace = True  # noqa: SLF001 - the only way to a second allocation
@@ -33,7 +33,7 @@ def allocate(layers: Sequence[Any], rows: int, tokens: int, *, least: int, most:
 
 
 def grantable(layers: Sequence[Any], rows: int, tokens: int, *, most: int) -> int:
-    """Return how many tokens it would have held, 0 where it cannot be allocated at all."""
+    """Return how many tokens a workspace would hold; 0 if none can be allocated."""
     try:
         granted = allocate(layers, rows, tokens, least=1, most=most)
     except RuntimeError:
@@ -49,7 +49,7 @@ def _granted(layer: Any) -> int:
     attention = layer.attention
     weight = attention.attn_qkvw
     qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    # Attention alone, without the all-reduce that comes after it: ranks may differ in what they are granted.
+    # Only the attention, without the all-reduce after it: the ranks may hold different numbers of tokens.
     _, keys, _ = attention.compute_attention(
         qkv_out=(qkv_BSH,),
         input_mask=None,
@@ -63,7 +63,7 @@ def _granted(layer: Any) -> int:
 
 
 def size_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int:
-    """Return what DeepSpeed allocates for a workspace (`InferenceContext::GenWorkSpace`)."""
+    """Return the bytes that DeepSpeed allocates for a workspace (`InferenceContext::GenWorkSpace`)."""
     import torch
 
     config = layers[0].config

@@ -11,26 +11,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.prose import Prose
 
-from pytest_llmgpu.strategies.deepspeed import build_lock, kernels
+from pytest_llmgpu.strategies.deepspeed import kernels
 
-_ENDED_S = 30
+_ENDED_S = 300
 
 
 class Clock:
-    """Stands still until the build is where the test wants it, then leaps."""
+    """A clock that stands still until the build is ready, then jumps."""
 
-    def __init__(self, ready: Path, leap: Callable[[], float]) -> None:
+    def __init__(self, ready: Path, jump: Callable[[], float]) -> None:
         self._ready = ready
-        self._leap = leap
+        self._jump = jump
 
     def __call__(self) -> float:
         """Return the time."""
-        return self._leap() if self._ready.exists() else 0.0
+        return self._jump() if self._ready.exists() else 0.0
 
 
 class Machine:
-    """A machine on which everything is there to compile with, in folders of its own."""
+    """A machine that can compile the kernels, with all programs in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +54,7 @@ class Machine:
         self.deepspeed("")
 
     def program(self, name: str) -> Path:
-        """Make a program that can be found."""
+        """Create an executable."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")
@@ -68,7 +69,7 @@ class Machine:
             (folder / "__init__.py").touch()
         (builder.parent.parent / "git_version_info_installed.py").write_text(installed)
         (builder / "__init__.py").write_text(
-            "import os, signal, subprocess, sys\n"
+            "import os, select, signal, subprocess, sys\n"
             "class InferenceBuilder:\n"
             "    def load(self, verbose=True):\n"
             "        assert not verbose\n" + textwrap.indent(textwrap.dedent(body) or "pass\n", " " * 8)
@@ -77,7 +78,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine that can compile; this process finds its fake DeepSpeed, and logs go to its folder."""
+    """A machine that can compile; this process imports its fake DeepSpeed, and logs are in its folder."""
     made = Machine(tmp_path)
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     monkeypatch.syspath_prepend(made.site)
@@ -89,7 +90,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def _refusal(machine: Machine) -> str:
-    with pytest.raises(ValueError, match=r"iok|lock") as refused:
+    with pytest.raises(ValueError, match="strategy iok") as refused:
         kernels.check(machine.environ)
     message = str(refused.value)
     assert "\n" not in message
@@ -97,9 +98,9 @@ def _refusal(machine: Machine) -> str:
 
 
 def _build(machine: Machine, *, clock: Callable[[], float] = lambda: 0.0, timeout_s: float = 60.0) -> list[str]:
-    said: list[str] = []
-    kernels.build(said.append, timeout_s, environ=machine.environ, clock=clock, tick_s=0.01)
-    return said
+    lines: list[str] = []
+    kernels.build(lines.append, timeout_s, environ=machine.environ, clock=clock, tick_s=0.01)
+    return lines
 
 
 def _failure(machine: Machine) -> str:
@@ -115,67 +116,64 @@ def _logs(machine: Machine) -> list[Path]:
 
 
 def test_a_machine_that_can_compile_is_accepted(machine: Machine) -> None:
-    """With a toolkit, ninja and a compiler there is nothing to say."""
+    """A toolkit, ninja and a compiler suffice."""
     kernels.check(machine.environ)
 
 
-def test_no_toolkit_is_refused(machine: Machine) -> None:
-    """Where torch would find no CUDA, the message says what to set."""
+def test_a_missing_toolkit_is_refused(machine: Machine, prose: Prose) -> None:
+    """The message has the variable to set."""
     del machine.environ["CUDA_HOME"]
-    assert _refusal(machine) == (
-        "strategy iok compiles DeepSpeed's kernels: no CUDA toolkit was found "
-        "(CUDA_HOME is not set, nvcc is not on PATH): set CUDA_HOME to one"
-    )
+    assert prose == _refusal(machine)
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_a_folder_without_nvcc_is_named(machine: Machine, variable: str) -> None:
-    """A variable that leads nowhere is told with its value, also where nvcc is on PATH: torch does not look there."""
+    """The message has the variable and its value, even with nvcc on PATH, which torch does not use then."""
     del machine.environ["CUDA_HOME"]
     machine.program("bin/nvcc")
     machine.environ[variable] = "/opt/no-cuda"
-    assert f"{variable}=/opt/no-cuda, and there is no bin/nvcc in it" in _refusal(machine)
+    assert f"{variable}=/opt/no-cuda" in _refusal(machine)
 
 
-def test_the_toolkit_is_found_where_torch_finds_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nvcc on PATH comes before the default folder, and what is above it must hold bin/nvcc."""
+def test_the_toolkit_is_searched_as_torch_does(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvcc on PATH comes before the default folder, and must be in a folder bin."""
     home = machine.environ.pop("CUDA_HOME")
     monkeypatch.setattr(kernels, "_DEFAULT_CUDA_HOME", Path(home))
     kernels.check(machine.environ)
     machine.program("tools/nvcc")
     machine.environ["PATH"] += f"{os.pathsep}{machine.folder / 'tools'}"
-    assert f"so torch takes {machine.folder} for CUDA_HOME, and there is no bin/nvcc" in _refusal(machine)
+    assert f"torch takes {machine.folder} as CUDA_HOME" in _refusal(machine)
 
 
 def test_a_default_folder_without_nvcc_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image with CUDA's libraries alone has /usr/local/cuda and no compiler in it."""
+    """An image with the libraries of CUDA only has /usr/local/cuda without a compiler."""
     del machine.environ["CUDA_HOME"]
     monkeypatch.setattr(kernels, "_DEFAULT_CUDA_HOME", machine.folder / "home")
     (machine.folder / "home").mkdir()
-    assert f"so torch takes {machine.folder / 'home'}, and there is no bin/nvcc" in _refusal(machine)
+    assert f"torch takes {machine.folder / 'home'} as CUDA_HOME" in _refusal(machine)
 
 
 def test_ninja_is_found_beside_this_python(machine: Machine) -> None:
-    """A virtual environment need not be activated: its ninja is found, and without any it is asked for."""
+    """The ninja of a virtual environment is found without activation; a missing one is refused."""
     (machine.folder / "bin/ninja").rename(machine.folder / "ninja")
-    assert "ninja is not on PATH: pip install ninja" in _refusal(machine)
+    assert "pip install ninja" in _refusal(machine)
     machine.program("scripts/ninja")
     kernels.check(machine.environ)
 
 
-def test_no_compiler_is_refused(machine: Machine) -> None:
-    """CXX is the compiler where it is set, with its arguments, and c++ where it is not."""
+def test_a_missing_compiler_is_refused(machine: Machine) -> None:
+    """CXX is the compiler, with its arguments; without it, c++ is."""
     machine.environ["CXX"] = "c++ -pipe"
     kernels.check(machine.environ)
     machine.environ["CXX"] = "icpx"
     assert "CXX=icpx was not found" in _refusal(machine)
     del machine.environ["CXX"]
     (machine.folder / "bin/c++").unlink()
-    assert "no C++ compiler c++ on PATH" in _refusal(machine)
+    assert "C++ compiler c++ is not on PATH" in _refusal(machine)
 
 
 def test_a_prebuilt_op_needs_nothing(machine: Machine) -> None:
-    """Where DeepSpeed came with the op compiled for CUDA, nothing is asked for, and nothing is started or said."""
+    """If DeepSpeed was installed with the op compiled for CUDA, nothing is checked, started or shown."""
     info = "version='1'\ninstalled_ops={'transformer_inference': %s}\naccelerator_name=%r\n"
     machine.environ.clear()
     machine.deepspeed("raise AssertionError", info % (True, "cuda"))
@@ -186,17 +184,53 @@ def test_a_prebuilt_op_needs_nothing(machine: Machine) -> None:
         assert "no CUDA toolkit" in _refusal(machine)
 
 
-def test_a_lock_that_nobody_holds_is_refused(machine: Machine) -> None:
-    """The ranks would wait for it for ever, so it is named before anything starts, and by a build, too."""
-    machine.lock.touch()
-    said = f"{machine.lock} was left by a build that was killed (no process here has it open): delete it and run again"
-    assert _refusal(machine) == said
-    assert _failure(machine) == said
+_BUILD_AS_TORCH_DOES = """\
+try:
+    os.open(os.environ["LOCK"], os.O_CREAT | os.O_EXCL)
+except FileExistsError:
+    open(os.environ["READY"], "w").close()
+    while os.path.exists(os.environ["LOCK"]):
+        select.select([], [], [], 0.01)
+else:
+    os.remove(os.environ["LOCK"])
+"""
+
+
+def test_a_killed_build_does_not_block_the_next_one(machine: Machine) -> None:
+    """The build removes the lock file of torch that a killed build left, instead of waiting for ever."""
+    machine.deepspeed('os.open(os.environ["LOCK"], os.O_CREAT | os.O_EXCL)\nos.kill(os.getpid(), signal.SIGKILL)')
+    assert "SIGKILL" in _failure(machine)
     assert machine.lock.exists()
+    kernels.check(machine.environ)
+    machine.deepspeed(_BUILD_AS_TORCH_DOES)
+    assert len(_build(machine)) == 1
+    assert not machine.lock.exists()
 
 
-def test_the_lock_is_looked_for_where_torch_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TORCH_EXTENSIONS_DIR it is a folder of the cache, named for this Python and torch's CUDA."""
+def test_a_running_build_is_waited_for(machine: Machine) -> None:
+    """The lock file of a running build stays, and the first line is about the other process."""
+    machine.deepspeed(
+        """\
+        os.open(os.environ["LOCK"], os.O_CREAT | os.O_EXCL)
+        print("building", flush=True)
+        sys.stdin.read()
+        """
+    )
+    command = [sys.executable, "-m", kernels.__name__]
+    with subprocess.Popen(command, env=machine.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"building\n"
+        machine.deepspeed(_BUILD_AS_TORCH_DOES)
+        lines: list[str] = []
+        clock = Clock(machine.ready, lambda: 61.0)
+        with pytest.raises(RuntimeError, match="not compiled within 60 s; another process"):
+            kernels.build(lines.append, 60.0, environ=machine.environ, clock=clock, tick_s=0.01)
+        assert lines[0].startswith("another process compiles")
+        assert machine.lock.exists()
+
+
+def test_the_lock_is_where_torch_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TORCH_EXTENSIONS_DIR this is a folder of the cache, with the versions of Python and CUDA in its name."""
     del machine.environ["TORCH_EXTENSIONS_DIR"]
     (machine.site / "torch").mkdir()
     (machine.site / "torch/__init__.py").touch()
@@ -207,65 +241,21 @@ def test_the_lock_is_looked_for_where_torch_builds(machine: Machine, monkeypatch
         lock = cache / f"torch_extensions/{python}_cu130/transformer_inference/lock"
         lock.parent.mkdir(parents=True)
         lock.touch()
-        assert str(lock) in _refusal(machine)
+        _build(machine)
+        assert not lock.exists()
         machine.environ["XDG_CACHE_HOME"] = str(machine.folder / "cache")
 
 
-def test_a_lock_that_a_process_holds_is_waited_for(machine: Machine) -> None:
-    """Another build is no error, and it is said why nothing seems to happen."""
-    holding = (
-        "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", holding, str(machine.lock)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        kernels.check(machine.environ)
-        machine.deepspeed("open(os.environ['READY'], 'w').close()\nsignal.pause()")
-        clock = Clock(machine.ready, lambda: 61.0)
-        with pytest.raises(RuntimeError, match=f"not compiled within 60 s, another process holds {machine.lock}"):
-            _build(machine, clock=clock)
-        machine.deepspeed("")
-        assert _build(machine) == ["waiting for another process that compiles DeepSpeed's transformer_inference ..."]
-        assert machine.lock.exists()
-    assert "was left by a build that was killed" in _refusal(machine)
-
-
-def test_what_cannot_be_known_counts_as_held(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that may not be looked into may hold the lock if it is of the lock's owner."""
-    machine.lock.touch()
-
-    def hide(_: Path) -> list[os.stat_result]:
-        raise PermissionError
-
-    monkeypatch.setattr(build_lock, "_open_files", hide)
-    kernels.check(machine.environ)
-    monkeypatch.setattr(build_lock, "_may_build", lambda *_: False)
-    assert "delete it" in _refusal(machine)
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    kernels.check(machine.environ)
-
-
-def test_a_python_of_the_owner_may_build() -> None:
-    """Of the processes that hide their files, only those count that could compile for the owner of the lock."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:
-        mine, other = Path(f"/proc/{os.getpid()}"), Path(f"/proc/{cat.pid}")
-        found = [build_lock._may_build(mine, os.getuid()), build_lock._may_build(mine, os.getuid() + 1)]
-        found += [build_lock._may_build(other, os.getuid()), build_lock._may_build(Path("/proc/0"), os.getuid())]
-    assert found == [True, False, False, False]
-
-
 def test_the_op_is_loaded_in_a_process_with_the_given_variables(machine: Machine) -> None:
-    """What decides the build reaches it, ninja beside this Python included; a line tells that it takes a minute."""
+    """The build has the given variables, with the scripts of this Python on PATH; one line announces it."""
     machine.environ["CUDA_VISIBLE_DEVICES"] = "GPU-1"
     machine.deepspeed(
         """\
-        told = os.environ["CUDA_VISIBLE_DEVICES"], os.getsid(0) == os.getpid(), os.environ["PATH"]
         with open(os.environ["READY"], "w") as file:
-            print(*told, file=file)
+            print(os.environ["CUDA_VISIBLE_DEVICES"], os.getsid(0) == os.getpid(), os.environ["PATH"], file=file)
         """
     )
-    assert _build(machine) == ["compiling DeepSpeed's transformer_inference (once; about a minute) ..."]
+    assert len(_build(machine)) == 1
     device, own_session, path = machine.ready.read_text().split()
     assert (device, own_session) == ("GPU-1", "True")
     assert path.startswith(f"{machine.folder / 'bin'}{os.pathsep}")
@@ -273,25 +263,22 @@ def test_the_op_is_loaded_in_a_process_with_the_given_variables(machine: Machine
     assert _logs(machine) == []
 
 
-def test_nothing_is_said_of_an_op_that_is_there(machine: Machine) -> None:
-    """An op newer than DeepSpeed and torch is only loaded; one that is older is announced."""
-    library = machine.lock.with_name("transformer_inference.so")
-    library.touch()
+def test_a_compiled_op_is_loaded_without_a_line(machine: Machine) -> None:
+    """Loading takes seconds only, so that nothing is announced."""
+    machine.lock.with_name("transformer_inference.so").touch()
     assert _build(machine) == []
-    os.utime(library, (0, 0))
-    assert len(_build(machine)) == 1
 
 
-def test_a_long_build_says_how_long_it_takes(machine: Machine) -> None:
-    """A line every 15 seconds, so that nobody takes it for a hang."""
+def test_a_long_build_shows_the_elapsed_time(machine: Machine) -> None:
+    """A line appears every 15 s."""
     machine.deepspeed("open(os.environ['READY'], 'w').close()\nsys.stdin.read()\nsignal.pause()")
     times = iter([1.0, 14.0, 16.0, 29.0, 31.0, 50.0, 61.0])
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(RuntimeError, match="not compiled within 60 s"):
         kernels.build(
-            said.append, 60.0, environ=machine.environ, clock=Clock(machine.ready, lambda: next(times)), tick_s=0.01
+            lines.append, 60.0, environ=machine.environ, clock=Clock(machine.ready, lambda: next(times)), tick_s=0.01
         )
-    assert [line.rpartition(" ... ")[2] for line in said[1:]] == ["16 s", "31 s", "50 s"]
+    assert [line.rpartition(" ... ")[2] for line in lines[1:]] == ["16 s", "31 s", "50 s"]
 
 
 _NINJA = "Error building extension 'transformer_inference': [1/9] nvcc -Werror -c a.cu"
@@ -318,8 +305,8 @@ _NINJA = "Error building extension 'transformer_inference': [1/9] nvcc -Werror -
         ("not compatible", "RuntimeError: not compatible"),
     ],
 )
-def test_a_failure_is_told_in_the_line_that_matters(machine: Machine, output: str, reason: str) -> None:
-    """The first error of the compiler, else the exception; what was tried for other ops before is noise."""
+def test_the_message_of_a_failure_has_the_decisive_line(machine: Machine, output: str, reason: str) -> None:
+    """This is the first error of the compiler, else the exception; tests of other ops before it do not count."""
     machine.deepspeed(
         f"""\
         print("/bin/ld: cannot find -laio: No such file\\ncollect2: error: ld returned 1 exit status", flush=True)
@@ -328,15 +315,8 @@ def test_a_failure_is_told_in_the_line_that_matters(machine: Machine, output: st
     )
     message = _failure(machine)
     (log,) = _logs(machine)
-    assert message == f"DeepSpeed's transformer_inference did not compile: {reason} (log: {log})"
+    assert message.endswith(f": {reason} (log: {log})")
     assert "Traceback" in log.read_text()
-
-
-def test_a_build_that_is_killed_leaves_no_lock(machine: Machine) -> None:
-    """The host may end it for want of memory; the next one does not wait for it."""
-    machine.deepspeed("os.open(os.environ['LOCK'], os.O_CREAT | os.O_EXCL)\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert "did not compile: it ended with signal SIGKILL" in _failure(machine)
-    assert not machine.lock.exists()
 
 
 _NINJA_AND_COMPILER = """\
@@ -363,26 +343,25 @@ def _has_ended(process: int) -> bool:
 def test_a_build_that_takes_too_long_is_ended_with_all_it_started(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler in a process group of its own is ended, too, and the lock of a build that hears nothing is removed."""
+    """A compiler in a process group of its own is ended as well, even if the build ignores SIGTERM."""
     monkeypatch.setattr(kernels, "_GRACE_S", 0.01)
     machine.deepspeed(
         f"{_NINJA_AND_COMPILER}signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{_REPORT}while True: signal.pause()"
     )
     found: list[int] = []
 
-    def leap() -> float:
+    def jump() -> float:
         found.append(_compiler_of(machine))
         return 61.0
 
     with pytest.raises(RuntimeError, match=r"transformer_inference was not compiled within 60 s \(log: "):
-        _build(machine, clock=Clock(machine.ready, leap))
+        _build(machine, clock=Clock(machine.ready, jump))
     (compiler,) = found
     assert _has_ended(compiler)
-    assert not machine.lock.exists()
 
 
 def test_ctrl_c_ends_the_build_in_order(machine: Machine) -> None:
-    """The build is asked to end, so that torch lets go of its lock itself; no process, lock or log is left."""
+    """The build gets SIGTERM, so that torch removes its lock; no process, lock or log is left."""
     machine.deepspeed(
         f"{_NINJA_AND_COMPILER}try:\n    {_REPORT}    signal.pause()\nfinally:\n    os.remove(os.environ['LOCK'])\n"
         "    open(os.environ['READY'] + '.order', 'w').close()"
@@ -403,8 +382,8 @@ def test_ctrl_c_ends_the_build_in_order(machine: Machine) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """The module is loaded in pytest's process, which must not import torch or DeepSpeed."""
+    """The process of pytest loads this module and must not import torch or DeepSpeed."""
     kernels_only = "import sys, pytest_llmgpu.strategies.deepspeed.kernels"
-    asked = f"{kernels_only}; print(sorted({{'torch', 'deepspeed'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    code = f"{kernels_only}; print(sorted({{'torch', 'deepspeed'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
