@@ -1,4 +1,4 @@
-"""Reports in the formats of other tools and pages: one file each, found by the name that `llmgpu export` takes."""
+"""Reports in the formats of other tools and pages: one file per format, with the name that `llmgpu export` takes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORMATS = {
     "markdown": "markdown_table:EXPORT",
     "pytest-benchmark": "pytest_benchmark:EXPORT",
 }
-"""Name of a format to its module and attribute. Modules are imported at first use, since every `llmgpu` reads this."""
+"""Name of a format to its module and attribute; a module is imported when its format is used."""
 
 
 def export(name: str) -> Export:
-    """Return a format by its name; ValueError for another name."""
+    """Return a format by its name; ValueError names the known formats."""
     if name not in FORMATS:
         raise ValueError(f"export format {name!r}: allowed are {', '.join(FORMATS)}")
     module, _, attribute = FORMATS[name].partition(":")

@@ -1,8 +1,8 @@
 """Bencher Metric Format: `{"benchmark": {"measure": {"value", "lower_value", "upper_value"}}}`.
 
-`latency` in nanoseconds and `throughput` are the measures that every project of Bencher has, with these units. The
-format holds numbers only, so that the outcome is two of them: `completed` and `out-of-memory`, 1 or 0. Verdicts have no
-place in it: Bencher judges by its own thresholds.
+`latency` in nanoseconds and `throughput` are the measures that every Bencher project has. The format has numbers only:
+the outcome is `completed` and `out-of-memory`, each 1 or 0. Verdicts are not exported, because Bencher has its own
+thresholds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pytest_llmgpu.report.result import CaseResult
 
 __all__ = ["EXPORT"]
 
-_LONGEST_BYTES = 1024  # of a benchmark's name
+_LONGEST_BYTES = 1024
+"""Most bytes of a benchmark's name."""
 _HASHED = 8
+"""Digits of the digest of a longer name."""
 
 
 class _Bencher:
@@ -53,7 +55,7 @@ def _metric(figure: Figure, factor: float) -> dict[str, float]:
 
 
 def _cut(name: str) -> str:
-    """Return a name that Bencher takes: a longer one is told from others by its digest."""
+    """Return a name of the length that Bencher allows; a longer one ends in its digest."""
     data = name.encode()
     if len(data) <= _LONGEST_BYTES:
         return name

@@ -1,4 +1,4 @@
-"""One line a case with every figure in the report's own units, then one for each verdict that is of no case here."""
+"""CSV: one line per case with every figure in the units of the report, then one line per other id with verdicts."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _FIRST = (
     "verdict_memory",
     "reasons",
 )
-"""Columns of version 0.1, in their order."""
+"""The columns of version 0.1 in their order, which must not change."""
 
 _OF_METRICS = (*(spec.exported.column for spec in METRICS if spec.exported), *(f"verdict_{name}" for name in JUDGED))
 
 COLUMNS = (*_FIRST, *(column for column in _OF_METRICS if column not in _FIRST))
-"""Header of the table; a column is only ever added at its end."""
+"""The header of the table; new columns are appended at the end."""
 
 
 class _Csv:
@@ -70,7 +70,7 @@ class _Csv:
         writer.writeheader()
         for result in report.cases:
             writer.writerow({**_case(result), **_verdicts(rows.pop(result.id, ()))})
-        # What only the baseline has, and series, whose id is their strategy.
+        # Cases that only the baseline has, and series, whose id is their strategy.
         for name, others in rows.items():
             nodeid = spreadsheet(others[0].nodeid or "")
             writer.writerow({"id": spreadsheet(name), "nodeid": nodeid, **_verdicts(others)})

@@ -1,4 +1,4 @@
-"""The figures of a case that other tools get, and the name by which they know it again in the next report."""
+"""The figures and the names of cases in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Exported, Figure, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import GIB
 
 __all__ = ["describe", "exported", "figures", "largest_batches", "names"]
 
 
 def figures(result: CaseResult) -> dict[str, Figure]:
-    """Return the exported numbers of a completed case by metric; nothing for a case that did not complete."""
+    """Return the exported figures of a case by metric; none if it did not complete."""
     if result.outcome != "completed":
         return {}
     found = {spec.name: spec.figure(result) for spec in METRICS if spec.exported and spec.figure}
@@ -31,16 +32,16 @@ def exported(metric: str) -> Exported:
 
 
 def names(results: Sequence[CaseResult]) -> list[str]:
-    """Return a name of one line for each result: `mp-bs8 (llama-7b, float16, 4 x cuda, hellaswag)`.
+    """Return one line as the name of each result: `mp-bs8 (llama-7b, float16, 4 x cuda, hellaswag)`.
 
-    It holds no more than what people choose, so that a case has the name it had in the report before, and does not
-    depend on the report's other cases but for `#2` where two would have the same.
+    The name has only what the user chose, and a case has the same name in every report. The second of two equal names
+    ends in `#2`.
     """
     return _numbered(f"{result.case.id} ({describe(result.case)})" for result in results)
 
 
 def largest_batches(report: Report) -> list[tuple[str, int, str]]:
-    """Return name, largest batch size and a sentence on it for each series where it is known; 0 where none fits."""
+    """Return name, largest batch size and its description for each series where it is known; 0 if none fits."""
     cases = {result.case.series: result.case for result in report.cases}
     known = [
         (cases[one.series], one.largest_fit or 0, one.text)
@@ -52,7 +53,7 @@ def largest_batches(report: Report) -> list[tuple[str, int, str]]:
 
 
 def describe(case: Case) -> str:
-    """Return what a series of cases measures, without strategy and batch size."""
+    """Return model, dtype, devices and dataset of a case: what it measures without strategy and batch size."""
     parts = [
         f"{case.model} with random weights" if case.load_format == "dummy" else case.model,
         case.dtype,
@@ -62,7 +63,7 @@ def describe(case: Case) -> str:
     if case.task != DEFAULT_TASK:
         parts.append(f"task {case.task}")
     if case.gpu_memory_bytes is not None:
-        parts.append(f"{case.gpu_memory_bytes / 2**30:g} GiB each")
+        parts.append(f"{case.gpu_memory_bytes / GIB:g} GiB each")
     return one_line(", ".join([*parts, *(f"{key}={value}" for key, value in case.strategy_options.items() if value)]))
 
 

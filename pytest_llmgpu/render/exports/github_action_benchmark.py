@@ -1,10 +1,10 @@
-"""Input of github-action-benchmark: one file for what should be small, one for what should be large.
+"""Input of github-action-benchmark: one file with metrics that should be small, one with those that should be large.
 
     - uses: benchmark-action/github-action-benchmark@v1
       with: {tool: customSmallerIsBetter, output-file-path: smaller.json}
 
-An empty list is an error to it and a value has to be a number, so that each file begins with how many cases there are
-of an outcome; which ones, and what was said of a case, is in `extra`, which shows beside a point of the chart.
+The tool rejects an empty list and values that are not numbers. Each file therefore begins with a number of cases. The
+names of these cases, and the verdicts and findings of a case, are in `extra`, which the chart shows at a point.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import Figure, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.verdicts import Row
 
 __all__ = ["BIGGER", "SMALLER"]
 
 _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
-"""A name stands in backticks in a table of a comment: these two would end it."""
+"""A comment has the name in backticks in a table; these two characters would end it."""
 
 _Entry = dict[str, str | float]
 
@@ -68,10 +69,9 @@ def _entry(name: str, result: CaseResult, figure: Figure, rows: Sequence[Row]) -
     }
     if figure.low is not None and figure.high is not None:
         entry["range"] = f"± {(figure.high - figure.low) / 2:.6g}"
-    said = [f"{row.verdict} ({row.metric.replace('_', ' ')}): {row.reason}" for row in rows]
-    said += [f"{finding.severity}: {finding.text}" for finding in result.findings if finding.severity != "info"]
-    launches = f"{len(result.launches)} launch{'es' if len(result.launches) > 1 else ''}"
-    entry["extra"] = "\n".join([launches, *map(one_line, said)])
+    lines = [f"{row.verdict} ({row.metric.replace('_', ' ')}): {row.reason}" for row in rows]
+    lines += [f"{finding.severity}: {finding.text}" for finding in result.findings if finding.severity != "info"]
+    entry["extra"] = "\n".join([plural(len(result.launches), "launch"), *map(one_line, lines)])
     return entry
 
 

@@ -1,7 +1,6 @@
-"""Annotations of GitHub: workflow commands that a step prints, shown at the test's file.
+"""GitHub annotations: workflow commands that a step prints, shown at the file of the test.
 
-GitHub keeps the first 10 of a step and drops the rest without a word, so the worst come first and the last one says how
-many more there are.
+GitHub shows the first 10 of a step. The worst come first, and the last one has the number of those that are left out.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ from pytest_llmgpu.report.report import Report
 __all__ = ["EXPORT", "LIMIT"]
 
 LIMIT = 10
-"""Annotations of one step."""
+"""Most annotations of one step."""
 
 _COMMANDS = {"failure": "error", "warning": "warning", "info": "notice"}
 
 
 class _GitHubAnnotations:
     def render(self, report: Report) -> str:
-        told = notices(report)
-        shown = told if len(told) <= LIMIT else told[: LIMIT - 1]
-        lines = [_command(notice) for notice in shown]
-        if rest := told[len(shown) :]:
-            text = f"{len(rest)} more are not shown, GitHub has room for {LIMIT}: see the summary or the report."
-            lines.append(_command(Notice(level=rest[0].level, title="And more", text=text)))
-        return "\n".join(lines)
+        found = notices(report)
+        if len(found) > LIMIT:
+            rest = found[LIMIT - 1 :]
+            text = f"{len(rest)} more are not shown, because GitHub shows {LIMIT}: see the summary or the report."
+            found = [*found[: LIMIT - 1], Notice(level=rest[0].level, title="And more", text=text)]
+        return "\n".join(map(_command, found))
 
 
 def _command(notice: Notice) -> str:
@@ -36,7 +34,7 @@ def _command(notice: Notice) -> str:
         file = command_property(one_line(notice.nodeid.partition("::")[0]))
         properties = [f"file={file}", "line=1", *properties]
     text = "\n".join(one_line(line) for line in notice.text.splitlines() if line.strip())
-    # An empty message makes GitHub drop the annotation.
+    # GitHub ignores an annotation without a message.
     return f"::{_COMMANDS[notice.level]} {','.join(properties)}::{command_value(text or notice.level)}"
 
 

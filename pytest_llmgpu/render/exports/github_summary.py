@@ -1,7 +1,7 @@
 """A page for GitHub's step summary: `llmgpu export github-summary latest >> "$GITHUB_STEP_SUMMARY"`.
 
-GitHub drops the whole page of a step that is larger than 1024 KiB. So the worst comes first, and what does not fit is
-left out from the end of each table, with a line that says how much that was.
+GitHub rejects the whole page of a step if it is larger than 1024 KiB. The worst rows come first, and each table is cut
+at its end to fit, with a line that has the number of rows left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
@@ -20,6 +20,7 @@ from pytest_llmgpu.render.exports.notices import Notice, besides_rows, level, no
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.text import signed_percent
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store.listing import commit
 from pytest_llmgpu.store.store import hardware
@@ -27,13 +28,13 @@ from pytest_llmgpu.store.store import hardware
 __all__ = ["EXPORT", "LIMIT_BYTES"]
 
 LIMIT_BYTES = 1000 * 1024
-"""Of the page: 24 KiB less than GitHub takes, for what else a step writes."""
+"""Most bytes of the page: 24 KiB less than GitHub allows, for other output of the step."""
 
 _NOTE_BYTES = 200
-"""Kept free for each table's line on what was left out."""
+"""Bytes reserved for the line on the rows that are left out of a table."""
 
 _REASONS = 5
-"""Most reasons that are named why something was not compared."""
+"""Most reasons that are listed for rows that were not compared."""
 
 _MARKS = {"failure": "❌", "warning": "⚠️", "info": "✅"}
 _COLUMNS = ("", "case", "metric", "verdict", "baseline", "now", "change", "reason")
@@ -41,11 +42,14 @@ _VERDICT_HEADER = (line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---|")
 
 
 class _Table(msgspec.Struct, frozen=True):
-    """Lines that may be cut at their end."""
+    """A table that may be cut at its end."""
 
     before: Sequence[str]
+    """The title and the header."""
     lines: Sequence[str]
+    """The lines that may be left out."""
     after: Sequence[str] = ()
+    """The lines after the table."""
 
 
 class _GitHubSummary:
@@ -59,28 +63,24 @@ def _headline(report: Report) -> str:
     if verdicts is None:
         counted: Counter[str] = Counter(result.outcome.replace("_", " ") for result in report.cases)
         failing = sum(notice.level == "failure" for notice in notices(report))
-        said = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
+        result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:
         policy = policy_of(verdicts)
         counted = Counter(row.verdict.replace("_", " ") for row in worst_first(verdicts.rows))
         failing = sum(level(row, policy) == "failure" for row in verdicts.rows)
-        said = f"{_MARKS['failure']} {failing} fail" if failing else _unfailing(verdicts, policy)
+        result = f"{_MARKS['failure']} {failing} fail" if failing else _without_failure(verdicts, policy)
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
-    return f"LLM inference: {said}{f' ({counts})' if counts else ''}"
+    return f"LLM inference: {result}{f' ({counts})' if counts else ''}"
 
 
-def _unfailing(verdicts: Verdicts, policy: Policy) -> str:
-    """Return how a gate ends of which no row fails: green only where something gated was compared, and told."""
-    if verdicts.armed.gated == 0:
-        said = "nothing that can fail was compared"
-    elif exit_status(verdicts, policy):
-        said = "not all that is gated was compared"
-    else:
-        open_rows = sum(level(row, policy) == "warning" for row in verdicts.rows)
-        return (
-            f"{_MARKS['warning']} none fails, {open_rows} to look at" if open_rows else f"{_MARKS['info']} none fails"
-        )
-    return f"{_MARKS['failure' if exit_status(verdicts, policy) else 'warning']} {said}"
+def _without_failure(verdicts: Verdicts, policy: Policy) -> str:
+    """Return the result if no row fails; it is green only if gated rows were compared and none is unclear."""
+    fails = exit_status(verdicts, policy) != ExitStatus.PASSED
+    if fails or verdicts.armed.gated == 0:
+        result = "not everything gated was compared" if verdicts.armed.gated else "nothing gated was compared"
+        return f"{_MARKS['failure' if fails else 'warning']} {result}"
+    unclear = sum(level(row, policy) == "warning" for row in verdicts.rows)
+    return f"{_MARKS['warning']} none fails, {unclear} to look at" if unclear else f"{_MARKS['info']} none fails"
 
 
 def _measured(report: Report) -> str:
@@ -103,7 +103,7 @@ def _against(verdicts: Verdicts) -> str:
     if len(often) > _REASONS:
         unarmed += f"; and {len(often) - _REASONS:,} more reasons"
     return (
-        f"Held against {', '.join(named) or 'a baseline'}: {armed.compared:,} rows compared, {armed.gated:,} of them "
+        f"Compared with {', '.join(named) or 'a baseline'}: {armed.compared:,} rows compared, {armed.gated:,} of them "
         f"gated.{f' Not compared: {unarmed}.' if unarmed else ''}"
     )
 
@@ -113,35 +113,35 @@ def _tables(report: Report) -> Iterator[_Table]:
         policy = policy_of(report.verdicts)
         levels = [(level(row, policy), row) for row in worst_first(report.verdicts.rows)]
         levels.sort(key=lambda pair: list(_MARKS).index(pair[0]))
-        told = [_verdict_line(loudness, row) for loudness, row in levels if loudness != "info"]
-        fine = [_verdict_line(loudness, row) for loudness, row in levels if loudness == "info"]
-        if told:
-            yield _Table(["### To look at", "", *_VERDICT_HEADER], told)
+        noticed = [_verdict_line(severity, row) for severity, row in levels if severity != "info"]
+        others = [_verdict_line(severity, row) for severity, row in levels if severity == "info"]
+        if noticed:
+            yield _Table(["### To look at", "", *_VERDICT_HEADER], noticed)
         yield _notice_table(besides_rows(report))
         yield _Table(_folded("Cases", HEADER), list(case_lines(report)), ["", "</details>"])
-        if fine:
-            yield _Table(_folded("All other verdicts", _VERDICT_HEADER), fine, ["", "</details>"])
+        if others:
+            yield _Table(_folded("All other verdicts", _VERDICT_HEADER), others, ["", "</details>"])
     else:
         yield _notice_table(notices(report))
         yield _Table(["### Cases", "", *HEADER], list(case_lines(report)))
 
 
-def _notice_table(told: Sequence[Notice]) -> _Table:
+def _notice_table(found: Sequence[Notice]) -> _Table:
     lines = [
         f"- {_MARKS[notice.level]} **{markdown(notice.title)}**: {'<br>'.join(map(markdown, notice.text.splitlines()))}"
-        for notice in told
+        for notice in found
         if notice.level != "info"
     ]
     return _Table(["### Findings", ""] if lines else [], lines)
 
 
-def _verdict_line(loudness: str, row: Row) -> str:
+def _verdict_line(severity: str, row: Row) -> str:
     unit = spec_of(row.metric).unit
     figures = [quantity(unit, value) if unit and value is not None else "" for value in (row.base, row.head)]
     reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
     verdict = row.verdict.replace("_", " ") + ("" if row.gated else " (not gated)")
     words = [row.metric.replace("_", " "), verdict]
-    return line([_MARKS[loudness], code(row.id), *words, *figures, _change(row), "<br>".join(map(markdown, reason))])
+    return line([_MARKS[severity], code(row.id), *words, *figures, _change(row), "<br>".join(map(markdown, reason))])
 
 
 def _change(row: Row) -> str:
@@ -149,13 +149,8 @@ def _change(row: Row) -> str:
         return f"{100 * (row.head - row.base):+.2f} points"
     if row.ratio is None:
         return ""
-    ends = [_pct(end) for end in (row.low, row.high) if end is not None and row.low != row.high]
-    return f"{_pct(row.ratio)} %{f' ({ends[0]} to {ends[1]})' if len(ends) > 1 else ''}"
-
-
-def _pct(ratio: float) -> str:
-    change = 100 * (ratio - 1)
-    return f"{change:+.1f}" if abs(change) < 1e6 else f"{change:+.1e}"  # noqa: PLR2004
+    ends = [signed_percent(end - 1) for end in (row.low, row.high) if end is not None and row.low != row.high]
+    return f"{signed_percent(row.ratio - 1)}{f' ({ends[0]} to {ends[1]})' if len(ends) > 1 else ''}"
 
 
 def _folded(title: str, header: Sequence[str]) -> list[str]:
@@ -163,7 +158,7 @@ def _folded(title: str, header: Sequence[str]) -> list[str]:
 
 
 def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> str:
-    """Return the page, its tables cut from the last one on until it is no larger than the limit."""
+    """Return the page with its tables cut, the last ones first, to the limit."""
     frames = [sum(map(_size, (*table.before, *table.after, ""))) + _NOTE_BYTES for table in tables]
     left = limit_bytes - sum(map(_size, head)) - sum(frames)
     page = list(head)
@@ -178,7 +173,7 @@ def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> 
             taken += 1
         page += [*table.before, *table.lines[:taken], *table.after, ""]
         if rest := len(table.lines) - taken:
-            page += [f"**{rest:,} more lines are left out: GitHub shows 1 MiB. The report has them all.**", ""]
+            page += [f"**{rest:,} more lines are left out: GitHub shows 1 MiB. The report has all of them.**", ""]
     return "\n".join(page).rstrip("\n")
 
 

@@ -1,4 +1,4 @@
-"""A case as properties of its test in JUnit's XML: append them to `item.user_properties`."""
+"""A case as properties of its test in JUnit XML, to append to `item.user_properties`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["properties", "verdict_properties"]
 
 
 def properties(result: CaseResult) -> list[tuple[str, str]]:
-    """Return name and value of what is known of a case once it has run: `("llmgpu.time_s", "60.0")`.
+    """Return names and values of a case's outcome and figures: `("llmgpu.time_s", "60.0")`.
 
-    A figure's property ends in its unit; names do not depend on anything that users write.
+    The name of a figure ends in its unit. No name contains text that users write.
     """
     pairs = [
         ("llmgpu.id", one_line(result.id)),
@@ -27,7 +27,7 @@ def properties(result: CaseResult) -> list[tuple[str, str]]:
     ]
     for metric, figure in figures(result).items():
         unit = figure.unit.replace("/", "_per_")
-        # A rate's unit says it all: `sequences_per_s`.
+        # The unit of a rate is its name: `sequences_per_s`.
         name = unit if unit.startswith(metric) or metric == "accuracy" else f"{metric}_{unit}"
         pairs.append((f"llmgpu.{name}", repr(figure.value)))
     if result.failure is not None:
@@ -41,12 +41,12 @@ def properties(result: CaseResult) -> list[tuple[str, str]]:
 
 
 def verdict_properties(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return name and value of what a gate said of a test: `("llmgpu.verdict.time", "REGRESSED: ...")`.
+    """Return names and values of the verdicts on a test: `("llmgpu.verdict.time", "REGRESSED: ...")`.
 
-    Where the rows are of several cases the value begins with the case's id.
+    If the rows belong to several cases, the value begins with the id of the case.
     """
     several = len({row.id for row in rows}) > 1
     return [
-        (f"llmgpu.verdict.{row.metric}", one_line(f"{f'{row.id}: ' * several}{row.verdict}: {row.reason}"))
+        (f"llmgpu.verdict.{row.metric}", one_line(f"{f'{row.id}: ' if several else ''}{row.verdict}: {row.reason}"))
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""One line a case for people, to paste into an issue or a page; what no case here has a line for comes after it."""
+"""Markdown: one line per case, to paste into an issue or a page, then the verdicts on other ids."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.verdicts import Row
 
 __all__ = ["EXPORT", "HEADER", "case_lines", "line", "quantity"]
 
-_GIB = 2**30
 _MB = 10**6
-_MESSAGE = 120  # characters of a failure's: its numbers come first
+_MESSAGE = 120
+"""Most characters of a failure's message; its numbers come first."""
 
-_COLUMNS = (
-    "case",
-    "measured",
-    "outcome",
-    "time",
-    "sequences/s",
-    "accuracy",
-    "peak memory",
-    "sent/sequence, all GPUs",
-    "verdict",
+_FIGURES = {
+    "time": "time",
+    "sequences": "sequences/s",
+    "accuracy": "accuracy",
+    "memory": "peak memory",
+    "traffic": "sent/sequence, all GPUs",
+}
+"""Metric to its column; the table has only these, so that it fits a page."""
+
+HEADER = (
+    f"| case | measured | outcome | {' | '.join(_FIGURES.values())} | verdict |",
+    f"|---|---|---|{'---:|' * len(_FIGURES)}---|",
 )
-
-HEADER = ("| " + " | ".join(_COLUMNS) + " |", "|---|---|---|---:|---:|---:|---:|---:|---|")
-"""The two lines that begin the table."""
+"""The first two lines of the table."""
 
 
 class _Markdown:
@@ -41,38 +42,35 @@ class _Markdown:
 
 
 def case_lines(report: Report) -> Iterator[str]:
-    """Yield the table's lines in the report's order, then those of verdicts without a case: gone, or of a series."""
+    """Yield the lines of the cases in the order of the report, then those of other ids with verdicts."""
     rows = rows_by_id(report.verdicts)
     for result in report.cases:
         yield _case(result, rows.pop(result.id, ()))
     for name, others in rows.items():
-        yield line([code(name), *[""] * 7, _verdict(others)])
+        yield line([code(name), *[""] * (2 + len(_FIGURES)), _verdict(others)])
 
 
 def line(cells: Sequence[str]) -> str:
-    """Return a table's line of cells that are escaped."""
+    """Return a line of the table; its cells must be escaped."""
     return f"| {' | '.join(cells)} |"
 
 
 def quantity(unit: str, value: float) -> str:
-    """Return a figure as people read it, with its unit."""
+    """Return a figure with its unit."""
     if unit == "s":
         return f"{value:.3g} s" if value < 100 else f"{value:,.1f} s"  # noqa: PLR2004 - three digits and no exponent
     if unit == "bytes":
-        return f"{value / _GIB:.2f} GiB"
+        return gib(value)
     if unit in {"bytes/sequence", "wire bytes"}:
         return f"{value / _MB:,.3f} MB"
     if unit in {"acc", "acc_norm"}:
-        return f"{100 * value:.2f} %"
+        return percent(value, 2)
     return f"{value:,.{_decimals(value)}f}"
 
 
 def _case(result: CaseResult, rows: Sequence[Row]) -> str:
     found = figures(result)
-    shown = [
-        quantity(found[name].unit, found[name].value) if name in found else ""
-        for name in ("time", "sequences", "accuracy", "memory", "traffic")
-    ]
+    shown = [quantity(found[name].unit, found[name].value) if name in found else "" for name in _FIGURES]
     wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
     outcome = result.outcome.replace("_", " ") + (", wrong answers" if wrong else "")
     if result.failure is not None:
@@ -81,7 +79,7 @@ def _case(result: CaseResult, rows: Sequence[Row]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Return the worst verdict, with every metric it is of."""
+    """Return the worst verdict with all metrics that have it."""
     if not rows:
         return ""
     metrics = ", ".join(row.metric.replace("_", " ") for row in rows if row.verdict == rows[0].verdict)
@@ -90,7 +88,7 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def _decimals(value: float) -> int:
-    """Return the decimals, 3 at most, that leave about three digits."""
+    """Return the number of decimals, at most 3, for about three significant digits."""
     return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
 
 

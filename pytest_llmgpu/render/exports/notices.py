@@ -1,4 +1,4 @@
-"""What people have to be told of a report: verdicts where there are some, else findings and outcomes; worst first."""
+"""The notices of a report, worst first: its verdicts, or its findings and outcomes if it has no verdicts."""
 
 from __future__ import annotations
 
@@ -18,55 +18,58 @@ from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 __all__ = ["Level", "Notice", "besides_rows", "level", "notices", "rows_by_id"]
 
 Level = Literal["failure", "warning", "info"]
+"""The severity of a notice."""
 
 _LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
 _ORDER: tuple[Level, ...] = ("failure", "warning", "info")
 _BROKEN = frozenset(("crashed", "timeout", "error"))
 _REASONS = 3
-"""Most reasons that are named why something was not compared."""
+"""Most reasons that are listed for rows that were not compared."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to tell."""
+    """One notice."""
 
     level: Level
+    """How severe it is."""
     title: str
-    """What and where, in a few words: `REGRESSED: mp-bs8, time`."""
+    """The finding and the case in a few words: `REGRESSED: mp-bs8, time`."""
     text: str
-    """Two lines at most."""
+    """At most two lines."""
     nodeid: str | None = None
+    """The node id of the test; None if the notice belongs to no test."""
 
 
 def notices(report: Report) -> list[Notice]:
-    """Return what to tell, worst first; nothing of what is as it should be."""
+    """Return all notices, worst first; unchanged and better rows have none."""
     return _sorted([*_of_gate(report.verdicts), *_of_rows(report.verdicts), *besides_rows(report)])
 
 
 def besides_rows(report: Report) -> list[Notice]:
-    """Return what to tell besides the verdicts' rows, worst first: warnings of the comparison, findings, outcomes."""
+    """Return the notices except those of rows, worst first: warnings of the comparison, findings and outcomes."""
     warnings = report.verdicts.warnings if report.verdicts is not None else []
     return _sorted([*(Notice(level="warning", title="Comparison", text=text) for text in warnings), *_of_cases(report)])
 
 
 def level(row: Row, policy: Policy) -> Level:
-    """Return how loud a row is: what fails the gate, what a person should look at, and the rest."""
+    """Return the severity of a row under a policy."""
     return _LEVELS.get(classify(row, policy), "info")
 
 
 def rows_by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
-    """Return the rows of each case, and of each series by its strategy, worst first."""
+    """Return the rows by id of their case, or by strategy for a series, worst first."""
     rows: dict[str, list[Row]] = {}
     for row in worst_first(verdicts.rows) if verdicts is not None else ():
         rows.setdefault(row.id, []).append(row)
     return rows
 
 
-def _sorted(told: Iterable[Notice]) -> list[Notice]:
-    return sorted(told, key=lambda notice: _ORDER.index(notice.level))
+def _sorted(found: Iterable[Notice]) -> list[Notice]:
+    return sorted(found, key=lambda notice: _ORDER.index(notice.level))
 
 
 def _of_gate(verdicts: Verdicts | None) -> Iterator[Notice]:
-    """Yield why the gate fails where no row says so."""
+    """Yield the reason if the gate fails because nothing was compared."""
     if verdicts is None:
         return
     policy = policy_of(verdicts)
@@ -82,11 +85,11 @@ def _of_rows(verdicts: Verdicts | None) -> Iterator[Notice]:
         return
     policy = policy_of(verdicts)
     for row in worst_first(verdicts.rows):
-        if (loudness := level(row, policy)) == "info":
+        if (severity := level(row, policy)) == "info":
             continue
         known = f"\nKnown: {row.known}" if row.known is not None else ""
         title = f"{row.verdict}: {row.id}, {row.metric.replace('_', ' ')}"
-        yield Notice(level=loudness, title=title, text=f"{row.reason}{known}", nodeid=row.nodeid)
+        yield Notice(level=severity, title=title, text=f"{row.reason}{known}", nodeid=row.nodeid)
 
 
 def _of_cases(report: Report) -> Iterator[Notice]:
@@ -102,7 +105,7 @@ def _of_cases(report: Report) -> Iterator[Notice]:
 
 
 def _of_outcome(result: CaseResult) -> Notice:
-    """Return the bare outcome of a case of which nothing else was said. Out of memory is an answer and no failure."""
+    """Return the notice on the outcome of a case without findings; out of memory is a result, not a failure."""
     return Notice(
         level="failure" if result.outcome in _BROKEN else "info",
         title=f"{result.outcome.replace('_', ' ')}: {result.id}",

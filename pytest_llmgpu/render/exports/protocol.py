@@ -1,4 +1,4 @@
-"""What an export is; a new format is a new file, and its line in `FORMATS`."""
+"""The protocol of an export format; a new format is a new file and a line in `FORMATS`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Export(Protocol):
     """One format."""
 
     def render(self, report: Report) -> str:
-        """Return the report and its verdicts, where it has some, as text that ends without a line break.
+        """Return the report with its verdicts, if it has any, as text without a line break at the end.
 
-        Every case is in it, whatever its outcome, as far as the format can say it; where it cannot, the format says so
-        in a place that its reader leaves alone. Text that users control is escaped for the format.
+        It has every case, whatever its outcome. A format without a place for an outcome puts it in a field that the
+        reading tool ignores. Text that users control is escaped for the format.
 
         Raises:
-            ValueError: a figure is NaN or infinite, which the format cannot hold.
+            ValueError: a figure is NaN or infinite and the format has no such value.
         """

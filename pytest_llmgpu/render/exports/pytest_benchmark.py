@@ -1,7 +1,7 @@
-"""A file of pytest-benchmark, for its own `compare`: a round is a launch, and takes what all batches took together.
+"""A file for `pytest-benchmark compare`: a round is a launch, and its time is the sum of all batches.
 
-It has no place for a case without a time: such cases are in `llmgpu`, which pytest-benchmark does not read, beside the
-verdicts. What else was measured of a case is in its `extra_info`.
+The format has no place for a case without a time. Such cases are in `llmgpu`, which pytest-benchmark does not read,
+with the verdicts. Other figures of a case are in its `extra_info`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pytest_llmgpu.report.verdicts import Row
 __all__ = ["EXPORT"]
 
 _LAYOUT = "5.3.1"
-"""Version of pytest-benchmark whose files these are."""
+"""The version of pytest-benchmark that writes such files."""
 
 
 class _PytestBenchmark:
@@ -100,7 +100,7 @@ def _missing(name: str, result: CaseResult) -> dict[str, str | None]:
 
 
 def _stats(seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of pytest-benchmark, whose table needs every one of them."""
+    """Return the statistics of pytest-benchmark; its table needs all of them."""
     data = sorted(seconds)
     mean = statistics.fmean(data)
     stddev = statistics.stdev(data) if len(data) > 1 else 0.0
@@ -132,7 +132,7 @@ def _stats(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _quartiles(data: Sequence[float]) -> tuple[float, float]:
-    """Return the medians of both halves: of an odd number the mean of those with and without its middle."""
+    """Return the medians of both halves; an odd number of values has the mean of halves with and without its middle."""
     if len(data) == 1:
         return data[0], data[0]
     half, rest = len(data) // 2, len(data) - len(data) // 2

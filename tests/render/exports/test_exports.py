@@ -27,8 +27,8 @@ def _no_constant(text: str) -> Any:
 @pytest.mark.parametrize(
     "report", [make_report(), make_report([make_failed("interrupted")]), two_strategies(), nasty()]
 )
-def test_every_format_takes_every_report(name: str, report: Report) -> None:
-    """An empty one, one without figures, a usual one and a hostile one give text without a line break at its end."""
+def test_every_format_renders_every_report(name: str, report: Report) -> None:
+    """Empty, failed, usual and hostile reports give text without a line break at the end."""
     text = export(name).render(report)
     assert text == text.rstrip("\n")
     assert not {"\x1b", "\u202e", "\r"} & set(text)
@@ -37,8 +37,8 @@ def test_every_format_takes_every_report(name: str, report: Report) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_out_of_memory_does_not_vanish(name: str) -> None:
-    """A case without a time is in every format: as its outcome where there is a word for it, as a number elsewhere."""
+def test_a_case_out_of_memory_is_in_every_format(name: str) -> None:
+    """It is there as its outcome, or as a number if the format has only numbers."""
     before, after = (export(name).render(two_strategies(oom=oom)) for oom in ((), (64,)))
     assert before != after
     if name == "github-annotations":
@@ -51,21 +51,21 @@ def test_what_is_out_of_memory_does_not_vanish(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_exporting_changes_nothing(name: str) -> None:
-    """A report is as it was, and gives the same text again."""
+    """The report does not change, and a second export gives the same text."""
     report = judged(two_strategies(1.5), two_strategies())
     before = msgspec.json.encode(report)
     assert export(name).render(report) == export(name).render(report)
     assert msgspec.json.encode(report) == before
 
 
-def test_an_unknown_format_names_the_known() -> None:
-    """Whoever mistypes a name is told what there is."""
+def test_an_unknown_format_is_refused() -> None:
+    """The message names the known formats."""
     with pytest.raises(ValueError, match=r"export format 'xml': allowed are bencher, csv, "):
         export("xml")
 
 
 def test_exporting_needs_no_heavy_library() -> None:
-    """All formats load on a laptop, and none of them with the package of their names."""
+    """All formats work without torch, numpy and pytest."""
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
@@ -78,7 +78,7 @@ def test_exporting_needs_no_heavy_library() -> None:
 
 
 def test_a_case_has_the_same_name_in_every_report() -> None:
-    """Tools that draw lines over commits know it again, whatever else ran beside it and in which order."""
+    """Other cases and their order do not matter, so that tools can follow it over commits."""
     first, second = make_result(model="llama-7b"), make_result(model="llama-13b", limit=64, load_format="dummy")
     second.id = "mp-bs1#2"
     assert names([first, second]) == [
@@ -89,19 +89,19 @@ def test_a_case_has_the_same_name_in_every_report() -> None:
 
 
 def test_two_measurements_of_one_case_have_two_names() -> None:
-    """None hides the other in a format whose keys are names."""
+    """A format with names as keys keeps both."""
     assert names([make_result(), make_result()])[1] == f"{names([make_result()])[0]} #2"
 
 
-def test_names_are_one_line_that_can_be_printed() -> None:
-    """Whatever a model or a dataset is called."""
+def test_names_are_one_printable_line() -> None:
+    """This holds for any name of a model or a dataset."""
     for name in names(nasty().cases):
         assert name.isprintable()
         assert len(name) <= 500
     assert NASTY not in names(nasty().cases)[0]
 
 
-def test_figures_give_the_range_over_launches() -> None:
+def test_figures_have_the_range_over_launches() -> None:
     """The time of a case is the median, between its fastest and its slowest launch."""
     result = with_launches([1.0, 3.0, 2.0])
     result.inference_s = 420.0
@@ -111,15 +111,15 @@ def test_figures_give_the_range_over_launches() -> None:
 
 
 def test_a_case_that_did_not_complete_has_no_figures() -> None:
-    """The batches that it finished do not pass as its time."""
+    """The batches that it finished are not its time."""
     result = with_launches([1.0, 2.0])
     result.outcome = "timeout"
     assert figures(result) == {}
     assert launches_s(result) == []
 
 
-def test_chance_is_no_accuracy() -> None:
-    """Random weights answer by chance: nobody should draw a line of that."""
+def test_the_accuracy_of_random_weights_is_not_exported() -> None:
+    """It is chance."""
     for load_format, expected in (("auto", True), ("dummy", False)):
         (result,) = two_strategies().cases[:1]
         result.case = msgspec.structs.replace(result.case, load_format=load_format)

@@ -42,7 +42,7 @@ def _annotations(report: Report) -> list[str]:
 
 
 def _parsed(command: str) -> tuple[str, dict[str, str], str]:
-    """Return what a runner makes of a line: command, properties, message."""
+    """Return the command, the properties and the message that GitHub reads from a line."""
     found = re.fullmatch(r"::(\w+) ([^:]*)::(.*)", command)
     assert found is not None
     pairs = dict(pair.split("=", 1) for pair in found[2].split(","))
@@ -59,8 +59,8 @@ def _finding(severity: Any, text: str = "Something.") -> Finding:
     return Finding(code=f"a-{severity}", severity=severity, text=text, next_step="Do something.")
 
 
-def test_annotations_are_at_most_as_many_as_github_keeps() -> None:
-    """The worst are kept, and the last one says how many more there are."""
+def test_annotations_are_limited_to_what_github_shows() -> None:
+    """The worst are kept, and the last one has the number of the others."""
     report = make_report()
     rows = [row("INCONCLUSIVE", id=f"mp-bs{number}") for number in range(20)]
     report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("FAILED", id="tp-bs2", metric="outcome")])
@@ -75,7 +75,7 @@ def test_annotations_are_at_most_as_many_as_github_keeps() -> None:
 
 
 def test_an_annotation_stands_at_its_test() -> None:
-    """The file of the node id, so that GitHub shows it there; its lines stay lines."""
+    """The file is that of the node id, and line breaks are kept."""
     regressed = msgspec.structs.replace(
         row("REGRESSED", reason="+5 %.\nRun it again."), nodeid="a/test_b.py::test_c[x]"
     )
@@ -89,8 +89,8 @@ def test_an_annotation_stands_at_its_test() -> None:
     )
 
 
-def test_annotations_hold_no_command_of_a_user() -> None:
-    """Each is one line, whose properties and message are the text as it was given."""
+def test_annotations_contain_no_command_of_a_user() -> None:
+    """Each is one line whose properties and message decode to the given text."""
     for line in _annotations(nasty()):
         _, properties, message = _parsed(line)
         assert set(properties) == {"file", "line", "title"} or set(properties) == {"title"}
@@ -99,29 +99,29 @@ def test_annotations_hold_no_command_of_a_user() -> None:
     assert any("::error::%0A" in _parsed(line)[2] for line in _annotations(nasty()))
 
 
-def test_what_is_as_it_should_be_is_not_annotated() -> None:
-    """A green comparison says nothing, and nor does a case that is new."""
+def test_unchanged_better_and_new_rows_are_not_annotated() -> None:
+    """A comparison without findings has no annotation."""
     report = make_report()
     report.verdicts = verdicts([row("OK"), row("IMPROVED"), row("NEW"), row("NO_BASELINE")])
     assert export("github-annotations").render(report) == ""
 
 
-def test_loudness_is_that_of_the_gate() -> None:
-    """What fails by the policy in force is an error, what does not a warning: known, not gated, or let pass."""
+def test_the_severity_follows_the_policy() -> None:
+    """A row that fails is an error; a known, ungated or allowed one is a warning."""
     report = judged(two_strategies(), two_strategies(oom=()))
     assert notices(report)[0].level == "failure"
     known = Known(case="tp-bs64", metric="outcome", reason="bug 7", expires=TODAY)
     series = Known(case="tp", metric="largest_batch", reason="bug 7", expires=TODAY)
     report = judged(two_strategies(), two_strategies(oom=()), Policy(known=[known, series], on_inconclusive="pass"))
-    told = {notice.title: notice for notice in notices(report)}
-    assert told["CAPACITY_REGRESSED: tp-bs64, outcome"].level == "warning"
-    assert told["CAPACITY_REGRESSED: tp-bs64, outcome"].text.endswith("Known: bug 7")
+    found = {notice.title: notice for notice in notices(report)}
+    assert found["CAPACITY_REGRESSED: tp-bs64, outcome"].level == "warning"
+    assert found["CAPACITY_REGRESSED: tp-bs64, outcome"].text.endswith("Known: bug 7")
     strict = judged(two_strategies(), two_strategies(), Policy(on_inconclusive="fail"))
     assert {notice.level for notice in notices(strict) if "INCONCLUSIVE" in notice.title} == {"failure"}
 
 
-def test_without_verdicts_findings_and_outcomes_are_told() -> None:
-    """A crash is an error, out of memory an answer; a finding counts by its severity, and is told once."""
+def test_without_verdicts_findings_and_outcomes_are_notices() -> None:
+    """A crash is an error, out of memory is information, and a finding replaces the outcome."""
     result = make_result(batch_size=2)
     result.findings = [_finding("warning"), _finding("info"), _finding("failure")]
     crashed = make_failed("crashed", batch_size=4)
@@ -136,15 +136,15 @@ def test_without_verdicts_findings_and_outcomes_are_told() -> None:
     assert [notice.title for notice in notices(make_report([crashed]))] == ["a-failure: mp-bs4"]
 
 
-def test_a_case_whose_end_was_judged_is_told_once() -> None:
-    """Its row says it, so that its findings and its bare outcome do not; a case that completed keeps its findings."""
+def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
+    """The row replaces its findings and its outcome; a completed case keeps its findings."""
     head = two_strategies()
     head.cases[0].findings = [_finding("warning")]
     for number, result in enumerate(head.cases[2:]):
         result.outcome = "crashed"
         result.findings = [_finding("failure")] * number
-    told = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
-    assert sorted(told) == [
+    titles = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
+    assert sorted(titles) == [
         "FAILED: tp-bs64, outcome",
         "FAILED: tp-bs8, outcome",
         "INCONCLUSIVE: mp-bs64, time",
@@ -158,25 +158,25 @@ def test_a_case_whose_end_was_judged_is_told_once() -> None:
     [
         (judged(two_strategies(), two_strategies(oom=())), r"❌ 2 fail \(2 CAPACITY REGRESSED, "),
         (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 INCONCLUSIVE, .* OK"),
-        (judged(two_strategies(), None), r"❌ nothing that can fail was compared \(\d+ NO BASELINE"),
-        (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ nothing that can fail was compared \("),
+        (judged(two_strategies(), None), r"❌ nothing gated was compared \(\d+ NO BASELINE"),
+        (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ nothing gated was compared \("),
         (
             judged(two_strategies(), without_traffic(), Policy(require_armed=True)),
-            r"❌ not all that is gated was compared \(3 INCONCLUSIVE",
+            r"❌ not everything gated was compared \(3 INCONCLUSIVE",
         ),
         (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
         (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
         (make_report(), r"nothing was compared$"),
     ],
 )
-def test_the_first_line_of_the_summary_says_what_came_out(report: Report, headline: str) -> None:
-    """Green is only what was compared, and told."""
+def test_the_first_line_of_the_summary_has_the_result(report: Report, headline: str) -> None:
+    """It is green only if gated rows were compared and decided."""
     first = _summary(report).splitlines()[0]
     assert re.match(rf"## LLM inference: {headline}", first), first
 
 
-def test_only_a_comparison_without_open_ends_is_green() -> None:
-    """Every row that was compared is OK, and something that can fail was compared."""
+def test_only_a_decided_comparison_is_green() -> None:
+    """Every row is OK, and a gated one was compared."""
     report = make_report()
     report.verdicts = verdicts([row("OK")])
     assert _summary(report).startswith("## LLM inference: ✅ none fails (1 OK)")
@@ -185,7 +185,7 @@ def test_only_a_comparison_without_open_ends_is_green() -> None:
 
 
 def test_the_summary_begins_with_the_worst() -> None:
-    """What failed comes before what is open, what is open before the cases, and what is fine is folded away."""
+    """Failed rows come first, then unclear ones, then the cases; the others are folded."""
     report = judged(two_strategies(sent=50e6), two_strategies(oom=()))
     assert report.verdicts is not None
     report.verdicts.warnings.append("differs from the baseline: driver")
@@ -197,8 +197,8 @@ def test_the_summary_begins_with_the_worst() -> None:
     assert f"{report.verdicts.armed.compared} rows compared" in page
 
 
-def test_a_summary_that_is_too_large_is_cut_and_says_so() -> None:
-    """The page stays below what GitHub takes, the worst stays on it, and every cut is counted."""
+def test_a_large_summary_is_cut_and_counts_the_lines_left_out() -> None:
+    """The page stays below GitHub's limit, and the worst row stays on it."""
     report = make_report([make_result() for _ in range(3000)])
     for number, result in enumerate(report.cases):
         result.id = f"mp-bs{number}"
@@ -211,11 +211,11 @@ def test_a_summary_that_is_too_large_is_cut_and_says_so() -> None:
     cut = [int(number.replace(",", "")) for number in re.findall(r"\*\*([\d,]+) more lines are left out", page)]
     assert len(cut) == 3
     assert sum(cut) + page.count("<code>mp-bs") == 2000 + 1 + 3000 + 3000
-    assert page.endswith("The report has them all.**")
+    assert page.endswith("The report has all of them.**")
 
 
 def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the limit is, as long as titles fit; nothing is left out where all fits."""
+    """Nothing is left out if the whole page fits."""
     report = judged(two_strategies(), two_strategies(oom=()))
     whole = len(_summary(report).encode())
     for limit in range(2500, whole + 2000, 97):
@@ -226,8 +226,8 @@ def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatc
             assert "left out" not in page
 
 
-def test_tables_keep_their_columns_whatever_is_in_them() -> None:
-    """A name with pipes and line breaks is one cell, and runs no HTML."""
+def test_tables_keep_their_columns_with_any_text() -> None:
+    """A name with pipes and line breaks is one cell, without HTML."""
     for text in (export("markdown").render(nasty()), _summary(nasty())):
         tables = [line for line in text.splitlines() if line.startswith("|")]
         assert tables
@@ -238,8 +238,8 @@ def test_tables_keep_their_columns_whatever_is_in_them() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("markdown_it") is None, reason="renders Markdown by markdown-it-py")
-def test_escaped_text_shows_as_it_is() -> None:
-    """Rendered, in a paragraph as in a table, it reads as it was given and holds no markup of its own."""
+def test_escaped_text_is_rendered_as_given() -> None:
+    """It has no markup in a paragraph or in a table."""
     markdown_it = importlib.import_module("markdown_it")
     renderer = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     table = f"| a | b |\n|---|---|\n| {code(NASTY)} | {markdown(NASTY)} |"
@@ -253,8 +253,8 @@ def test_escaped_text_shows_as_it_is() -> None:
         assert shown == one_line(NASTY)
 
 
-def test_a_cell_of_a_table_of_cases_reads_well() -> None:
-    """Times, rates, memory and traffic have their units; a wrong answer and a failure stand by the outcome."""
+def test_a_table_of_cases_has_units_and_reasons() -> None:
+    """Figures have units; wrong answers and failures are with the outcome."""
     text = export("markdown").render(judged(two_strategies(), two_strategies(oom=())))
     lines = text.splitlines()
     assert lines[:2] == list(HEADER)
@@ -284,12 +284,12 @@ def test_a_cell_of_a_table_of_cases_reads_well() -> None:
     ],
 )
 def test_text_is_escaped(function: Any, text: str, escaped: str) -> None:
-    """Each format's own signs stand for themselves."""
+    """Characters with a meaning in the format become plain text."""
     assert function(text) == escaped
 
 
 def test_a_gate_that_compared_nothing_is_an_annotation() -> None:
-    """It fails the job with no row that fails: the page says why, first."""
+    """It fails the job although no row fails, and is the first annotation."""
     report = judged(two_strategies(), None)
     command, properties, text = _parsed(_annotations(report)[0])
     assert (command, properties["title"]) == ("error", "pytest-llmgpu: Gate")
@@ -313,7 +313,7 @@ def _commands(text: str, environ: dict[str, str]) -> list[list[str]]:
 
 
 def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
-    """Each one, also of the comments: its flags are there, and its formats."""
+    """This includes those in comments: their options and formats exist."""
     commented = re.sub(r"^\s*# ?(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE)
     commands = _commands(commented.replace("\n          --", " --"), {"BASE": "main"})
     exports = ["export"] * 2
@@ -328,10 +328,10 @@ def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) ->
     assert [step["if"] for step in uploads] == ["always()"]
 
 
-def test_the_workflow_s_gate_catches_a_slowdown_of_5_percent(
+def test_the_workflow_s_gate_detects_a_slowdown_of_5_percent(
     workflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the runner's noise, which the commit has that is merged into; without it four launches cannot tell."""
+    """It reads the calibration of the target commit; without it, four launches are not enough."""
     monkeypatch.chdir(tmp_path)
     quiet = [1 + 0.001 * number for number in range(10)]
     recorded = on_h200([timed(*quiet[:8:2])])
@@ -354,11 +354,11 @@ def test_the_workflow_s_gate_catches_a_slowdown_of_5_percent(
         dump(head, Path("report.json.gz"))
         assert main(gate) == status, capsys.readouterr().out
     at = gate.index("--calibration")
-    assert main(gate[:at] + gate[at + 2 :]) == 0, "it is blind for 5 %"
+    assert main(gate[:at] + gate[at + 2 :]) == 0, "5 % is not detected"
 
 
-def test_the_workflow_s_bar_is_not_the_change_s_own(workflow: Any) -> None:
-    """A pull request is held against its target, a push against what was there before it."""
+def test_the_workflow_s_baseline_is_not_the_change_s_own(workflow: Any) -> None:
+    """A pull request is compared with its target, and a push with the commit before it."""
     base = workflow["env"]["BASE"]
     assert "github.event_name == 'push' && github.event.before" in base
     assert "github.base_ref" in base

@@ -53,7 +53,7 @@ def _compare(*arguments: str) -> str:
 
 @_NEEDS_PYTEST_BENCHMARK
 def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own command finds the cases in both files, pairs them by name, and prints their times."""
+    """Its command finds the cases in both files, pairs them by name, and prints their times."""
     monkeypatch.chdir(tmp_path)
     for name, factor in (("0001_base", 1.0), ("0002_head", 1.25)):
         Path(f"{name}.json").write_text(export("pytest-benchmark").render(two_strategies(factor)), encoding="utf-8")
@@ -71,7 +71,7 @@ def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pyte
 @_NEEDS_PYTEST_BENCHMARK
 @pytest.mark.parametrize("report", [make_report(), make_report([make_failed()]), nasty()])
 def test_pytest_benchmark_reads_every_export(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither nothing to compare nor a hostile name makes it fail, or leave a file out with a warning."""
+    """Reports without a time and with hostile names are read without a warning."""
     monkeypatch.chdir(tmp_path)
     Path("report.json").write_text(export("pytest-benchmark").render(report), encoding="utf-8")
     assert "Legend:" in _compare("report.json")
@@ -79,8 +79,8 @@ def test_pytest_benchmark_reads_every_export(report: Report, tmp_path: Path, mon
 
 @_NEEDS_PYTEST_BENCHMARK
 @pytest.mark.parametrize("count", range(1, 10))
-def test_figures_are_those_that_pytest_benchmark_would_have(count: int) -> None:
-    """Of the same rounds it would write the same figures, quartiles and outliers included."""
+def test_statistics_are_those_of_pytest_benchmark(count: int) -> None:
+    """It computes the same figures from the same rounds, including quartiles and outliers."""
     record = importlib.import_module("pytest_benchmark.stats").Stats  # by name: mypy runs where it is not installed
     expected = record()
     levels = [1.0, 1.1, 0.9, 1.05, 9.0, 1.2, 0.95, 1.15, 0.1][:count]
@@ -95,8 +95,8 @@ def test_figures_are_those_that_pytest_benchmark_would_have(count: int) -> None:
     assert found == pytest.approx({name: getattr(expected, name) for name in record.fields if name != "outliers"})
 
 
-def test_pytest_benchmark_files_say_what_they_cannot_show() -> None:
-    """Cases without a time stand beside the benchmarks with their outcome, as verdicts do; no host is named."""
+def test_pytest_benchmark_files_keep_cases_without_a_time() -> None:
+    """These cases and the verdicts are in a key of their own; no host is named."""
     document = _rendered("pytest-benchmark", judged(two_strategies(), two_strategies(oom=())))
     (missing,) = document["llmgpu"]["not_completed"]
     assert missing["name"].startswith("tp-bs64 (")
@@ -109,7 +109,7 @@ def test_pytest_benchmark_files_say_what_they_cannot_show() -> None:
 
 
 def test_bencher_gets_its_own_measures_in_its_own_units() -> None:
-    """Latency is in nanoseconds, throughput in operations a second; both with the range over launches."""
+    """Latency is in nanoseconds and throughput in sequences per second, both with the range over launches."""
     result = with_launches([1.0, 3.0, 2.0])
     result.inference_s, result.sequences_per_s = 420.0, 0.5
     measures, largest = _rendered("bencher", make_report([result])).values()
@@ -121,28 +121,28 @@ def test_bencher_gets_its_own_measures_in_its_own_units() -> None:
 
 @pytest.mark.parametrize("report", [make_report(), two_strategies(), nasty()])
 def test_bencher_exports_fit_its_format(report: Report) -> None:
-    """Names of benchmarks and measures are no longer than it takes; values are numbers."""
+    """Names are no longer than Bencher allows, and values are numbers."""
     document = _rendered("bencher", report)
     jsonschema.validate(document, _BENCHER)
     assert all(0 < len(name.encode()) <= 1024 for name in document)
 
 
-def test_bencher_is_told_of_outcomes_as_numbers() -> None:
-    """Out of memory and a crash are two numbers each; the largest batch size is one of the series."""
+def test_bencher_gets_outcomes_as_numbers() -> None:
+    """Each case has two of them; the largest batch size belongs to the series."""
     report = two_strategies()
     report.cases.append(make_failed("crashed", strategy="iok"))
-    said = {name.split()[0]: measures for name, measures in _rendered("bencher", report).items()}
-    told = {
-        name: [said[name][measure]["value"] for measure in ("completed", "out-of-memory")]
-        for name in said
+    found = {name.split()[0]: measures for name, measures in _rendered("bencher", report).items()}
+    assert found.pop("tp") == {"largest-batch-size": {"value": 8}}
+    outcomes = {
+        name: (measures["completed"]["value"], measures["out-of-memory"]["value"])
+        for name, measures in found.items()
         if "-" in name
     }
-    assert told == {"mp-bs8": [1, 0], "mp-bs64": [1, 0], "tp-bs8": [1, 0], "tp-bs64": [0, 1], "iok-bs1": [0, 0]}
-    assert said["tp"] == {"largest-batch-size": {"value": 8}}
+    assert outcomes == {"mp-bs8": (1, 0), "mp-bs64": (1, 0), "tp-bs8": (1, 0), "tp-bs64": (0, 1), "iok-bs1": (0, 0)}
 
 
-def test_names_that_are_too_long_for_bencher_stay_apart() -> None:
-    """They end in a digest; 1024 bytes are fewer letters where those take several."""
+def test_long_names_stay_different_for_bencher() -> None:
+    """They end in a digest; the limit of 1,024 is in bytes."""
     long = [make_result(model="\N{GRINNING FACE}" * 300 + end) for end in "ab"]
     found = _rendered("bencher", make_report(long))
     assert len(found) == 4, "two cases, and the series of each"
@@ -153,8 +153,8 @@ def test_names_that_are_too_long_for_bencher_stay_apart() -> None:
 
 @pytest.mark.parametrize("direction", ["smaller", "bigger"])
 @pytest.mark.parametrize("report", [make_report(), make_report([make_failed()]), two_strategies(), nasty()])
-def test_github_action_benchmark_gets_what_it_takes(direction: str, report: Report) -> None:
-    """A list that is never empty, of its own name, a number and a unit; no name breaks a comment's table."""
+def test_github_action_benchmark_gets_valid_entries(direction: str, report: Report) -> None:
+    """The list is never empty, and no name breaks a comment's table."""
     entries = _rendered(f"github-action-benchmark-{direction}", report)
     assert entries
     assert len({entry["name"] for entry in entries}) == len(entries)
@@ -195,7 +195,7 @@ def test_github_action_benchmark_has_each_figure_in_the_file_of_its_direction() 
 
 
 def test_github_action_benchmark_shows_range_and_verdicts_at_a_point() -> None:
-    """The range is half of what lies between the launches; what the gate said of the case is in the tooltip."""
+    """The range is half of the difference between the launches; the verdicts are in the tooltip."""
     result = with_launches([1.0, 3.0])
     report = make_report([result])
     report.verdicts = verdicts([row("REGRESSED", id=result.id, reason="slower.\nMuch.")])
@@ -204,8 +204,8 @@ def test_github_action_benchmark_shows_range_and_verdicts_at_a_point() -> None:
     assert entry["extra"] == "2 launches\nREGRESSED (time): slower. Much."
 
 
-def test_csv_has_a_line_for_each_case_and_each_verdict_without_one() -> None:
-    """What only the baseline has, and series, come after the cases, the worst first."""
+def test_csv_has_a_line_for_each_case_and_each_other_id_with_verdicts() -> None:
+    """Cases of the baseline and series come after the cases, worst first."""
     report = judged(two_strategies(oom=(64,)), two_strategies(oom=()))
     gone = report.cases.pop(0)
     report = judged(report, two_strategies(oom=()))
@@ -223,7 +223,7 @@ def test_csv_has_a_line_for_each_case_and_each_verdict_without_one() -> None:
 
 
 def test_csv_runs_nothing_in_a_spreadsheet() -> None:
-    """A cell that would be a formula begins with an apostrophe; one line stays one line."""
+    """A formula begins with an apostrophe, and a cell has one line."""
     report = make_report([make_result(model="=1+1", dataset="@SUM(A1)"), nasty().cases[1]])
     text = export("csv").render(report)
     lines = list(csv.DictReader(io.StringIO(text)))
@@ -234,7 +234,7 @@ def test_csv_runs_nothing_in_a_spreadsheet() -> None:
 
 
 def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
-    """Appended to an item's user properties they are in the file, whatever they say, and it is well-formed."""
+    """As an item's user properties they are in the file, which is well-formed with any text."""
     report = nasty()
     rows = report.verdicts.rows if report.verdicts is not None else []
     pairs = [*properties(report.cases[1]), *verdict_properties(rows[:1])]
@@ -252,7 +252,7 @@ def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
 
 
 def test_junit_properties_name_their_units() -> None:
-    """A figure's name says what it is in."""
+    """The name of a figure ends in its unit."""
     pairs = dict(properties(two_strategies().cases[0]))
     assert {name: pairs[f"llmgpu.{name}"] for name in ("time_s", "sequences_per_s", "tokens_per_s", "acc_norm")} == {
         "time_s": "60.0",
