@@ -61,7 +61,7 @@ class _Stream:
         self._devices = devices
         self._period_s = period_s
         self._sampler = Sampler(devices)
-        self._marking = Marking(devices, period_s, time.monotonic, _write)
+        self._marking = Marking(devices, time.monotonic, _write)
         self._window_ended = False
 
     def run(self, why: dict[str, str], *, drift: bool) -> None:

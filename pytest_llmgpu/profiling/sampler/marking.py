@@ -8,10 +8,8 @@ from typing import Any, Protocol
 
 __all__ = ["Marking"]
 
-_EXPECTED_S = 0.02
-"""The expected time for the counters of one device before the first reading. Energy alone takes 15 ms."""
 _DECAY = 0.8
-"""The expected time falls to this part of itself at most, if the next reading takes less."""
+"""The time expected for a device falls to this fraction of itself at most, if the next reading takes less."""
 
 
 class Counting(Protocol):
@@ -32,7 +30,6 @@ class Marking:
     def __init__(
         self,
         devices: Sequence[Counting],
-        period_s: float,
         clock: Callable[[], float],
         write: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -40,14 +37,13 @@ class Marking:
 
         Args:
             devices: The devices in the order of the stream.
-            period_s: Seconds between ticks.
             clock: CLOCK_MONOTONIC.
             write: Receives the record of a complete mark.
         """
         self._devices = devices
         self._clock = clock
         self._write = write
-        self._expected_s = min(_EXPECTED_S, period_s / 8)
+        self._expected_s = 0.0
         self._waiting: deque[dict[str, Any]] = deque()
         self.requested = 0
         """The number of marks requested so far."""

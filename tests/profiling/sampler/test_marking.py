@@ -10,11 +10,11 @@ from pytest_llmgpu.profiling.sampler.marking import Marking
 class Devices:
     """Devices whose counters take the time that the test sets, on a clock that advances only then."""
 
-    def __init__(self, count: int, *, take_s: float, period_s: float = 0.1) -> None:
+    def __init__(self, count: int, *, take_s: float) -> None:
         self.now_s = 0.0
         self.take_s = take_s
         self.written: list[dict[str, Any]] = []
-        self.marking = Marking([self] * count, period_s, lambda: self.now_s, self.written.append)
+        self.marking = Marking([self] * count, lambda: self.now_s, self.written.append)
 
     def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
         """Let the time pass and return a count."""
@@ -46,23 +46,10 @@ def test_no_tick_waits_for_a_device_with_the_expected_time() -> None:
 
 def test_marks_are_completed_with_a_period_shorter_than_a_reading() -> None:
     """One device is read after every tick in any case."""
-    devices = Devices(3, take_s=0.05, period_s=0.01)
+    devices = Devices(3, take_s=0.05)
     devices.marking.request()
     assert [devices.steps(devices.now_s + 0.01) for _ in range(4)] == [1, 1, 1, 0]
     assert len(devices.written) == 1
-
-
-def test_the_first_reading_does_not_delay_a_tick() -> None:
-    """Before the first reading 20 ms are expected: a request shortly before a tick waits for it."""
-    devices = Devices(1, take_s=0.015, period_s=1 / 6)
-    devices.marking.step(0.1)
-    devices.steps(0.1)
-    devices.marking.step(0.2)  # nothing is requested
-    devices.marking._after_tick = False
-    devices.now_s = 0.185
-    devices.marking.request()
-    assert devices.steps(0.2) == 0
-    assert devices.steps(0.3) == 1
 
 
 def test_marks_are_in_the_order_of_their_requests() -> None:
