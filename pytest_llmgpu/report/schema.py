@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
+import itertools
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -50,24 +49,14 @@ def _records(part: object) -> Iterator[type]:
 
 def _docstrings(record: type) -> dict[str, str]:
     """Return field name to docstring. Python keeps the docstrings of fields in the source only."""
-    module = sys.modules[record.__module__]
-    classes = [node for node in _tree(module).body if isinstance(node, ast.ClassDef) and node.name == record.__name__]
-    found = {}
-    for node in classes:
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-                and isinstance(below.value.value, str)
-            ):
-                found[field.target.id] = " ".join(below.value.value.split())
-    return found
-
-
-def _tree(module: ModuleType) -> ast.Module:
     try:
-        return ast.parse(inspect.getsource(module))
+        [definition] = ast.parse(inspect.getsource(record)).body
     except OSError:  # installed without sources: the schema lacks the descriptions of fields only
-        return ast.Module(body=[], type_ignores=[])
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in itertools.pairwise(definition.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
