@@ -1,4 +1,4 @@
-"""Which source was measured: git's word, else what the CI system says."""
+"""Finds the commit that was measured: from git, or else from the variables of a CI system."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _VARIABLES = {
     "GITHUB_SHA": ("GITHUB_HEAD_REF", "GITHUB_REF_NAME"),
     "CI_COMMIT_SHA": ("CI_COMMIT_REF_NAME",),
 }
-"""Variable that names the commit to those that name its branch; the one a person sets on purpose comes first."""
+"""Maps a variable with the commit to the variables with its branch; the one that a user sets comes first."""
 
 
 def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
-    """Return the commit of a working tree: from git, else from the variables that CI systems set, else why not."""
+    """Return the commit of a working tree; without git and without variables of a CI system, the reason."""
     try:
         sha, branch = _git(rootdir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").split()
     except ValueError as error:
@@ -38,7 +38,7 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
     else:
         named = branch
     try:
-        # The store is not what was measured: a run writes to it, and it may be kept in git.
+        # The store does not count: every run writes to it, and it may be kept in git.
         dirty = bool(_git(rootdir, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED))
     except ValueError as error:
         return Commit(sha=sha, branch=named, source="git", why={"dirty": str(error)})

@@ -1,7 +1,7 @@
-"""What a run is judged by, and what that says of each of its tests.
+"""Compares a run with its baseline and assigns the verdicts to the tests.
 
 Policy and baseline are read before anything is measured, so that a typo costs no hours. The whole report is judged at
-once, since a metric's rows are one family, and every test gets what is said of its own cases.
+once, since the rows of a metric are one family of tests; then every test gets the rows of its own cases.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from pytest_llmgpu.store.references import Source
 
 __all__ = ["Judge", "Ruling"]
 
-_SHOWN = 3  # reasons that a test's message or the run's names: the table has them all
+_SHOWN = 3  # rows or reasons in a message; the table has all of them
 
 _GOOD = BETTER | {"OK"}
 
 
 class Ruling(NamedTuple):
-    """What is said of one test, or of what belongs to none."""
+    """The result of the gate for one test, or for the rows that belong to no test."""
 
     verdict: Verdict
-    """The worst of what counts."""
+    """The worst verdict of the rows that count."""
     fails: bool
+    """Whether the test fails."""
     text: str
-    """Two lines at most for each row that fails, or for why nothing can be said; empty where all is well."""
+    """One entry for each row that fails, or the reason why nothing was compared; empty where all is well."""
     rows: Sequence[Row] = ()
-    """All that was said, worst first."""
+    """All rows, worst first."""
 
     @property
     def open(self) -> bool:
-        """Whether it neither fails nor says that all is well."""
+        """Whether the test neither fails nor passes."""
         return not self.fails and self.verdict not in _GOOD
 
 
 class Judge:
-    """Holds the report of a run against its baseline."""
+    """Compares the report of a run with its baseline."""
 
     def __init__(
         self,
@@ -64,52 +65,54 @@ class Judge:
         calibration_path: Path | None,
         storage_path: Path,
     ) -> None:
-        """Read the policy; what the options say goes before it.
+        """Read the policy; options of the run override it.
 
         Args:
-            options: Those of the run, `compare` among them.
-            rootdir: Folder whose pyproject.toml is the policy where no other is named, and that git is asked in.
-            policy_path: The policy, also `git:REV:PATH`; None for the folder's.
-            calibration_path: This runner's noise, likewise; None for what the store has of the machine.
-            storage_path: Folder of the store.
+            options: The options of the run; `compare` is set.
+            rootdir: The folder whose pyproject.toml is the default policy, and whose git repository is used.
+            policy_path: The policy, also as `git:REV:PATH`; None for the default.
+            calibration_path: The calibration of this machine, also as `git:REV:PATH`; None for the one in the store.
+            storage_path: The folder of the store.
 
         Raises:
-            ValueError: The policy is none.
+            ValueError: The policy is invalid.
         """
-        assert options.compare is not None, "there is something to be compared with"
+        assert options.compare is not None, "a run without `compare` is not judged"
         self._reference = options.compare
         self._rootdir = rootdir
         self._storage_path = storage_path
         self._today = datetime.datetime.now(datetime.timezone.utc).date()
         self.base: Report | None = None
-        """What is compared with; None where there is none."""
+        """The baseline; None where there is none."""
         self._source: Source | None = None
         self._noise: Calibration | None = None
         self._noise_in_words = ""
         self._left_out = ""
         self._why: str | None = None
-        """Why there is no baseline, where a run may do without one."""
+        """The reason why there is no baseline, where the policy allows that."""
         self._verdicts: Verdicts | None = None
         self._tests: frozenset[str] = frozenset()
-        self._refused = False
+        self._failed = False
         path = policy_path or policy_file.find(rootdir)
         self.policy: Policy = switched(policy_file.load(path, rootdir), options)
         self._policy_in_words = policy_file.in_words(path, rootdir)
         self._calibration_path = calibration_path
 
     def find_baseline(self, machine: Machine) -> None:
-        """Read the baseline, of this machine where several have one of that name, and this machine's noise.
+        """Read the baseline and the calibration of this machine.
+
+        If reports of several machines have the name of the baseline, the one of this machine counts.
 
         Raises:
-            ValueError: It is not there, and has to be, or it is no report; or the calibration is none.
+            ValueError: There is no baseline although one is needed, it is no report, or the calibration is invalid.
         """
-        begun = _begun(machine)
-        asked = (self._storage_path, begun, self._calibration_path)
-        self._noise = calibration_file.in_force(*asked, repository=self._rootdir)
-        self._noise_in_words = calibration_file.in_words(*asked, repository=self._rootdir)
+        identity = _report_of(machine)
+        source = (self._storage_path, identity, self._calibration_path)
+        self._noise = calibration_file.in_force(*source, repository=self._rootdir)
+        self._noise_in_words = calibration_file.in_words(*source, repository=self._rootdir)
         try:
             self._source = references.resolve(
-                self._named(), self._storage_path, machine=store.hardware(begun), repository=self._rootdir
+                self._named(), self._storage_path, machine=store.hardware(identity), repository=self._rootdir
             )
         except ValueError as error:
             absent = isinstance(error, references.AbsentError)
@@ -124,11 +127,11 @@ class Judge:
             raise ValueError(f"--llmgpu-compare: {error}") from None
 
     def expect(self, nodeids: Sequence[str]) -> None:
-        """Name the tests that get a ruling of their own."""
+        """Set the tests that get a ruling of their own."""
         self._tests = frozenset(nodeids)
 
     def judge(self, report: Report) -> Verdicts:
-        """Return what is said of a report: what `llmgpu gate` says of the same two files under the same policy."""
+        """Return the verdicts on a report: those of `llmgpu gate` on the same two files under the same policy."""
         self._verdicts = gate.judge(
             self.base,
             report,
@@ -141,19 +144,19 @@ class Judge:
         return self._verdicts
 
     def ruling(self, nodeid: str | None) -> Ruling:
-        """Return what is said of a test's cases; None: of what belongs to no test."""
+        """Return the ruling on the cases of a test; for None, on the rows that belong to no test."""
         ruling = self._of_run() if nodeid is None else self._of_test(nodeid)
-        self._refused |= ruling.fails
+        self._failed |= ruling.fails
         return ruling
 
-    def unsaid(self) -> list[str]:
-        """Return why the gate is not green in a line, where no ruling has said so: nobody may have asked for it."""
-        if self._verdicts is None or self._refused or not exit_status(self._verdicts, self.policy):
+    def unreported(self) -> list[str]:
+        """Return one line on why the gate fails, if no ruling failed: the rulings may not have been requested."""
+        if self._verdicts is None or self._failed or not exit_status(self._verdicts, self.policy):
             return []
         return [f"llmgpu gate: {verdict_tables.conclusion(self._verdicts, self.policy)}"]
 
     def summary(self) -> str:
-        """Return the verdicts as people read them."""
+        """Return the verdicts as text for the terminal."""
         lines = [] if self._why is None else [f"no baseline: {self._why}"]
         if self._verdicts is not None:
             lines.append(verdict_tables.table(self._verdicts))
@@ -164,7 +167,7 @@ class Judge:
         return "\n\n".join(lines)
 
     def _named(self) -> str:
-        """Return the reference; a path that is not here counts from the rootdir, as an ini file has it."""
+        """Return the reference; a path that is not found is relative to the rootdir, as in an ini file."""
         in_root = self._rootdir / self._reference
         try:
             return str(in_root) if not Path(self._reference).exists() and in_root.is_file() else self._reference
@@ -173,10 +176,10 @@ class Judge:
 
     def _of_test(self, nodeid: str) -> Ruling:
         rows = [row for row in self._verdicts.rows if row.nodeid == nodeid] if self._verdicts is not None else []
-        return self._of_rows(rows) if rows else Ruling("MISSING", fails=False, text="it measured no case")
+        return self._of_rows(rows) if rows else Ruling("MISSING", fails=False, text="the test measured no case")
 
     def _of_run(self) -> Ruling:
-        """Return what is said of the rest: series, cases that are gone, and whether anything was compared at all."""
+        """Return the ruling on series and on missing cases, which fails also if too little was compared."""
         verdicts = self._verdicts
         if verdicts is None:
             return Ruling("MISSING", fails=True, text="no case was measured: nothing was compared.")
@@ -185,35 +188,41 @@ class Judge:
             return ruling
         if verdicts.baseline is None:
             return Ruling("NO_BASELINE", fails=True, text="there is no baseline: nothing was compared.")
-        what = "not all that is gated was compared" if verdicts.armed.gated else "nothing that is gated was compared"
-        reasons = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_SHOWN]
-        text = "; ".join(f"{count:,} x {reason}" for reason, count in reasons) or "the reports share no case"
-        return Ruling("NOT_COMPARABLE", fails=True, text=f"{what}: a gate that compares nothing is not green.\n{text}.")
+        return Ruling("NOT_COMPARABLE", fails=True, text=_describe_unarmed(verdicts))
 
     def _of_rows(self, rows: list[Row]) -> Ruling:
         ordered = worst_first(rows)
         failing = [row for row in ordered if fails(row, self.policy)]
         counting = [row for row in ordered if row.gated and row.known is None]
         if failing:
-            return Ruling(failing[0].verdict, fails=True, text=_text(failing), rows=ordered)
+            return Ruling(failing[0].verdict, fails=True, text=_describe_rows(failing), rows=ordered)
         worst: Verdict = counting[0].verdict if counting else "OK"
-        return Ruling(worst, fails=False, text="" if worst in _GOOD else _text(counting[:1]), rows=ordered)
+        return Ruling(worst, fails=False, text="" if worst in _GOOD else _describe_rows(counting[:1]), rows=ordered)
 
     def _baseline(self) -> Baseline | None:
-        """Return what the baseline is, as it was asked for but without private folders."""
+        """Return the name of the baseline, as the user wrote it but without private folders, and its digest."""
         if self._source is None or self.base is None:
             return None
         return self._source.baseline(self._reference, self.base)
 
 
-def _text(rows: list[Row]) -> str:
+def _describe_unarmed(verdicts: Verdicts) -> str:
+    """Return that too few metrics were compared, with the most frequent reasons."""
+    what = "not every gated metric was compared" if verdicts.armed.gated else "no gated metric was compared"
+    reasons = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_SHOWN]
+    text = "; ".join(f"{count:,} x {reason}" for reason, count in reasons) or "the reports share no case"
+    return f"{what}, so the gate does not pass.\n{text}."
+
+
+def _describe_rows(rows: list[Row]) -> str:
+    """Return a line for each of the first rows, and the number of the others."""
     lines = [f"{row.id}: {row.metric} {row.verdict}: {row.reason}" for row in rows[:_SHOWN]]
     more = [f"and {len(rows) - _SHOWN} more rows: see the table"] if len(rows) > _SHOWN else []
     return "\n".join([*lines, *more])
 
 
-def _begun(machine: Machine) -> Report:
-    """Return a report that tells the machine at hand as this run's will: the store names machines by that."""
+def _report_of(machine: Machine) -> Report:
+    """Return a report that identifies this machine: the store names machines by their reports."""
     case = Case(
         strategy="",
         batch_size=1,

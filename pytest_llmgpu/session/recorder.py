@@ -1,4 +1,4 @@
-"""What was measured in this session: every result is judged, kept and written as soon as it is there."""
+"""Keeps the report of a session: every result is assessed, added and written at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Keeps the report of a session, and its file as complete as the session is."""
+    """Keeps the report of a session and writes its file after every case."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class Recorder:
         """Prepare a report.
 
         Args:
-            path: Where it goes; None for nowhere.
-            storage_path: Folder of the store, for a run that is to be kept there.
-            rootdir: Folder that relative paths in the report start from, and that the commit is read from.
-            options: Those of the run, without any test's markers.
-            arguments: pytest's own.
-            page_path: Where a page for a browser goes; None for nowhere.
+            path: The path of the report; None for no file.
+            storage_path: The folder of the store, for a run that is saved there.
+            rootdir: The folder that relative paths in the report start from, and whose commit is recorded.
+            options: The options of the run, without the markers of tests.
+            arguments: The command-line arguments of pytest.
+            page_path: The path of the HTML page; None for no page.
 
         Raises:
-            ValueError: The report cannot be written there, or not be kept in the store; no page can be made.
+            ValueError: The report, the store or the page cannot be written.
         """
         self._rootdir = rootdir
         self._storage_path = storage_path
@@ -59,21 +59,21 @@ class Recorder:
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
         self._unwritten: str | None = None
-        """Why the file is not what the report is."""
+        """The reason why the file does not have the whole report."""
         self._unsaved: str | None = None
-        """Why the store does not have it."""
+        """The reason why the report is not in the store."""
         self._saved: Path | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
-        """Node id and key of a case to how often it was measured in this launch."""
+        """Maps node id and key of a case to the number of its measurements in this launch."""
         self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
-        """Those and which of a test's measurements it is, to its place in the report and a result per launch."""
+        """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._page_path = page_path
         self._unmade: str | None = None
-        """Why there is no page."""
+        """The reason why there is no page."""
         if path is not None:
             file.check_writable(path)
         if page_path is not None:
-            from pytest_llmgpu.render.html import report  # with its charts, for those who want it
+            from pytest_llmgpu.render.html import report  # imports the charts
 
             report.check(page_path)
         if options.save is not None or options.autosave:
@@ -81,11 +81,11 @@ class Recorder:
 
     @property
     def troubles(self) -> list[str]:
-        """Return why a file is not what the report is, or not there; a line each."""
+        """Return a line for each file that is missing or incomplete, with the reason."""
         return [trouble for trouble in (self._unwritten, self._unsaved, self._unmade) if trouble is not None]
 
     def whereabouts(self) -> list[str]:
-        """Return where the report is, or why it is not there; a line each."""
+        """Return a line for each file: its path, or the reason why it is missing."""
         if self.path is None:
             lines = ["no report was written (--llmgpu-json=)"]
         else:
@@ -99,7 +99,7 @@ class Recorder:
         return lines
 
     def start_launch(self) -> None:
-        """Let the results that follow be further launches of the cases before."""
+        """Begin the next launch: the results that follow are further launches of the same cases."""
         self._counts.clear()
 
     def add(self, result: CaseResult, options: Options, nodeid: str, facts: TorchFacts) -> CaseResult:
@@ -158,7 +158,7 @@ class Recorder:
         expected: Sequence[str],
         deselected: Sequence[str],
     ) -> None:
-        """Say how the session went, judge the report and write it; without a case there is none."""
+        """Add the state of the session to the report, judge it and write it; without a case there is no report."""
         if self.report is None:
             return
         done = {result.nodeid for result in self.report.cases}
@@ -175,15 +175,15 @@ class Recorder:
         self._rescue()
 
     def save(self) -> None:
-        """Keep the concluded report in the store, if that was asked for."""
+        """Save the finished report in the store, if an option requests that."""
         if self.report is None:
             return
-        green = self.report.session.complete and self.report.session.exit_status == 0
-        if self._options.save is not None or (self._options.autosave and green):
+        passed = self.report.session.complete and self.report.session.exit_status == 0
+        if self._options.save is not None or (self._options.autosave and passed):
             self._save(self.report)
 
     def write_page(self, baseline: Report | None) -> None:
-        """Write the concluded report as a page, if that was asked for, beside what it was compared with."""
+        """Write the finished report as a page, with its baseline, if an option requests that."""
         if self.report is None or self._page_path is None:
             return
         from pytest_llmgpu.render.html import report
@@ -199,10 +199,10 @@ class Recorder:
             self._saved = store.save(finished, self._storage_path, self._options.save or None)
         except OSError as error:
             shown = self._shown(self._storage_path)
-            self._unsaved = f"the report could not be kept in {shown}: {error.strerror or error}"
+            self._unsaved = f"the report could not be saved in {shown}: {error.strerror or error}"
 
     def _shown(self, where: Path) -> str:
-        """Return a path as people write it."""
+        """Return a path relative to the rootdir, for messages."""
         return _relative(str(where), self._rootdir)
 
     def _start(self, facts: TorchFacts) -> Report:
@@ -225,11 +225,11 @@ class Recorder:
             file.dump(self.report, self.path)
             self._unwritten = None
         except OSError as error:
-            # A full disk must not end the measuring: it is tried again after the next case.
+            # A full disk must not end the run: the file is written again after the next case.
             self._unwritten = f"{self._shown(self.path)} could not be written: {error.strerror or error}"
 
     def _rescue(self) -> None:
-        """Keep a report that could not be written where temporary files go: it may be of hours."""
+        """Write a report that could not be written to a temporary folder: it may be the work of hours."""
         if self._unwritten is None or self.report is None or self.path is None:
             return
         with suppress(OSError):
@@ -243,7 +243,7 @@ class Recorder:
 
 
 def _publishable(failure: Failure, rootdir: Path) -> Failure:
-    """Return a failure whose texts, a library's and a traceback's, tell neither this machine's folders nor its user."""
+    """Return a failure whose message and log have no private folder, user or host name."""
     log = failure.log_tail
     return msgspec.structs.replace(
         failure,
@@ -257,7 +257,7 @@ def _plain(value: OptionValue | tuple[str | int, ...]) -> OptionValue:
 
 
 def _argument(argument: str, rootdir: Path) -> str:
-    """Return a command-line argument without what is private: a path becomes relative, else its basename."""
+    """Return a command-line argument without private parts: a path becomes relative, or its last part."""
     name, equals, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
     return anonymous(f"{name}{equals}{_relative(value, rootdir)}")
 

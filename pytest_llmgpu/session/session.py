@@ -1,4 +1,4 @@
-"""What lives as long as one pytest run: the planner, the processes, the profiler, the recorder."""
+"""The objects that live as long as one pytest run: planner, processes, profiler, recorder and judge."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from pytest_llmgpu.session.runner import Runner
 __all__ = ["BenchmarkSession", "Group"]
 
 Group = tuple[str, Options]
-"""A strategy and the options in force: the tests of one group share a loaded model."""
+"""A strategy and the options in force. The tests of one group share a loaded model."""
 
 
 Handler = Callable[[int, FrameType | None], object] | int
-"""What answers a signal."""
+"""A signal handler, as `signal.getsignal` returns it."""
 
 
 class BenchmarkSession:
-    """Owns what must be closed, and knows which test is the last of its group."""
+    """Owns the objects of a run and closes them; keeps track of which tests of a group completed."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class BenchmarkSession:
         arguments: Sequence[str],
         live: LiveLine,
     ) -> None:
-        """Make the session of a pytest run; nothing expensive starts.
+        """Make the session of a pytest run; no process starts.
 
         Raises:
-            ValueError: The report cannot be written there, or not be kept in the store; the policy is none.
+            ValueError: The report or the page cannot be written, the store cannot be written, or the policy is invalid.
         """
         self.planner = Planner(rootdir, environment.machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, arguments, page_path)
         self.judge: Judge | None = None
-        """What the run is judged by, if by anything."""
+        """Compares the run with its baseline; None without one."""
         if options.compare is not None:
             self.judge = Judge(
                 options,
@@ -98,7 +98,7 @@ class BenchmarkSession:
             may_fit_nowhere: Whether it is marked so; a group is excused only if all of its tests are.
 
         Raises:
-            ValueError: It cannot be measured.
+            ValueError: The test cannot be measured.
         """
         strategy, options = group
         requests = [self.planner.request(options, strategy, batch_size, task=task) for task in scored]
@@ -113,10 +113,10 @@ class BenchmarkSession:
         self._cases += [(request.machine, request.case) for request in requests]
 
     def find_baseline(self, options: Options) -> None:
-        """Read what the run is to be compared with, if anything, before a model is looked for.
+        """Read the baseline, if the run has one, before a model is looked up.
 
         Raises:
-            ValueError: It is not there, or is no report.
+            ValueError: The baseline does not exist or is no report.
         """
         if self.judge is not None:
             self.judge.find_baseline(self.planner.machine(options))
@@ -129,47 +129,47 @@ class BenchmarkSession:
         return [terminal.headline(machine, cases) for machine, cases in lines.values()]
 
     def start_launch(self, number: int, of: int) -> None:
-        """Let the cases that follow be the next launch of those before: on processes of its own."""
+        """Begin the next launch of the same cases, with new processes."""
         self.runner.close()
         self.recorder.start_launch()
         self._launch = f"launch {number} of {of}"
         self._live.note(f"llmgpu: {self._launch}")
 
     def record(self, result: CaseResult, options: Options, nodeid: str) -> CaseResult:
-        """Keep a result, whatever its outcome; return the case's, with the launches before."""
+        """Add a result of any outcome to the report; return its case with all launches so far."""
         self._live.clear()
         return self.recorder.add(result, options, nodeid, self.planner.machine(options).facts)
 
     def note(self, group: Group, outcome: str) -> None:
-        """Note how something a group asked of its model ended."""
+        """Keep the outcome of a case or a call of a group."""
         if outcome == "completed":
             self._completed.add(group)
         elif outcome in ("oom", "skipped_after_oom"):
             self._out_of_memory.add(group)
 
     def was_last_hope(self, group: Group, nodeid: str) -> bool:
-        """Return whether this is the last test of a group of which nothing completed though something should have."""
+        """Return whether this is the last test of a group in which no test completed although one should."""
         last = self._expected.get(group, [nodeid])[-1] == nodeid
         hopeless = last and group not in self._completed and group not in self._excused
         if hopeless:
-            self._out_of_memory.discard(group)  # the test itself fails, which is enough said
+            self._out_of_memory.discard(group)  # the test itself fails
         return hopeless
 
     def troubles(self) -> list[str]:
-        """Return a line for each reason why a run is not green although no test failed.
+        """Return a line for each reason why a run fails although no test failed.
 
-        A group that ran out of memory and completed nothing, though something should have; a report that is not there;
-        a regression that no item of the gate has said.
+        The reasons are a report that could not be written, a regression that no item of the gate reported, and a group
+        that ran out of memory and completed nothing although something should fit.
         """
-        unsaid = self.judge.unsaid() if self.judge is not None else []
+        unreported = self.judge.unreported() if self.judge is not None else []
         nothing_fitted = [
             f"{strategy}, {options.model}: out of memory, and nothing completed"
             for strategy, options in sorted(self._out_of_memory - self._completed - self._excused, key=repr)
         ]
-        return [*self.recorder.troubles, *unsaid, *nothing_fitted]
+        return [*self.recorder.troubles, *unreported, *nothing_fitted]
 
     def profiler_of(self, machine: Machine) -> Profiler:
-        """Return the profiler of these devices; the sampler of other devices is ended first."""
+        """Return the profiler of the devices of a machine; the sampler of other devices is ended first."""
         uuids = tuple(gpu.uuid for gpu in machine.gpus)
         if self._profiler is not None and self._profiler[0] != uuids:
             self._profiler[1].close()
@@ -179,12 +179,12 @@ class BenchmarkSession:
         return self._profiler[1]
 
     def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:
-        """Say in the report how the run went, and judge and write it.
+        """Add the state of the run to the report, judge it and write it.
 
         Args:
-            exit_status: pytest's; None as long as it runs.
-            interrupted: As `finish` has it.
-            deselected: As `finish` has it.
+            exit_status: The exit status of pytest; None while it runs.
+            interrupted: Whether the run was stopped before its end.
+            deselected: See `finish`.
         """
         expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
         judge = None if self.judge is None else self.judge.judge
@@ -194,15 +194,15 @@ class BenchmarkSession:
         """End every process and complete the report.
 
         Args:
-            exit_status: pytest's.
+            exit_status: The exit status of pytest.
             interrupted: Whether the run was stopped before its end.
-            deselected: Node ids that were taken out, and, where pytest cannot name them, what took them out: `complete`
-                tells whether all that was collected ran, this whether all that could be was collected.
+            deselected: Node ids of deselected tests and, where pytest cannot name them, the options that deselected
+                them. `complete` in the report covers only the tests that were not deselected.
         """
         try:
             self._end_processes()
         except KeyboardInterrupt:
-            # One Ctrl-C more, or one as late as this: what was measured is kept and shown all the same.
+            # A late or a second Ctrl-C: the measured cases are still written and shown.
             interrupted = True
             self._end_processes()
         self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
@@ -210,15 +210,15 @@ class BenchmarkSession:
         self.recorder.write_page(None if self.judge is None else self.judge.base)
 
     def summary(self) -> str:
-        """Return tables, findings and where the report is; empty where nothing was measured."""
+        """Return the tables, the findings and the path of the report; empty where nothing was measured."""
         report = self.recorder.report
         if report is None:
             return ""
-        said = [] if self.judge is None else [self.judge.summary()]
-        return "\n\n".join([terminal.tables(report), *said, "\n".join(self.recorder.whereabouts())])
+        verdicts = [] if self.judge is None else [self.judge.summary()]
+        return "\n\n".join([terminal.tables(report), *verdicts, "\n".join(self.recorder.whereabouts())])
 
     def close(self) -> None:
-        """End every process, drop their logs and give SIGTERM back."""
+        """End every process, delete their logs and restore the handler of SIGTERM."""
         self._end_processes()
         if self._sigterm is not None:
             signal.signal(signal.SIGTERM, self._sigterm)
@@ -236,9 +236,9 @@ class BenchmarkSession:
 
 
 def _interrupt_on_sigterm() -> Handler | None:
-    """Make SIGTERM, by which CI and Slurm end a job, do what Ctrl-C does; return the handler it takes the place of.
+    """Handle SIGTERM, with which CI and Slurm end a job, like Ctrl-C; return the previous handler.
 
-    None where that cannot be, outside the main thread, or must not be, where SIGTERM is ignored.
+    Nothing changes, and None is returned, outside the main thread and where SIGTERM is ignored.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
@@ -248,6 +248,6 @@ def _interrupt_on_sigterm() -> Handler | None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it
-    # Once: coreutils' timeout sends it twice, and the second would end the writing of the report.
+    # Only once: `timeout` of coreutils sends it twice, and the second one would stop the writing of the report.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt("SIGTERM")

@@ -268,7 +268,7 @@ def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -
     """Traffic and memory were not measured: the gate was not armed for them."""
     result = runs(_COMPARE, "--llmgpu-require-armed")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["not all that is gated was compared: *", "*3 x traffic: *"])
+    result.stdout.fnmatch_lines(["not every gated metric was compared, *", "*3 x traffic: *"])
 
 
 def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester: pytest.Pytester) -> None:

@@ -55,7 +55,7 @@ def _becomes(program: Path, script: str) -> None:
 
 @needs_git
 def test_git_names_commit_and_branch(tree: Path) -> None:
-    """A clean tree is its commit, whatever CI variables say."""
+    """The commit of a clean tree is that of git, with any CI variables."""
     found = commit(tree, {"GITHUB_SHA": "f" * 40, "GITHUB_REF_NAME": "other"})
     assert found.sha == _git(tree, "rev-parse", "HEAD")
     assert (found.branch, found.dirty, found.source, found.why) == ("work", False, "git", {})
@@ -63,7 +63,7 @@ def test_git_names_commit_and_branch(tree: Path) -> None:
 
 @needs_git
 def test_a_changed_file_makes_the_tree_dirty_and_a_new_one_does_not(tree: Path) -> None:
-    """A report that lies in the tree does not make its own source dirty."""
+    """A new report in the tree does not make it dirty."""
     (tree / "report.json").touch()
     assert commit(tree, {}).dirty is False
     (tree / "a.py").write_text("b", encoding="utf-8")
@@ -71,8 +71,8 @@ def test_a_changed_file_makes_the_tree_dirty_and_a_new_one_does_not(tree: Path) 
 
 
 @needs_git
-def test_a_store_that_is_kept_in_git_is_not_what_was_measured(tree: Path) -> None:
-    """Every run writes to it: nothing could ever be promoted. From a folder below, too."""
+def test_a_store_that_is_kept_in_git_does_not_make_the_tree_dirty(tree: Path) -> None:
+    """Every run writes to the store, which may be in a folder below the root."""
     for folder in (tree, tree / "below"):
         last = folder / ".llmgpu" / "last.json"
         last.parent.mkdir(parents=True)
@@ -96,15 +96,15 @@ def test_a_store_that_is_kept_in_git_is_not_what_was_measured(tree: Path) -> Non
     ],
 )
 def test_a_detached_head_takes_the_branch_from_ci(tree: Path, environ: dict[str, str], branch: str | None) -> None:
-    """CI checks out a commit; only its variables know the branch."""
+    """CI checks out a commit; only its variables have the branch."""
     _git(tree, "checkout", "-q", "--detach")
     assert commit(tree, environ).branch == branch
 
 
 @needs_git
 @pytest.mark.parametrize("initialised", [False, True])
-def test_no_commit_says_why(tmp_path: Path, initialised: bool) -> None:
-    """A folder outside git, and a repository without a commit, give nothing but the reason."""
+def test_a_missing_commit_has_its_reason(tmp_path: Path, initialised: bool) -> None:
+    """A folder outside git and a repository without a commit have only the reason."""
     if initialised:
         _git(tmp_path, "init", "-q")
     found = commit(tmp_path, {})
@@ -124,7 +124,7 @@ def test_no_commit_says_why(tmp_path: Path, initialised: bool) -> None:
 def test_without_git_ci_variables_name_the_commit(
     fake_git: Path, environ: dict[str, str], sha: str, branch: str | None, source: str
 ) -> None:
-    """What a person sets on purpose wins; whether the tree is dirty is unknown, with the reason."""
+    """The variable that a user sets comes first; `dirty` is unknown, with the reason."""
     _becomes(fake_git, "echo 'fatal: not a git repository' >&2; exit 128")
     found = commit(fake_git.parent, environ)
     assert (found.sha, found.branch, found.source, found.dirty) == (sha, branch, source, None)
@@ -132,20 +132,20 @@ def test_without_git_ci_variables_name_the_commit(
 
 
 def test_a_missing_git_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without git runs all the same."""
+    """A run does not need git."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commit(tmp_path, {}).why["sha"].startswith("git cannot be run: No such file or directory")
 
 
 def test_a_hung_git_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system that hangs costs a few seconds, not the run."""
+    """A file system that hangs costs a few seconds, not the run."""
     monkeypatch.setattr(commit_module, "_TIMEOUT_S", 0.1)
     _becomes(fake_git, "exec tail -f /dev/null")
     assert commit(fake_git.parent, {}).why["sha"].startswith("git did not finish within 0.1 s")
 
 
 def test_a_status_that_hangs_still_leaves_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit of a huge tree is known at once, even where its state is not."""
+    """The commit of a huge tree is known although its state is not."""
 
     def slow(_: Path, *arguments: str) -> str:
         if arguments[0] == "status":
@@ -158,8 +158,8 @@ def test_a_status_that_hangs_still_leaves_the_commit(tmp_path: Path, monkeypatch
     assert found.why == {"dirty": "git did not answer"}
 
 
-def test_the_reason_names_no_home(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Git's complaint about a folder's owner holds its path."""
+def test_the_reason_has_no_home_folder(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git's error about the owner of a folder has its path."""
     monkeypatch.setenv("HOME", "/home/ada")
     _becomes(fake_git, "echo \"fatal: detected dubious ownership in repository at '/home/ada/x'\" >&2; exit 128")
     assert "at '~/x'" in commit(fake_git.parent, {}).why["sha"]

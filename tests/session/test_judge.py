@@ -1,5 +1,3 @@
-"""Which report a run is held against, and what that says of its tests."""
-
 from __future__ import annotations
 
 import hashlib
@@ -40,7 +38,7 @@ def _on(cpu: str, *results: CaseResult) -> Report:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The machine at hand: a Xeon without GPUs."""
+    """This machine: a Xeon without GPUs."""
     found = Environment(cpu="Xeon", python="3.11.7", platform="Linux")
     monkeypatch.setattr(environment, "fingerprint", lambda _: found)
     return Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
@@ -58,7 +56,7 @@ def _judge(
 
 
 def test_a_name_means_the_report_of_this_machine(tmp_path: Path, machine: Machine) -> None:
-    """Two kinds of runners share a store; each is compared with its own, and the verdicts say with which."""
+    """Two kinds of machines share a store; each is compared with its own report, which the verdicts name."""
     ours, _ = (store.save(_on(cpu, _result()), tmp_path / "store", "main") for cpu in ("Xeon", "EPYC"))
     judge = _judge(tmp_path, "main")
     judge.find_baseline(machine)
@@ -69,7 +67,7 @@ def test_a_name_means_the_report_of_this_machine(tmp_path: Path, machine: Machin
 def test_a_machine_with_gpus_is_known_by_them(
     tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name is the one under which its reports are stored."""
+    """The store names its reports by the GPUs."""
     gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=140 * 2**30)]
     found = Environment(cpu="Xeon", python="3.11.7", platform="Linux", gpus=gpus)
     monkeypatch.setattr(environment, "fingerprint", lambda _: found)
@@ -97,8 +95,8 @@ def test_a_path_counts_from_the_rootdir_where_it_is_not_here(
     assert verdicts.baseline.name == "kept/base.json"
 
 
-def test_reports_that_share_nothing_are_not_green(tmp_path: Path, machine: Machine) -> None:
-    """Only new cases: each is skipped, and the run fails since nothing was compared."""
+def test_reports_without_a_common_case_fail(tmp_path: Path, machine: Machine) -> None:
+    """New cases are skipped, and the run fails because nothing was compared."""
     file.dump(_on("Xeon"), tmp_path / "base.json")
     judge = _judge(tmp_path, str(tmp_path / "base.json"))
     judge.find_baseline(machine)
@@ -107,11 +105,11 @@ def test_reports_that_share_nothing_are_not_green(tmp_path: Path, machine: Machi
     of_test, of_run = judge.ruling(_TEST), judge.ruling(None)
     assert (of_test.verdict, of_test.fails, of_test.open) == ("NEW", False, True)
     assert of_run.fails
-    assert of_run.text.startswith("nothing that is gated was compared: a gate that compares nothing is not green.\n")
+    assert of_run.text.startswith("no gated metric was compared")
 
 
 def test_another_machine_s_report_fails_its_tests(tmp_path: Path, machine: Machine) -> None:
-    """Seconds of another processor are no baseline."""
+    """Times of another processor are no baseline."""
     file.dump(_on("EPYC", _result()), tmp_path / "base.json")
     judge = _judge(tmp_path, str(tmp_path / "base.json"))
     judge.find_baseline(machine)
@@ -122,8 +120,8 @@ def test_another_machine_s_report_fails_its_tests(tmp_path: Path, machine: Machi
     assert "CPU EPYC -> Xeon" in ruling.text
 
 
-def test_options_go_before_the_policy(tmp_path: Path) -> None:
-    """A flag, or the ini file, says otherwise than pyproject.toml; what neither names stays the policy's."""
+def test_options_override_the_policy(tmp_path: Path) -> None:
+    """A flag or the ini file comes before pyproject.toml; the rest of the policy stays."""
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_missing = true\nrequire_armed = true\n")
     policy = _judge(tmp_path, "x", allow_missing=False, allow_no_baseline=True, on_inconclusive="fail").policy
     assert (policy.allow_missing, policy.require_armed) == (False, True)
@@ -132,14 +130,14 @@ def test_options_go_before_the_policy(tmp_path: Path) -> None:
 
 
 def test_a_test_that_measured_nothing_is_open(tmp_path: Path, machine: Machine) -> None:
-    """It was skipped, say: neither green nor a regression, while the baseline's case is missing of its own accord."""
+    """A skipped test neither passes nor fails; the missing case of the baseline has its own row."""
     file.dump(_on("Xeon", _result()), tmp_path / "base.json")
     judge = _judge(tmp_path, str(tmp_path / "base.json"))
     judge.find_baseline(machine)
     judge.expect([_TEST, "test_it.py::test_skipped"])
     judge.judge(_on("Xeon", _result()))
     ruling = judge.ruling("test_it.py::test_skipped")
-    assert (ruling.open, ruling.text) == (True, "it measured no case")
+    assert (ruling.open, ruling.text) == (True, "the test measured no case")
 
 
 @pytest.mark.parametrize(
@@ -150,10 +148,8 @@ def test_a_test_that_measured_nothing_is_open(tmp_path: Path, machine: Machine) 
         (5000 * "a", "is neither a file nor a report of the store"),
     ],
 )
-def test_a_baseline_that_is_not_there_names_the_remedy(
-    tmp_path: Path, machine: Machine, reference: str, complaint: str
-) -> None:
-    """A first run needs a flag, and with it there is no baseline; nothing else that is wrong passes by it."""
+def test_a_missing_baseline_names_the_remedy(tmp_path: Path, machine: Machine, reference: str, complaint: str) -> None:
+    """With the flag a first run has no baseline; other errors are still refused."""
     with pytest.raises(ValueError, match=rf"{complaint}.*; --llmgpu-allow-no-baseline lets a first run pass"):
         _judge(tmp_path, reference).find_baseline(machine)
     judge = _judge(tmp_path, reference, allow_no_baseline=True)
@@ -164,8 +160,8 @@ def test_a_baseline_that_is_not_there_names_the_remedy(
 
 
 @pytest.mark.parametrize("reference", ["main", "folder", "git:nowhere:base.json"])
-def test_a_broken_baseline_is_no_absent_one(tmp_path: Path, machine: Machine, reference: str) -> None:
-    """Ambiguous, no file, unknown to git: refused whatever is allowed."""
+def test_a_broken_baseline_is_refused(tmp_path: Path, machine: Machine, reference: str) -> None:
+    """A baseline that is ambiguous, no file or unknown to git is refused although a missing one is allowed."""
     for cpu in ("EPYC", "Core"):
         store.save(_on(cpu, _result()), tmp_path / "store", "main")
     (tmp_path / "folder").mkdir()
@@ -175,8 +171,8 @@ def test_a_broken_baseline_is_no_absent_one(tmp_path: Path, machine: Machine, re
     assert "\n" not in str(caught.value)
 
 
-def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
-    """What `llmgpu calibrate` has kept is read before the run, and refused then where it is broken."""
+def test_the_calibration_of_this_machine_is_used(tmp_path: Path, machine: Machine) -> None:
+    """The file of `llmgpu calibrate` is read before the run, and refused if it is broken."""
     store.save(_on("Xeon", _result()), tmp_path / "store", "main")
     path = calibration_file.default_path(tmp_path / "store", "CPU-Xeon")
     noise = Noise(id="mp-bs1", sd=0.001, launches=40)
@@ -195,7 +191,7 @@ def test_this_machine_s_noise_counts(tmp_path: Path, machine: Machine) -> None:
 
 
 def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Machine) -> None:
-    """A change cannot edit them; which ones they were is said under the table."""
+    """A change under test cannot edit them; their names are under the table."""
     store.save(_on("Xeon", _result()), tmp_path / "store", "main")
     noise = Noise(id="mp-bs1", sd=0.001, launches=40)
     calibration_file.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), tmp_path / "noise.json")

@@ -21,7 +21,7 @@ _FACTS = TorchFacts(version="2")
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """A recorder on a machine that is asked nothing, for a user named ada."""
+    """A recorder on an emulated machine, for a user named ada."""
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
@@ -39,8 +39,8 @@ def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
     return recorded.add(result, Options(), "test_it.py::test_it", _FACTS)
 
 
-def test_a_failure_tells_neither_folders_nor_user(recorded: Recorder, tmp_path: Path) -> None:
-    """Message, log and the finding that quotes them are published: paths are short, the user and host unnamed."""
+def test_a_failure_has_no_folder_user_or_host_name(recorded: Recorder, tmp_path: Path) -> None:
+    """Message, log and the finding that quotes them are published."""
     log = (
         "Traceback (most recent call last):\n"
         '  File "/home/ada/env/lib/python3.11/site-packages/pytest_llmgpu/rank.py", line 3, in load\n'
@@ -64,13 +64,13 @@ def test_a_failure_tells_neither_folders_nor_user(recorded: Recorder, tmp_path: 
 
 
 def test_a_failure_without_a_log_keeps_none(recorded: Recorder) -> None:
-    """Nothing was written is not the same as an empty text."""
+    """No log differs from an empty log."""
     result = _add(recorded, make_failed("interrupted", Failure(phase="load", message="x")))
     assert result.failure == Failure(phase="load", message="x")
 
 
 def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorder) -> None:
-    """An interrupted session keeps what it measured; a second measurement does not hide the first."""
+    """An interrupted session keeps its measured cases; a second measurement does not replace the first."""
     assert recorded.path is not None
     for count in (1, 2):
         _add(recorded, make_result(device="cpu", devices=1))
@@ -79,7 +79,7 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
 
 
 def test_a_session_without_a_case_has_no_report(recorded: Recorder) -> None:
-    """A run in which no case was measured replaces no report of one that measured."""
+    """A run without a measured case does not replace an older report."""
     recorded.conclude(0, None, interrupted=False, expected=["a"], deselected=[])
     assert recorded.path is not None
     assert not recorded.path.exists()
@@ -93,10 +93,10 @@ def test_a_session_without_a_case_has_no_report(recorded: Recorder) -> None:
         (True, ["test_it.py::test_it"], False),
     ],
 )
-def test_a_session_is_complete_once_all_it_expected_is_there(
+def test_a_session_is_complete_once_all_expected_tests_measured(
     recorded: Recorder, interrupted: bool, expected: list[str], complete: bool
 ) -> None:
-    """A missing case differs from one that was deselected, and Ctrl-C from an end."""
+    """A missing case and an interrupt make it incomplete, a deselected test does not."""
     _add(recorded, make_result(device="cpu", devices=1))
     recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
     assert recorded.path is not None
@@ -105,14 +105,14 @@ def test_a_session_is_complete_once_all_it_expected_is_there(
 
 
 def test_arguments_lose_their_folders(recorded: Recorder) -> None:
-    """The command line can be read and repeated, but not where on whose machine it ran."""
+    """The command line can be repeated; private folders are removed."""
     _add(recorded, make_result(device="cpu", devices=1))
     assert recorded.report is not None
     assert recorded.report.argv == ["--llmgpu-dataset=d.jsonl", "tests"]
 
 
 def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> None:
-    """By the metric that is checked, before it is judged; a case that is not compared says why."""
+    """The checked metric counts; a case without a comparison has the reason."""
     cpu: dict[str, Any] = {"device": "cpu", "devices": 1}
     alone = _add(recorded, make_result(1.0, make_answers([True] * 5), strategy="tp", **cpu))
     mp = _add(recorded, make_result(1.0, make_answers([True] * 5), **cpu))

@@ -12,7 +12,7 @@ from pytest_llmgpu.session.session import BenchmarkSession
 
 
 def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while processes are ended: they are ended all the same, and the report says that it was interrupted."""
+    """After Ctrl-C while processes end, they are still ended, and the report is marked as interrupted."""
     session = BenchmarkSession(
         rootdir=tmp_path,
         report_path=tmp_path / "report.json",
@@ -32,12 +32,12 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkey
         if len(closed) == 1:
             raise KeyboardInterrupt
 
-    told: dict[str, Any] = {}
+    concluded: dict[str, Any] = {}
     monkeypatch.setattr(session.runner, "close", close)
-    monkeypatch.setattr(session.recorder, "conclude", lambda _status, _judge, **said: told.update(said))
+    monkeypatch.setattr(session.recorder, "conclude", lambda _status, _judge, **state: concluded.update(state))
     try:
         session.finish(0, interrupted=False, deselected=[])
     finally:
         session.close()
-    assert told["interrupted"] is True
-    assert len(closed) == 3, "again after the interrupt, and once by close"
+    assert concluded["interrupted"] is True
+    assert len(closed) == 3, "after the interrupt again, and once by close"
