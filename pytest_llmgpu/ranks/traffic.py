@@ -1,20 +1,20 @@
-"""What a program itself sends: calls and bytes by collective, exactly and on any backend (torch, in a rank).
+"""The traffic of a program: calls and bytes per kind of communication, exact on any backend (torch, in a rank).
 
-A dispatch mode sees the collectives of forwards that are run for nothing else, outside of what is measured: it costs
-tens of microseconds an op. Replayed CUDA graphs run no op, so these forwards are eager ones.
+A dispatch mode counts the ops of forwards that are run for this only: it takes tens of microseconds per op, and a
+replayed CUDA graph runs no op.
 
-Wire bytes are what one rank sends by the ring algorithms, in a group of n ranks, payload S being what the op is given
-(nccl-tests, `doc/PERFORMANCE.md`):
+Wire bytes are the bytes that one rank sends in the ring algorithm, in a group of n ranks, for a payload of S bytes, the
+argument of the op (nccl-tests, `doc/PERFORMANCE.md`):
 
     all_reduce              2 (n-1)/n x S
-    all_gather              (n-1) x S           S is this rank's part: (n-1)/n of the whole
+    all_gather              (n-1) x S           S is the part of this rank: (n-1)/n of the whole
     reduce_scatter          (n-1)/n x S
-    all_to_all              S less what the rank keeps, (n-1)/n x S where it is split evenly
-    broadcast               S                   passed on along a chain from the root; the last rank sends nothing
-    send, recv, peer_copy   S                   for recv what is received, which the sender counts too
+    all_to_all              S without the part that the rank keeps; (n-1)/n x S for an even split
+    broadcast               S                   sent along a chain from the root; the last rank sends nothing
+    send, recv, peer_copy   S                   for recv the received bytes, which the sender counts as well
 
-NCCL may choose another algorithm, such as trees or NVLink's own sums, and adds its protocol's flags: what really went
-over a link is for its counters to say. On gloo, DTensor gathers where NCCL has an all-to-all: other bytes.
+NCCL may use another algorithm, such as trees or the sums of NVLink, and adds flags of its protocol. The counters of a
+link have the bytes that the link carried. With gloo, DTensor gathers where it uses an all-to-all with NCCL.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from typing import TYPE_CHECKING, Any, get_args
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.report.result import Collective, CollectiveKind
+from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_llmgpu.strategies.protocol import Loaded
 
-__all__ = ["MOST_ROWS", "check", "count", "of_plan", "wire_bytes_per_sequence"]
+__all__ = ["MOST_ROWS", "PAYLOADS", "between_gpus", "check", "count", "of_plan", "wire_bytes_per_sequence"]
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
-"""Where ops live that communicate. One that is not in the tables below is an error: it may move anything."""
+"""Namespaces of ops that communicate. An op of them that is not in the tables below is an error."""
 
-_STILL = {
+_WITHOUT_PAYLOAD = {
     "c10d::barrier",
     "c10d::check_for_nan",
     "c10d::monitored_barrier_",
     "_c10d_functional::_wrap_tensor_autograd",
     "_c10d_functional::wait_tensor",
 }
-"""Ops that move nothing of the program's."""
+"""Ops that send no data of the program."""
 
 _OPS: tuple[tuple[str, CollectiveKind, str, str], ...] = (
     ("c10d", "all_reduce", "tensors", "allreduce_ allreduce_coalesced_"),
@@ -71,61 +72,62 @@ _OPS: tuple[tuple[str, CollectiveKind, str, str], ...] = (
     ("_c10d_functional", "send", "tensor", "isend"),
     ("_c10d_functional", "recv", "tensor", "irecv"),
     ("_dtensor", "all_to_all", "input", "shard_dim_alltoall"),
-    # Through shared memory, on a CPU. By the ring formula as any other, so that both ways of AutoTP count the same.
+    # On a CPU this op uses shared memory. It counts by the ring formula, so that both forms of AutoTP count the same.
     ("deepspeed", "all_reduce", "self", "inference_all_reduce inference_all_reduce_"),
 )
-"""Namespace, kind, the argument that is the payload, and ops."""
+"""Namespace, kind, the argument that is the payload, and the ops."""
 
-_MOVING = {f"{namespace}::{op}": (kind, payload) for namespace, kind, payload, ops in _OPS for op in ops.split()}
+PAYLOADS = {f"{namespace}::{op}": (kind, payload) for namespace, kind, payload, ops in _OPS for op in ops.split()}
+"""Op to its kind and to the argument that is its payload."""
 
-_SEVERAL = "_c10d_functional::batch_p2p_ops"
-"""Sends and receives in one op."""
+_BATCHED_P2P = "_c10d_functional::batch_p2p_ops"
+"""This op has several sends and receives."""
 
 _COPIES = {"aten::_to_copy": "self", "aten::to": "self", "aten::copy_": "src", "aten::copy": "src"}
-"""Op that may copy between devices to the argument that it copies. `to` is seen as itself in inference mode."""
+"""Op that may copy between devices to its source argument. In inference mode, `to` is dispatched as itself."""
 
-_COUNTED = {*_MOVING, *_COPIES, _SEVERAL}
+_COUNTED = {*PAYLOADS, *_COPIES, _BATCHED_P2P}
 
 _SHAPES = ((2, 4, 2), (3, 4, 2), (2, 5, 2), (3, 5, 2), (2, 4, 3))
-"""Rows, tokens of a row, and predicted tokens of the forwards that are counted; no 1, which code may treat apart."""
+"""Rows, tokens per row and predicted tokens of the counted forwards. None is 1, which may be a special case."""
 
 MOST_ROWS = max(rows for rows, _, _ in _SHAPES)
-"""Rows that a workspace must have room for, however few the plan's batches have."""
+"""A workspace must have room for this many rows, even if the batches of the plan have fewer."""
 
 _Tally = dict[CollectiveKind, tuple[Fraction, Fraction, Fraction]]
-"""Calls, payload and wire bytes by kind, exactly: a ring's part of a payload need not be whole bytes."""
+"""Kind to calls, payload bytes and wire bytes; the part of a ring need not be a whole number of bytes."""
 
 _NOTHING = (Fraction(), Fraction(), Fraction())
 
 
 def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]:
-    """Run `forward` once and return what this rank sent, by kind; every rank must run it at the same time.
+    """Run `forward` once and return the traffic of this rank by kind; all ranks must run it at the same time.
 
     Args:
-        forward: What to run. Only the ops of the calling thread are seen.
-        world_size: Ranks of the strategy, for DeepSpeed's own op. Every other op says what group it is for.
+        forward: The code to run. Only ops of the calling thread are counted.
+        world_size: Ranks of the strategy, for the op of DeepSpeed. Other ops have their group as an argument.
 
     Raises:
-        ValueError: An op that communicates in a way not known here.
+        ValueError: An op communicates, but is not in the tables of this module.
     """
     return _records(_tally(forward, world_size))
 
 
 def of_plan(loaded: Loaded, plan: Plan, *, workload: str = logits.LEAN) -> list[Collective]:
-    """Return what this rank sends when all batches of a plan are scored once, by kind.
+    """Return the traffic of this rank by kind when all batches of a plan are scored once.
 
-    Not every batch is run for that: five small forwards say how much each token of a row, each row, each token of the
-    longest row and each predicted token adds. The plan's last batch, which is its smallest, must then come to exactly
-    what they say. Hidden states are sent per padded token, logits per predicted one, rotary tables by length; padded
-    tokens alone would be wrong wherever a batch predicts more of its tokens than another.
+    Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
+    hidden states are sent per padded token, logits per predicted token, rotary tables per token of row length. The
+    traffic of the plan is computed from them. The last batch of the plan, its smallest, is run as well and must agree
+    exactly.
 
     Args:
-        loaded: The model, whose decoder must not be replayed from CUDA graphs meanwhile.
-        plan: What is scored.
-        workload: One of `logits.WORKLOADS`: with full logits it is padded tokens that add theirs.
+        loaded: The model. Its decoder must not replay CUDA graphs.
+        plan: The batches.
+        workload: One of `logits.WORKLOADS`. With full logits, the traffic does not depend on predicted tokens.
 
     Raises:
-        ValueError: An op that is not known; bytes that depend on something else.
+        ValueError: An op is unknown, or the traffic depends on other numbers.
     """
     counted = [_of_forward(loaded, *shape, workload) for shape in _SHAPES]
     smallest = plan.batches[-1]
@@ -133,33 +135,34 @@ def of_plan(loaded: Loaded, plan: Plan, *, workload: str = logits.LEAN) -> list[
     expected = _records(_combined(counted, [smallest]))
     if seen != expected:
         raise ValueError(
-            f"traffic of {smallest.rows} rows of {smallest.width} tokens, {smallest.predicted} of them predicted, is "
-            f"{_words(seen)}; smaller forwards say {_words(expected)}: it depends on more than these numbers"
+            f"the traffic of {plural(smallest.rows, 'row')} of {plural(smallest.width, 'token')} with "
+            f"{smallest.predicted} predicted tokens is {_describe(seen)}, but smaller forwards predict "
+            f"{_describe(expected)}: it depends on more than these three numbers"
         )
     return _records(_combined(counted, plan.batches))
 
 
 def check(ranks: Sequence[Iterable[Collective]]) -> None:
-    """Refuse to believe that ranks which share a model sent each other nothing.
+    """Refuse a rank without traffic if there are several ranks.
 
     Raises:
-        ValueError: There is more than one rank, and one of them sent no byte.
+        ValueError: The message has the number of the rank.
     """
     silent = [number for number, counts in enumerate(ranks) if not any(one.payload_bytes for one in counts)]
     if len(ranks) > 1 and silent:
         raise ValueError(
-            f"no collective was seen in a forward of rank {silent[0]} of {len(ranks)}: the ranks compute the same, "
-            "each for itself, or communicate in a way that torch does not see"
+            f"no collective was counted in a forward of rank {silent[0]} of {len(ranks)}: check that the strategy "
+            "splits the model; each rank may compute the whole model, or communicate without torch"
         )
 
 
 def wire_bytes_per_sequence(ranks: Iterable[Iterable[Collective]], sequences: int) -> float:
-    """Return what all ranks together put on the wire for one sequence: what is received was sent by another of them."""
+    """Return the bytes that all ranks together send per sequence; received bytes count at their sender only."""
     return sum(one.sent_bytes for rank in ranks for one in rank) / sequences
 
 
 def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, workload: str = logits.LEAN) -> _Tally:
-    """Return what a forward as `scoring` runs it sends; which tokens it is of makes no difference."""
+    """Return the traffic of a forward as `scoring` runs it; it does not depend on the tokens."""
     import torch
 
     ids_BS = torch.zeros(rows, width, dtype=torch.int64, device=loaded.input_device)
@@ -169,10 +172,10 @@ def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, workload:
 
 
 def _combined(counted: Sequence[_Tally], batches: Iterable[Batch]) -> _Tally:
-    """Return the sum over batches, each a combination of what was counted at `_SHAPES`.
+    """Return the traffic of batches as a weighted sum of the traffic counted at `_SHAPES`.
 
-    Linear in the predicted tokens, and in rows and tokens of a row with their product: with the shapes one apart, the
-    weights of the five forwards are whole numbers.
+    The traffic is linear in rows, in tokens per row, in their product and in predicted tokens. The shapes differ by
+    one, so that the weights are whole numbers.
     """
     rows, width, predicted = _SHAPES[0]
     weights = [0] * len(counted)
@@ -198,9 +201,9 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
             self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if any(issubclass(one, DTensor) for one in types):
-                return NotImplemented  # it comes again, as ops on the local parts with their collectives
+                return NotImplemented  # The op is dispatched again, as ops on local tensors with their collectives.
             named = kwargs or {}
-            schema = func._schema  # noqa: SLF001 - what torch's own modes read
+            schema = func._schema  # noqa: SLF001 - as the modes of torch do
             _check_known(schema.name)
             answer = func(*args, **named)
             if schema.name not in _COUNTED:
@@ -210,51 +213,52 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
                 _add(tally, kind, Fraction(1), Fraction(payload), Fraction(wire))
             return answer
 
-    with Counting():  # type: ignore[no-untyped-call]  # torch leaves its constructor untyped
+    with Counting():  # type: ignore[no-untyped-call]  # the constructor has no types
         forward()
     return tally
 
 
 def _check_known(op: str) -> None:
     namespace = op.partition("::")[0]
-    if namespace in _NAMESPACES and op not in _MOVING and op not in _STILL and op != _SEVERAL:
-        known = ", ".join(name for name in _MOVING if name.startswith(f"{namespace}::"))
-        raise ValueError(f"{op}: what this op sends is not known; known of {namespace} are {known or 'none'}")
+    if namespace in _NAMESPACES and op not in PAYLOADS and op not in _WITHOUT_PAYLOAD and op != _BATCHED_P2P:
+        known = ", ".join(name for name in PAYLOADS if name.startswith(f"{namespace}::"))
+        raise ValueError(f"{op}: the traffic of this op is unknown; known ops of {namespace}: {known or 'none'}")
 
 
 def _moved(
     op: str, given: Mapping[str, Any], answer: Any, world_size: int
 ) -> Iterator[tuple[CollectiveKind, int, int | Fraction]]:
-    """Yield kind, payload and wire bytes of what an op has moved."""
+    """Yield kind, payload bytes and wire bytes of each transfer of an op."""
     if op in _COPIES:
         source = given[_COPIES[op]]
-        if _between_gpus(source.device, answer.device):
+        if between_gpus(source.device, answer.device):
             size = _bytes(source)
             yield "peer_copy", size, size
-    elif op == _SEVERAL:
+    elif op == _BATCHED_P2P:
         for way, tensor in zip(given["op_list"], given["tensors"], strict=True):
             size = _bytes(tensor)
             yield ("send" if way == "isend" else "recv"), size, size
-    elif op in _MOVING:
-        kind, argument = _MOVING[op]
+    elif op in PAYLOADS:
+        kind, argument = PAYLOADS[op]
         payload = given[argument]
         size = _bytes(payload)
-        ranks, rank = _seat(given, world_size)
+        ranks, rank = _group_of(given, world_size)
         if kind == "all_to_all":
             yield kind, size, size * (1 - _kept(given.get("input_split_sizes"), payload, ranks, rank))
         elif kind == "broadcast":
             root = given.get("root_rank", given.get("src"))
-            # Before the root comes, in a ring, the last of the chain that begins with it.
+            # In a ring, the last rank of the chain that starts at the root is the one before the root.
             yield kind, size, 0 if rank == (root - 1) % ranks else size
         else:
-            yield kind, size, size * _sent(kind, ranks)
+            yield kind, size, size * _wire_fraction(kind, ranks)
 
 
-def _between_gpus(source: torch.device, target: torch.device) -> bool:
+def between_gpus(source: torch.device, target: torch.device) -> bool:
+    """Return whether a copy goes from one GPU to another."""
     return source.type == target.type == "cuda" and source != target
 
 
-def _sent(kind: CollectiveKind, ranks: int) -> Fraction:
+def _wire_fraction(kind: CollectiveKind, ranks: int) -> Fraction:
     """Return wire bytes per byte of payload."""
     others = Fraction(ranks - 1, ranks)
     of_kind = {"all_reduce": 2 * others, "all_gather": Fraction(ranks - 1), "reduce_scatter": others}
@@ -267,16 +271,16 @@ def _kept(splits: Sequence[int] | None, payload: Any, ranks: int, rank: int) -> 
     return Fraction(parts[rank], sum(parts) or 1)
 
 
-def _seat(given: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Return the size of an op's group and this rank's number in it."""
+def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[int, int]:
+    """Return the size of the group of an op, and the number of this rank in it."""
     from torch import distributed
-    from torch._C._distributed_c10d import _resolve_process_group  # as torch.distributed itself does
+    from torch._C._distributed_c10d import _resolve_process_group  # as in torch.distributed
 
     group = given.get("process_group", given.get("group_name"))
     if group is None:
         return world_size, distributed.get_rank() if distributed.is_initialized() else 0
     if isinstance(group, str):
-        group = _resolve_process_group(group)  # type: ignore[arg-type]  # a str at run time
+        group = _resolve_process_group(group)  # type: ignore[arg-type]  # it is a str at run time
     elif not isinstance(group, distributed.ProcessGroup):
         group = distributed.ProcessGroup.unbox(group)
     return group.size(), group.rank()
@@ -302,5 +306,5 @@ def _records(tally: _Tally) -> list[Collective]:
     ]
 
 
-def _words(counts: Sequence[Collective]) -> str:
-    return ", ".join(f"{one.calls} {one.collective} of {one.payload_bytes} bytes" for one in counts) or "nothing"
+def _describe(counts: Sequence[Collective]) -> str:
+    return ", ".join(f"{one.calls} {one.collective} of {one.payload_bytes} bytes" for one in counts) or "0 bytes"

@@ -1,4 +1,4 @@
-"""What only real hardware shows: `pytest tests/gpu -m gpu` on a machine with at least one GPU."""
+"""Tests that need a GPU: `pytest tests/gpu -m gpu` on a machine with at least one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BENCHMARK = """
 """
 _ITEMS = 40
 _FEW = 3
-"""Of 40 items, how many may flip where float16 is rounded otherwise."""
+"""So many of 40 items may flip if float16 rounds differently."""
 _WAIT_S = 300.0
 _TOLERANCE = LOGLIKELIHOOD_TOLERANCES["float16"]
 _DUMMY = ("--llmgpu-model=llama-7b", "--llmgpu-load-format=dummy", "--llmgpu-limit=32")
@@ -58,8 +58,8 @@ def _run(pytester: pytest.Pytester, *arguments: str) -> tuple[pytest.RunResult, 
     return result, file.load(pytester.path / ".llmgpu" / "last.json")
 
 
-def test_held_memory_leaves_the_cap(pytester: pytest.Pytester) -> None:
-    """After a hold, what the device has free or in use by us is the cap, and torch counts none of it."""
+def test_a_memory_cap_leaves_the_rest_out_of_use(pytester: pytest.Pytester) -> None:
+    """The memory of the device outside the hold is the cap, and torch does not count the held bytes."""
     pytester.makepyfile(
         hold="""
         import json, sys, torch
@@ -77,7 +77,7 @@ def test_held_memory_leaves_the_cap(pytester: pytest.Pytester) -> None:
 
 
 def test_a_gpu_is_profiled_while_it_works(pytester: pytest.Pytester) -> None:
-    """Every quantity of the profile has a reading on real hardware, in sensible bounds."""
+    """Every quantity of the profile has a value on real hardware, within plausible bounds."""
     result, written = _run(pytester, *_DUMMY, "--llmgpu-devices=1", "--llmgpu-batch-sizes=1")
     assert result.ret == 0
     profile = written.cases[0].launches[0].profile
@@ -94,8 +94,8 @@ def test_a_gpu_is_profiled_while_it_works(pytester: pytest.Pytester) -> None:
     assert 12 * _GIB < (use.weights_bytes or 0) < (use.peak_allocated_bytes or 0) < 20 * _GIB
 
 
-def test_a_cap_puts_out_of_memory_inside_the_list(pytester: pytest.Pytester) -> None:
-    """Large batch sizes run out of memory as on a small card, and the held bytes are no use of ours."""
+def test_a_memory_cap_makes_large_batches_run_out_of_memory(pytester: pytest.Pytester) -> None:
+    """Large batch sizes run out of memory as on a small GPU, and the held bytes do not count as used."""
     flags = ("--llmgpu-devices=1", "--llmgpu-batch-sizes=1,2,128", "--llmgpu-gpu-memory=13.75GiB")
     result, written = _run(pytester, *_DUMMY, *flags)
     assert result.ret == 0
@@ -109,7 +109,7 @@ def test_a_cap_puts_out_of_memory_inside_the_list(pytester: pytest.Pytester) -> 
 
 
 def test_the_largest_batch_that_fits_is_found(pytester: pytest.Pytester) -> None:
-    """Two neighbours, of which one fits and one does not, near to what the smaller sizes predict."""
+    """The largest size that fits is next to one that does not, and close to the prediction."""
     flags = ("--llmgpu-devices=1", "--llmgpu-batch-sizes=1,2,4,128", "--llmgpu-gpu-memory=13.75GiB")
     result, written = _run(pytester, *_DUMMY, *flags, "--llmgpu-find-max-batch", "--llmgpu-cuda-graphs=off")
     assert result.ret == 0
@@ -117,12 +117,12 @@ def test_the_largest_batch_that_fits_is_found(pytester: pytest.Pytester) -> None
     assert found.largest_fit is not None
     assert found.smallest_oom == found.largest_fit + 1
     assert found.prediction is not None
-    # Of so little room as there is beside the weights here torch leaves a fifth in the gaps of its segments.
+    # With so little memory beside the weights, torch leaves a fifth of it in gaps of its segments.
     assert 0.7 * found.prediction.max_batch_size <= found.largest_fit <= 1.05 * found.prediction.max_batch_size
 
 
 def test_memory_is_the_same_alone_and_in_the_sweep(pytester: pytest.Pytester) -> None:
-    """What smaller batch sizes have left behind is no memory of a larger one."""
+    """Memory of smaller batch sizes does not count for a larger one."""
     peaks = []
     for sizes in ("1,2,8", "8"):
         _, written = _run(pytester, *_DUMMY, "--llmgpu-devices=1", f"--llmgpu-batch-sizes={sizes}")
@@ -132,8 +132,8 @@ def test_memory_is_the_same_alone_and_in_the_sweep(pytester: pytest.Pytester) ->
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_what_went_over_nvlink_is_what_the_program_sent(pytester: pytest.Pytester) -> None:
-    """The links' own counters agree with the exact account within 1 %."""
+def test_the_counters_of_nvlink_agree_with_the_traffic(pytester: pytest.Pytester) -> None:
+    """The counters of the links agree with the exact traffic within 1 %."""
     _, written = _run(pytester, *_DUMMY, "--strategy=tp", "--llmgpu-devices=2", "--llmgpu-batch-sizes=8")
     (case,) = written.cases
     assert case.traffic is not None
@@ -146,9 +146,9 @@ def test_what_went_over_nvlink_is_what_the_program_sent(pytester: pytest.Pyteste
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_several_gpus_answer_as_one_does(pytester: pytest.Pytester) -> None:
-    """Spreading layers moves numbers between devices and changes none of them."""
-    # Rows that are padded for graphs, which one process on two GPUs cannot have, round otherwise.
+def test_several_gpus_give_the_numbers_of_one(pytester: pytest.Pytester) -> None:
+    """Spreading layers over devices does not change a log-likelihood."""
+    # Rows padded for CUDA graphs round differently, and one process on two GPUs cannot use graphs.
     flags = (*_DUMMY, "--llmgpu-batch-sizes=8", "--llmgpu-cuda-graphs=off")
     answers: list[Any] = []
     for devices in ("1", "2"):
@@ -161,7 +161,7 @@ def test_several_gpus_answer_as_one_does(pytester: pytest.Pytester) -> None:
 
 
 def test_uuids_join_nvml_and_torch() -> None:
-    """The name by which a device's memory and profile are joined is the same on both sides."""
+    """Memory and profile of a device are joined by its UUID, which is the same in torch and NVML."""
     known = {gpu.uuid for gpu in nvml.inventory().gpus}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     zeros = [0] * len(devices)
@@ -170,26 +170,26 @@ def test_uuids_join_nvml_and_torch() -> None:
 
 
 class _Ranks:
-    """The processes of a strategy with a loaded model, without the plugin around them."""
+    """The processes of a strategy with a loaded model, without the plugin."""
 
     def __init__(self, group: RankGroup, dataset_sha256: str, use: Sequence[DeviceUse]) -> None:
         self._group = group
         self._dataset_sha256 = dataset_sha256
         self.use = use
-        """What each device held once the model was loaded."""
+        """The memory use of each device after loading."""
 
     def ask(self, fn: Any, *args: Any) -> list[Any]:
         return self._group.ask(fn, *args, phase="forward", timeout_s=_WAIT_S)
 
     def score(self, batch_size: int, cuda_graphs: str = "off") -> ScoreReply:
         replies: list[ScoreReply] = self.ask(_score, self._dataset_sha256, batch_size, cuda_graphs)
-        assert len({reply.accuracy.loglikelihoods for reply in replies}) == 1, "every rank gives the same answers"
+        assert len({reply.accuracy.loglikelihoods for reply in replies}) == 1, "every rank has the same log-likelihoods"
         return replies[0]
 
 
 @contextmanager
 def _started(folder: Path, strategy: str, devices: int, backend: str, model: str = "bundled") -> Iterator[_Ranks]:
-    """While entered, the ranks of a strategy hold a model in float16."""
+    """While entered, the ranks of a strategy have loaded a model in float16."""
     dataset = HellaSwag().load("bundled", rootdir=folder, limit=_ITEMS)
     load_format = "dummy" if models.is_preset(model) else "auto"
     source = models.resolve(model, load_format=load_format, texts=dataset.texts(), rootdir=folder)
@@ -213,14 +213,14 @@ def _started(folder: Path, strategy: str, devices: int, backend: str, model: str
 
 
 def _score(state: RankState, sha256: str, batch_size: int, cuda_graphs: str) -> ScoreReply:
-    """In a rank: score with or without graphs, whatever the case says."""
+    """In a rank: score with or without CUDA graphs."""
     assert state.case is not None
     state.case = msgspec.structs.replace(state.case, cuda_graphs=cuda_graphs)
     return worker.score(state, sha256, batch_size)
 
 
 def _held(state: RankState) -> tuple[int, int]:
-    """In a rank: bytes of live tensors, and those that torch keeps for them."""
+    """In a rank: bytes of live tensors, and bytes that torch has reserved."""
     worker.reset(state)
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
@@ -236,20 +236,20 @@ class _Replay(NamedTuple):
     """One batch as a graph and eagerly."""
 
     shape: tuple[int, ...]
-    """Of its logits."""
+    """The shape of the logits."""
     difference: float
-    """Largest, as a fraction of the largest logit."""
+    """The largest difference, as a fraction of the largest logit."""
     moved: float
-    """The same between the eager answer and that of the batch of this shape before it; infinite for the first."""
+    """The same between this eager batch and the one of this shape before it; infinite for the first."""
     recorded: int
-    """Shapes that were recorded by then."""
+    """So many shapes were recorded by then."""
 
 
 _SHAPES = ((2, 32), (2, 32), (8, 64), (2, 32), (1, 16), (8, 64))
 
 
 def _replay(state: RankState) -> list[_Replay]:
-    """In a rank: run batches of other ids through recordings, a larger shape between two equal ones."""
+    """In a rank: replay batches of different ids, with a larger shape between two equal ones."""
     assert state.loaded is not None
     return _compare(state.loaded)
 
@@ -275,7 +275,7 @@ def _compare(loaded: Loaded) -> list[_Replay]:
 
 
 class _Graphs(NamedTuple):
-    """What one rank of mp said of its forwards, eager and as graphs."""
+    """The replies of one rank of mp, eager and with CUDA graphs."""
 
     eager: ScoreReply
     graphs: ScoreReply
@@ -286,7 +286,7 @@ class _Graphs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> _Graphs:
-    """The bundled model under mp on one GPU. Its process is gone when the tests begin: others measure memory."""
+    """The bundled model under mp on one GPU. Its process has ended when the tests start: others measure memory."""
     with _started(tmp_path_factory.mktemp("mp"), "mp", 1, "accelerate") as ranks:
         eager = ranks.score(8)
         (before,) = ranks.ask(_held)
@@ -296,8 +296,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> _Graphs:
         return _Graphs(eager, graphed, before, after, replays)
 
 
-def test_graphs_answer_as_eager_forwards_do(plain: _Graphs) -> None:
-    """The same sequences in rows of 16, 32, ... tokens have the same log-likelihoods but for rounding."""
+def test_graphs_give_the_numbers_of_eager_forwards(plain: _Graphs) -> None:
+    """Rows of 16, 32, ... tokens have the same log-likelihoods except for rounding."""
     assert (plain.eager.execution, plain.graphs.execution) == ("eager", "cuda_graphs")
     assert _difference(plain.graphs, plain.eager) <= _TOLERANCE
     found, right = plain.graphs.batches, plain.eager.batches
@@ -307,21 +307,21 @@ def test_graphs_answer_as_eager_forwards_do(plain: _Graphs) -> None:
     assert all(width % graphs.MULTIPLE == 0 or width == longest for width in widths)
 
 
-def test_a_recorded_shape_answers_the_batch_it_is_given(plain: _Graphs) -> None:
-    """Each batch gets its own answer, in its own shape, not that of the batch that was recorded or ran before."""
+def test_a_replay_computes_its_own_batch(plain: _Graphs) -> None:
+    """Each batch has its own logits, not those of the batch that was recorded or ran before."""
     assert [replay.shape[:2] for replay in plain.replays] == list(_SHAPES)
     assert [replay.recorded for replay in plain.replays] == [1, 1, 2, 2, 3, 3]
     assert max(replay.difference for replay in plain.replays) < _TOLERANCE
-    assert min(replay.moved for replay in plain.replays) > 20 * _TOLERANCE, "another answer would be seen"
+    assert min(replay.moved for replay in plain.replays) > 20 * _TOLERANCE, "other logits would be detected"
 
 
-def test_graphs_leave_no_memory_behind(plain: _Graphs) -> None:
-    """What the next case finds on the device is what this one found."""
+def test_graphs_leave_no_memory(plain: _Graphs) -> None:
+    """The device has the same memory in use before and after the graphs."""
     assert plain.after == plain.before
 
 
 class _Kernels(NamedTuple):
-    """What iok said on one GPU."""
+    """The replies of iok on one GPU."""
 
     layers: list[str]
     small_large_small: list[ScoreReply]
@@ -332,7 +332,7 @@ class _Kernels(NamedTuple):
 
 @pytest.fixture(scope="module")
 def kernel_injection(tmp_path_factory: pytest.TempPathFactory) -> _Kernels:
-    """The bundled model under iok on one GPU, in two processes that know nothing of each other."""
+    """The bundled model under iok on one GPU, in two independent processes."""
     _build_kernels()
 
     def sweep(sizes: Sequence[int]) -> tuple[list[str], list[ScoreReply]]:
@@ -345,15 +345,15 @@ def kernel_injection(tmp_path_factory: pytest.TempPathFactory) -> _Kernels:
     return _Kernels(layers, replies, large)
 
 
-def test_kernels_answer_as_the_plain_model_does(kernel_injection: _Kernels, plain: _Graphs) -> None:
-    """Every layer is DeepSpeed's, and what differs is rounding."""
+def test_kernels_give_the_numbers_of_the_plain_model(kernel_injection: _Kernels, plain: _Graphs) -> None:
+    """Every layer is DeepSpeed's, and the numbers differ by rounding only."""
     assert set(kernel_injection.layers) == {"DeepSpeedGPTInference"}
     for reply in kernel_injection.small_large_small:
         _agrees(reply, plain.eager)
 
 
 def test_a_batch_size_is_the_same_alone_and_in_a_sweep(kernel_injection: _Kernels) -> None:
-    """Neither a smaller nor a larger workspace before it changes a number."""
+    """A smaller or larger workspace before a case changes no number."""
     small, large, small_again = kernel_injection.small_large_small
     assert small_again.accuracy.loglikelihoods == small.accuracy.loglikelihoods
     assert small_again.workspace == small.workspace
@@ -362,7 +362,7 @@ def test_a_batch_size_is_the_same_alone_and_in_a_sweep(kernel_injection: _Kernel
 
 
 def test_the_stock_binding_fails_the_run(pytester: pytest.Pytester) -> None:
-    """DeepSpeed's own residual sum is told from rounding, whatever the accuracy is."""
+    """The error of DeepSpeed's residual sum is larger than rounding, at any accuracy."""
     _build_kernels()
     _write_architecture(pytester.path / "random")
     flags = ("--llmgpu-model=random", "--llmgpu-load-format=dummy", "--llmgpu-limit=8", "--llmgpu-devices=1")
@@ -375,8 +375,8 @@ def test_the_stock_binding_fails_the_run(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("strategy", "backend"), [("tp", "transformers"), ("tp", "deepspeed"), ("iok", "deepspeed")])
-def test_halves_of_every_layer_answer_as_the_whole(tmp_path: Path, plain: _Graphs, strategy: str, backend: str) -> None:
-    """Two GPUs that sum up their parts give the numbers of one, eagerly and as graphs."""
+def test_two_gpus_give_the_numbers_of_one(tmp_path: Path, plain: _Graphs, strategy: str, backend: str) -> None:
+    """Two GPUs with half of every layer each give the numbers of one, eagerly and with CUDA graphs."""
     if strategy == "iok":
         _build_kernels()
     elif backend == "deepspeed":
@@ -393,7 +393,7 @@ def test_halves_of_every_layer_answer_as_the_whole(tmp_path: Path, plain: _Graph
     [("iok", "deepspeed", 1), ("iok", "deepspeed", 2), ("tp", "transformers", 2), ("tp", "deepspeed", 2)],
 )
 def test_loading_takes_little_more_than_the_weights(tmp_path: Path, strategy: str, backend: str, devices: int) -> None:
-    """A model that fits once it is loaded can be loaded: no rank ever holds the whole of it beside its part."""
+    """No rank holds the whole model while it loads its part."""
     if torch.cuda.device_count() < devices:
         pytest.skip("needs two GPUs")
     if strategy == "iok":
@@ -439,7 +439,7 @@ def _build_kernels() -> None:
 
 
 def _write_architecture(folder: Path) -> None:
-    """Write a small LLaMA without weights, whose attention counts for something where they are random."""
+    """Write a small LLaMA without weights, whose attention matters with random weights."""
     from transformers import LlamaConfig
 
     LlamaConfig(

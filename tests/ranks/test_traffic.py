@@ -37,7 +37,7 @@ def _one(kind: CollectiveKind, payload_bytes: int, wire_bytes: int, calls: int =
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[None]:
-    """This process is rank 1 of 4, whose others are not there: what is sent to them is dropped."""
+    """This process is rank 1 of 4; the others do not exist, and data for them is dropped."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
@@ -132,7 +132,7 @@ _KNOWN: dict[str, tuple[Callable[[torch.Tensor], object], list[Collective]]] = {
 @pytest.mark.parametrize("name", _KNOWN)
 @pytest.mark.usefixtures("four")
 def test_known_collectives_are_counted(name: str, inference: bool) -> None:
-    """Payload and wire bytes are those that one works out by hand, whichever way the op is called."""
+    """Payload and wire bytes are the expected ones, with and without autograd."""
     call, expected = _KNOWN[name]
     with torch.inference_mode(inference):
         tensor = torch.ones(24)
@@ -140,8 +140,8 @@ def test_known_collectives_are_counted(name: str, inference: bool) -> None:
 
 
 @pytest.mark.usefixtures("four")
-def test_the_size_of_a_group_is_its_own() -> None:
-    """An all-reduce of two of the four ranks sends as much as its payload, and one of a single rank nothing."""
+def test_the_size_of_a_group_decides() -> None:
+    """An all-reduce of two of four ranks sends as much as its payload; one of a single rank sends nothing."""
     two, alone = distributed.new_group([0, 1]), distributed.new_group([1])
 
     def reduce() -> None:
@@ -155,31 +155,31 @@ def test_the_size_of_a_group_is_its_own() -> None:
 
 
 @pytest.mark.usefixtures("four")
-def test_an_op_that_is_not_known_is_an_error() -> None:
-    """It is named, with those that are known."""
+def test_an_unknown_op_is_an_error() -> None:
+    """The message has the op and the known ops of its namespace."""
     tensor = torch.ones(2)
-    with pytest.raises(ValueError, match=r"^c10d::reduce_: what this op sends is not known; known of c10d are c10d::"):
+    with pytest.raises(ValueError, match=r"^c10d::reduce_: .*: c10d::"):
         traffic.count(lambda: distributed.reduce(tensor, 0), world_size=4)
 
 
-def test_an_op_that_is_not_known_is_not_run() -> None:
-    """One rank that has sent and then fails would leave another to wait for the next."""
+def test_an_unknown_op_is_not_run() -> None:
+    """A rank that fails after a transfer would leave the others waiting for the next one."""
     ran: list[torch.Tensor] = []
     library = torch.library.Library("symm_mem", "FRAGMENT")
-    library.define("tell_everybody(Tensor self) -> ()")
-    library.impl("tell_everybody", ran.append, "CPU")
+    library.define("notify_all(Tensor self) -> ()")
+    library.impl("notify_all", ran.append, "CPU")
     tensor = torch.ones(2)
-    with pytest.raises(ValueError, match=r"^symm_mem::tell_everybody: .*; known of symm_mem are none$"):
-        traffic.count(lambda: torch.ops.symm_mem.tell_everybody(tensor), world_size=4)
+    with pytest.raises(ValueError, match=r"^symm_mem::notify_all: .*: none$"):
+        traffic.count(lambda: torch.ops.symm_mem.notify_all(tensor), world_size=4)
     assert ran == []
-    torch.ops.symm_mem.tell_everybody(tensor)
+    torch.ops.symm_mem.notify_all(tensor)
     assert len(ran) == 1
 
 
-def test_every_op_that_torch_has_by_a_known_name_has_its_payload() -> None:
-    """A release that renames an argument is noticed here and not in a run."""
+def test_every_known_op_of_torch_has_its_payload_argument() -> None:
+    """A release of torch that renames an argument fails this test."""
     there = {schema.name: schema for schema in torch._C._jit_get_all_schemas()}
-    payloads = {op: argument for op, (_, argument) in traffic._MOVING.items() if op in there}
+    payloads = {op: argument for op, (_, argument) in traffic.PAYLOADS.items() if op in there}
     assert {"c10d::allreduce_", "_c10d_functional::all_gather_into_tensor"} <= set(payloads)
     for op, argument in payloads.items():
         assert argument in {one.name for one in there[op].arguments}, op
@@ -187,7 +187,7 @@ def test_every_op_that_torch_has_by_a_known_name_has_its_payload() -> None:
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "autograd"])
 def test_copies_between_devices_are_counted(inference: bool) -> None:
-    """Accelerate moves hidden states so; what stays on a device, or comes from the host, is no traffic of theirs."""
+    """Accelerate moves hidden states in this way; copies on a device or from the host do not count."""
     with FakeTensorMode(), torch.inference_mode(inference):
         first, second, host = (torch.empty(10, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
         assert traffic.count(lambda: first.to("cuda:1"), world_size=1) == [_one("peer_copy", 40, 40)]
@@ -196,7 +196,7 @@ def test_copies_between_devices_are_counted(inference: bool) -> None:
 
 
 def test_copies_into_another_devices_tensor_are_counted() -> None:
-    """By what is copied, whose dtype may be the smaller. Without a GPU, torch has no such copy that could be seen."""
+    """The dtype of the source decides. Without a GPU, torch cannot run such a copy, so that the op is emulated."""
     with FakeTensorMode():
         source, target = torch.empty(10, device="cuda:0", dtype=torch.float16), torch.empty(10, device="cuda:1")
     assert [*traffic._moved("aten::copy_", {"self": target, "src": source}, target, 1)] == [("peer_copy", 20, 20)]
@@ -220,7 +220,7 @@ def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _assert_plan_is_its_batches(group: RankGroup, workload: str = logits.LEAN) -> list[Collective]:
-    """What is said of a plan is what its batches send, added up; return it."""
+    """Check that the traffic of the plan is the sum over its batches; return it."""
     first, second = _run(group, ranks.of_plan, workload)
     assert first == second
     batches = _run(group, ranks.of_each_batch, workload)[0]
@@ -246,30 +246,30 @@ def _hidden(vocabulary: int = 0) -> tuple[int, int]:
 
 
 def test_transformers_sends_hidden_states_and_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
-    """Two all-reduces a layer, one of the embedding, and a gather of the logits that are predicted."""
-    said = _assert_plan_is_its_batches(load(_TP))
+    """There are two all-reduces per layer, one of the embedding, and a gather of the predicted logits."""
+    traffic_of_plan = _assert_plan_is_its_batches(load(_TP))
     batches, reductions = len(ranks.make_plan().batches), 2 * _LAYERS + 1
     hidden, logits = _hidden(bundled.config["vocab_size"])
-    assert said == [
+    assert traffic_of_plan == [
         _one("all_reduce", reductions * hidden, reductions * hidden, calls=reductions * batches),
         _one("all_gather", logits // 2, logits // 2, calls=batches),
     ]
 
 
 def test_full_logits_are_sent_for_every_padded_token(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
-    """Scored as the harness does, whatever is predicted; the KV cache stays where it is."""
-    said = _assert_plan_is_its_batches(load(_TP), logits.FULL_LOGITS)
+    """Scoring as the harness sends all logits; the KV cache is not sent."""
+    traffic_of_plan = _assert_plan_is_its_batches(load(_TP), logits.FULL_LOGITS)
     plan, reductions = ranks.make_plan(), 2 * _LAYERS + 1
     hidden, batches = _hidden()[0], len(plan.batches)
     size = sum(batch.padded_tokens for batch in plan.batches) * bundled.config["vocab_size"] * _ELEMENT
-    assert said == [
+    assert traffic_of_plan == [
         _one("all_reduce", reductions * hidden, reductions * hidden, calls=reductions * batches),
         _one("all_gather", size // 2, size // 2, calls=batches),
     ]
 
 
 def test_bytes_per_padded_token_do_not_depend_on_the_batch(load: Callable[..., RankGroup]) -> None:
-    """So a change of the program shows whatever the batch size is."""
+    """A change of the program is visible at every batch size."""
     group = load(_TP)
     small, large = (_run(group, ranks.of_forward, *shape)[0] for shape in ((1, 7), (8, 40)))
     assert [one.calls for one in small] == [one.calls for one in large]
@@ -278,42 +278,44 @@ def test_bytes_per_padded_token_do_not_depend_on_the_batch(load: Callable[..., R
 
 @_NEEDS_DEEPSPEED
 def test_autotp_sums_its_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
-    """Two all-reduces a layer, and one of whole logits; the same when it goes through shared memory, by its own op."""
+    """There are two all-reduces per layer and one of whole logits; the op for shared memory counts the same."""
     group = load(_TP, backend="deepspeed")
-    said = _assert_plan_is_its_batches(group)
+    traffic_of_plan = _assert_plan_is_its_batches(group)
     hidden, logits = _hidden(bundled.config["vocab_size"])
     size, calls = 2 * _LAYERS * hidden + logits, (2 * _LAYERS + 1) * len(ranks.make_plan().batches)
-    assert said == [_one("all_reduce", size, size, calls=calls)]
+    assert traffic_of_plan == [_one("all_reduce", size, size, calls=calls)]
     group.ask(ranks.reduce_through_shared_memory, phase="forward", timeout_s=60)
     try:
-        assert _assert_plan_is_its_batches(group) == said
+        assert _assert_plan_is_its_batches(group) == traffic_of_plan
     finally:
         group.ask(ranks.reduce_through_the_group, phase="forward", timeout_s=60)
 
 
 @_NEEDS_DEEPSPEED
 def test_injected_kernels_sum_hidden_states(load: Callable[..., RankGroup]) -> None:
-    """Two all-reduces a layer, by DeepSpeed's own call of torch.distributed; embedding and head are on every rank."""
-    said = _assert_plan_is_its_batches(load(_IOK, strategy="iok", backend="deepspeed"))
+    """There are two all-reduces per layer; embedding and head are on every rank."""
+    traffic_of_plan = _assert_plan_is_its_batches(load(_IOK, strategy="iok", backend="deepspeed"))
     size = 2 * _LAYERS * _hidden()[0]
-    assert said == [_one("all_reduce", size, size, calls=2 * _LAYERS * len(ranks.make_plan().batches))]
+    assert traffic_of_plan == [_one("all_reduce", size, size, calls=2 * _LAYERS * len(ranks.make_plan().batches))]
 
 
 @_NEEDS_DEEPSPEED
 @pytest.mark.parametrize(("place", "strategy", "logits_sent"), [(_TP, "tp", 1), (_IOK, "iok", 0)])
-def test_deepspeed_sends_full_logits_where_it_sends_any(
+def test_deepspeed_sends_full_logits_if_it_sends_logits(
     load: Callable[..., RankGroup], bundled: ModelSource, place: str, strategy: str, logits_sent: int
 ) -> None:
-    """AutoTP sums those of every padded token; injected kernels have the whole head on every rank."""
-    said = _assert_plan_is_its_batches(load(place, strategy=strategy, backend="deepspeed"), logits.FULL_LOGITS)
+    """AutoTP sums the logits of every padded token; injected kernels have the whole head on every rank."""
+    traffic_of_plan = _assert_plan_is_its_batches(
+        load(place, strategy=strategy, backend="deepspeed"), logits.FULL_LOGITS
+    )
     plan, hidden = ranks.make_plan(), _hidden()[0]
     tokens = sum(batch.padded_tokens for batch in plan.batches)
     size = 2 * _LAYERS * hidden + logits_sent * tokens * bundled.config["vocab_size"] * _ELEMENT
-    assert said == [_one("all_reduce", size, size, calls=(2 * _LAYERS + logits_sent) * len(plan.batches))]
+    assert traffic_of_plan == [_one("all_reduce", size, size, calls=(2 * _LAYERS + logits_sent) * len(plan.batches))]
 
 
-def test_real_ranks_are_counted_each(load: Callable[..., RankGroup]) -> None:
-    """Over gloo: who sends and who receives is told apart."""
+def test_each_rank_counts_its_own_transfers(load: Callable[..., RankGroup]) -> None:
+    """With gloo, one rank counts a send and the other one a receive."""
     reduced = _one("all_reduce", 40, 40)
     assert _run(load(_TP), ranks.exchange) == [
         [reduced, _one("send", 40, 40)],
@@ -321,59 +323,60 @@ def test_real_ranks_are_counted_each(load: Callable[..., RankGroup]) -> None:
     ]
 
 
-def test_ranks_that_share_nothing_are_an_error(load: Callable[..., RankGroup]) -> None:
-    """A model that every rank has to itself would be measured as if it were shared."""
+def test_ranks_without_traffic_are_an_error(load: Callable[..., RankGroup]) -> None:
+    """Otherwise a model that each rank holds as a whole would be measured as a split one."""
     seen = _run(load(_TP), ranks.of_each_for_itself)
-    with pytest.raises(ValueError, match="no collective was seen in a forward of rank 0 of 2"):
+    with pytest.raises(ValueError, match="rank 0 of 2"):
         traffic.check(seen)
-    with pytest.raises(ValueError, match="of rank 1 of 2"):
+    with pytest.raises(ValueError, match="rank 1 of 2"):
         traffic.check([[_one("all_reduce", 40, 40)], []])
     traffic.check([[]])
 
 
 def test_a_single_process_sends_nothing(bundled: ModelSource) -> None:
-    """Mp on a CPU has no other device to copy to, and that is no error."""
+    """Strategy mp on a CPU has no second device, which is no error."""
     loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
     assert ranks.of_plan(loaded) == []
 
 
 @pytest.mark.parametrize("workload", logits.WORKLOADS.values())
-def test_accelerates_hooks_are_seen(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, workload: str) -> None:
-    """Hidden states move once and rotary tables to every layer, whose bytes go by the length of a row alone."""
+def test_the_copies_of_accelerate_are_counted(
+    monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, workload: str
+) -> None:
+    """Hidden states move once, rotary tables to every layer; their bytes depend on the row length only."""
     model: Any = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled).model
     second = {"model.layers.1": "meta", "model.norm": "meta", "lm_head": "meta"}
     for name, device in second.items():
         module = model.get_submodule(name).to(device)
-        # As mp has it: a KV cache stays on the device of its layer.
+        # As in mp, the KV cache stays on the device of its layer.
         add_hook_to_module(module, AlignDevicesHook(execution_device=device, skip_keys="past_key_values"))
-    # The meta device stands for a second GPU, and computes nothing.
-    monkeypatch.setattr(traffic, "_between_gpus", lambda source, target: source != target)
+    # The meta device, which computes nothing, stands for a second GPU.
+    monkeypatch.setattr(traffic, "between_gpus", lambda source, target: source != target)
     cpu = torch.device("cpu")
     loaded = Loaded(model=model, config=model.config, input_device=cpu, devices=(cpu,))
-    (said,) = ranks.of_plan(loaded, workload)
-    each = [
-        traffic._records(traffic._of_forward(loaded, batch.rows, batch.width, batch.predicted, workload))[0]
-        for batch in ranks.make_plan().batches
-    ]
-    assert said.collective == "peer_copy"
-    assert said.calls == sum(one.calls for one in each)
-    assert said.payload_bytes == said.wire_bytes == sum(one.payload_bytes for one in each)
-    assert _hidden()[0] < said.payload_bytes < 2 * _hidden()[0]
+    (copies,) = ranks.of_plan(loaded, workload)
+    each = [ranks.of_batch(loaded, batch, workload)[0] for batch in ranks.make_plan().batches]
+    assert copies.collective == "peer_copy"
+    assert copies.calls == sum(one.calls for one in each)
+    assert copies.payload_bytes == copies.wire_bytes == sum(one.payload_bytes for one in each)
+    assert _hidden()[0] < copies.payload_bytes < 2 * _hidden()[0]
 
 
-def test_traffic_that_depends_on_more_is_an_error(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource) -> None:
-    """Rather than a figure that a case never had."""
+@pytest.mark.usefixtures("four")
+def test_traffic_that_depends_on_more_is_an_error(bundled: ModelSource) -> None:
+    """A wrong prediction for the smallest batch is refused."""
     loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
 
-    def of_forward(_loaded: object, rows: int, width: int, _predicted: int, _workload: str) -> traffic._Tally:
-        return {"peer_copy": (Fraction(1), Fraction(rows * width**2), Fraction(rows * width**2))}
+    def send_square(_model: object, _arguments: object, named: dict[str, Any]) -> None:
+        rows, width = named["input_ids"].shape
+        distributed.all_reduce(torch.ones(rows * width**2))
 
-    monkeypatch.setattr(traffic, "_of_forward", of_forward)
-    with pytest.raises(ValueError, match=r"traffic of 2 rows of \d+ tokens, .* 1 peer_copy of \d+ bytes; smaller"):
+    loaded.model.register_forward_pre_hook(send_square, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"the traffic of 2 rows of \d+ tokens .* 1 all_reduce of \d+ bytes, but"):
         ranks.of_plan(loaded)
 
 
-def test_what_is_received_is_not_counted_twice() -> None:
-    """Per sequence, the bytes of all ranks: a receiver's are the sender's."""
+def test_received_bytes_are_not_counted_twice() -> None:
+    """Bytes per sequence are the sum over all ranks of the bytes that they send."""
     sent, received = [_one("send", 40, 40)], [_one("recv", 40, 40), _one("all_reduce", 8, 12)]
     assert traffic.wire_bytes_per_sequence([sent, received], 4) == 13.0

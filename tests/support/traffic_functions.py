@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import logits, scoring
-from pytest_llmgpu.inference.batching import Plan, Request, Requests, plan
+from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
 from pytest_llmgpu.ranks import traffic
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Collective
@@ -54,6 +54,16 @@ def of_each_batch(loaded: Loaded, workload: str = logits.LEAN) -> list[list[Coll
         )
         for batch in batches
     ]
+
+
+def of_batch(loaded: Loaded, batch: Batch, workload: str) -> list[Collective]:
+    """Return the traffic of a batch by its shape, on a device that computes nothing as well."""
+    import torch
+
+    ids_BS = torch.zeros(batch.rows, batch.width, dtype=torch.int64)
+    rows_N = torch.zeros(batch.predicted, dtype=torch.int64)
+    with logits.way(loaded.model, workload) as way, torch.inference_mode():
+        return traffic.count(lambda: way.forward(ids_BS, rows_N), world_size=loaded.world_size)
 
 
 def of_forward(loaded: Loaded, rows: int, tokens: int) -> list[Collective]:
