@@ -1,8 +1,7 @@
-"""What is run, and in which order: a dataset as tokens, laid out in batches.
+"""Batches of token ids: a dataset is tokenised once (`encode`) and split into batches per batch size (`plan`).
 
-Items are tokenised once (`encode`) and laid out for one batch size at a time (`plan`). The batches are the tensors that
-lm-evaluation-harness 0.4.13 hands to the model (`_encode_pair` in `lm_eval/api/model.py`, `_loglikelihood_tokens` in
-`lm_eval/models/huggingface.py`); a test holds the two side by side.
+The batches are the tensors that lm-evaluation-harness 0.4.13 passes to the model (`_encode_pair` in
+`lm_eval/api/model.py`, `_loglikelihood_tokens` in `lm_eval/models/huggingface.py`); a test compares the two.
 
 Shapes: B rows of a batch, S tokens of its longest row, N predicted tokens, R requests, L tokens of the longest ending.
 """
@@ -27,82 +26,87 @@ __all__ = ["Batch", "Plan", "Request", "Requests", "encode", "plan"]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One ending given its context, in tokens."""
+    """The tokens of one context and its ending."""
 
     tokens: tuple[int, ...]
-    """Context and ending, untruncated."""
+    """The tokens of the context and the ending, not truncated."""
     ending: int
-    """How many of the last tokens are the ending."""
+    """The number of tokens of the ending, which are the last ones."""
 
 
 class Requests(msgspec.Struct, frozen=True):
-    """A tokenised dataset: all that does not depend on the batch size."""
+    """A tokenised dataset, without anything that depends on the batch size."""
 
     item_ids: tuple[str, ...]
+    """The ids of the items in the order of the dataset."""
     endings: tuple[int, ...]
-    """Endings per item; the requests stand in this order."""
+    """The number of requests per item, in the order of `item_ids`."""
     requests: tuple[Request, ...]
+    """The requests of all items, item by item."""
     max_length: int
-    """Longest input in tokens; longer ones lose their beginning."""
+    """The maximum input length in tokens; longer inputs lose their first tokens."""
 
 
 class Batch(msgspec.Struct):
-    """One forward, ready to go: everything the device needs in one tensor, so that one copy takes it there."""
+    """The data of one forward, in one tensor, so that one copy moves it to the device."""
 
     packed: torch.Tensor
-    """int64, flat: input ids [B, S] padded on the right with 0; then [N] each: hidden row, target, slot in [R, L].
+    """A flat int64 tensor: input ids [B, S], padded on the right with 0, then three parts [N]: rows, targets, slots.
 
-    Slots are places in a table of one row per request, where a request's log-likelihoods are summed up.
+    A row is an index into the hidden states [B * S], a target is a token id. A slot is an index into a table [R * L],
+    in which the log-probabilities of each request are summed.
     """
     rows: int
-    """B"""
+    """The number of rows, B."""
     width: int
-    """S"""
+    """The number of tokens of the longest row, S."""
     predicted: int
-    """N"""
+    """The number of predicted tokens, N."""
     requests: tuple[int, ...]
-    """Numbers of the R requests answered by this batch: more than B where requests share a row."""
+    """The indices of the R requests in this batch: more than B if requests share a row."""
     longest: int
-    """L"""
+    """The number of tokens of the longest ending, L."""
     tokens: int
-    """Input tokens without padding."""
+    """The number of input tokens without padding."""
 
     @property
     def sizes(self) -> list[int]:
-        """Lengths of the four parts of `packed`."""
+        """The lengths of the four parts of `packed`."""
         return [self.rows * self.width, self.predicted, self.predicted, self.predicted]
 
     @property
     def padded_tokens(self) -> int:
-        """Rows times the longest row: what the devices compute."""
+        """The number of input tokens with padding, B * S: the devices compute all of them."""
         return self.rows * self.width
 
 
 class Plan(msgspec.Struct):
-    """A dataset at one batch size, in the order it is run: longest rows first."""
+    """The batches of a dataset at one batch size, in the order in which they run: longest rows first."""
 
     requests: Requests
+    """The requests of the dataset."""
     batches: list[Batch]
+    """The batches in order."""
     sha256: str
-    """Item ids, order and shapes of the batches."""
+    """A hash of the item ids and of the order and shapes of the batches."""
 
     @property
     def sequences(self) -> int:
-        """Rows of all forwards."""
+        """The number of rows of all batches."""
         return sum(batch.rows for batch in self.batches)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest row, padding included."""
+        """The number of tokens of the longest row, with padding."""
         return max(batch.width for batch in self.batches)
 
     def pin(self) -> None:
-        """Move the batches into page-locked memory, from which a copy to a CUDA device need not be staged."""
+        """Move the batches to page-locked memory, from which a copy to a CUDA device needs no staging buffer."""
         import torch
 
         if self.batches[0].packed.is_pinned():
             return
-        # One allocation for all of them: page-locking each batch by itself takes longer than small forwards do.
+        # One allocation for all batches: page-locking each batch takes longer than a small forward.
         sizes = [batch.packed.numel() for batch in self.batches]
         pinned = torch.cat([batch.packed for batch in self.batches]).pin_memory()
         for batch, packed in zip(self.batches, pinned.split(sizes), strict=True):
@@ -112,11 +116,17 @@ class Plan(msgspec.Struct):
 def encode(task: Task, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Requests:
     """Tokenise every request of every item.
 
-    Context and ending are tokenised together and split where the context alone would end, so that a token may not span
-    the border in the context only. The tokenizer's default special tokens are added, unless the text brings them.
+    Context and ending are tokenised together. They are split at the number of tokens of the context alone, as in
+    lm-evaluation-harness. The tokenizer adds its default special tokens, unless the text begins with one.
+
+    Args:
+        task: Makes the requests of each item.
+        items: The items of the dataset.
+        tokenizer: The model's tokenizer.
+        max_length: The maximum input length in tokens.
 
     Raises:
-        ValueError: An ending, or a context, that comes to no token; an ending longer than `max_length`.
+        ValueError: A context or an ending has no token, or an ending has more than `max_length` tokens.
     """
     of_items = [task.requests(item) for item in items]
     pairs = [_spaces_to_ending(*request) for requests in of_items for request in requests]
@@ -148,13 +158,13 @@ def _spaces_to_ending(context: str, ending: str) -> tuple[str, str]:
 
 
 def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the tokens of each text, tokenised in two calls since a call for each takes ten times as long."""
+    """Return the tokens of each text. Two calls tokenise all of them: one call per text takes ten times as long."""
     prefix = _prefix(tokenizer)
     start = None if prefix is None else str(tokenizer.decode([prefix]))
     tokens: dict[str, list[int]] = {}
     for has_start in (False, True):
         some = sorted(text for text in texts if (start is not None and text.startswith(start)) == has_start)
-        # None of a tokenizer's own settings is touched where it is to add its special tokens.
+        # Without the argument the tokenizer adds its special tokens by its own settings.
         special: dict[str, Any] = {"add_special_tokens": False} if has_start else {}
         if some:
             tokens.update(zip(some, tokenizer(some, return_attention_mask=False, **special)["input_ids"], strict=True))
@@ -162,7 +172,7 @@ def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, li
 
 
 def _without_context(ending: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Return the tokens of an ending after a beginning-of-sequence token, which is the context."""
+    """Return the tokens of an ending after a beginning-of-sequence token, which stands for the empty context."""
     prefix = _prefix(tokenizer)
     tokens = tokenizer.encode(ending, add_special_tokens=False)
     if prefix is None:
@@ -176,16 +186,16 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def plan(requests: Requests, batch_size: int, *, multiple: int = 1) -> Plan:
-    """Lay the requests out in batches: longest first, requests with the same input on one row.
+    """Split the requests into batches: longest first, requests with the same input on one row.
 
     Args:
-        requests: What to run.
-        batch_size: Rows of a batch, fewer in the last.
-        multiple: Rows are padded to a multiple of so many tokens, up to the longest of the plan; 1 for no longer than
-            the longest of their batch.
+        requests: The tokenised dataset.
+        batch_size: The rows of a batch; the last batch may have fewer.
+        multiple: Rows are padded to a multiple of this many tokens, but not beyond the longest row of the plan; 1 pads
+            them to the longest row of their batch.
 
     Raises:
-        ValueError: A batch size below 1 or above the number of requests.
+        ValueError: The batch size is below 1 or above the number of requests.
     """
     if not 1 <= batch_size <= len(requests.requests):
         raise ValueError(
@@ -196,13 +206,13 @@ def plan(requests: Requests, batch_size: int, *, multiple: int = 1) -> Plan:
         shared.setdefault(request.tokens[:-1], []).append(number)
 
     def order(row: list[int]) -> tuple[int, tuple[int, ...]]:
-        # max keeps the first of the longest endings: which request leads a row decides its place among equals.
+        # max returns the first request with the longest ending; it decides the order of rows of equal length.
         tokens = max((requests.requests[number] for number in row), key=lambda request: request.ending).tokens
         return -len(tokens), tokens
 
     rows = sorted(shared.values(), key=order)
     starts = range(0, len(rows), batch_size)
-    # No wider than the widest needs: the same number of shapes, and a dataset of one width is not padded at all.
+    # The limit keeps the number of shapes, and a dataset of one width gets no padding.
     widest = min(max(map(len, shared)), requests.max_length)
     batches = [_batch(requests, rows[start : start + batch_size], multiple, widest) for start in starts]
     layout = [[batch.rows, batch.width, batch.predicted, batch.requests] for batch in batches]

@@ -1,6 +1,6 @@
-"""A decoder's forwards as CUDA graphs: recorded once per shape, then replayed by one launch instead of hundreds.
+"""Forwards of a decoder as CUDA graphs: recorded once per shape, then replayed by one launch instead of hundreds.
 
-Below batch sizes of about 16 a GPU waits for the CPU that launches its kernels, more so under tensor parallelism.
+Below a batch size of about 16, a GPU waits for the CPU that launches its kernels; with tensor parallelism even more.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 __all__ = ["MULTIPLE", "GraphedDecoder", "reason_against"]
 
 MULTIPLE = 16
-"""Rows are padded to a multiple of so many tokens, but not beyond the longest sequence of the case: fewer shapes to
-record, for a few tokens more to compute."""
+"""Rows are padded to a multiple of this many tokens, but not beyond the longest sequence of the case. Fewer shapes are
+recorded, and slightly more tokens are computed."""
 
 
 def reason_against(model: torch.nn.Module, devices: tuple[torch.device, ...]) -> str | None:
-    """Return why the forwards of a model cannot be recorded; None where they can."""
+    """Return the reason why the forwards of a model cannot be recorded; None if they can."""
     if devices[0].type != "cuda":
         return "CUDA graphs need a GPU"
     if len(devices) > 1:
-        return "one process drives several GPUs, and what accelerate does between them cannot be recorded"
+        return "one process uses several GPUs, and accelerate's copies between them cannot be recorded"
     decoder = getattr(model, "get_decoder", lambda: None)()
     if decoder is None or decoder is model:
-        return f"{type(model).__name__} has no decoder apart from its output head"
+        return f"{type(model).__name__} has no decoder separate from its output head"
     return None
 
 
 class GraphedDecoder:
-    """While entered, the decoder of a model (all but the output head) records each new shape and replays known ones.
+    """A context manager in which the decoder (the model without its output head) records new shapes and replays others.
 
-    The answer of a replay lies in memory that the next one overwrites.
+    The next replay overwrites the hidden states that a replay returned.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class GraphedDecoder:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
         self.capture_s: list[float] = []
-        """Seconds that each recording took, its forward before it included."""
+        """The seconds that each recording took, with the eager forward before it."""
 
     def __enter__(self) -> GraphedDecoder:  # noqa: PYI034 - typing.Self needs Python 3.11
         self._eager = self._decoder.forward
@@ -65,7 +65,7 @@ class GraphedDecoder:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While entered, forwards run eagerly."""
+        """Return a context manager in which forwards run eagerly."""
         self._decoder.forward = self._eager
         try:
             yield
@@ -75,8 +75,8 @@ class GraphedDecoder:
     def _forward(self, input_ids: torch.Tensor | None = None, **others: Any) -> Any:
         import torch
 
-        set_otherwise = [name for name, value in others.items() if value is not None and name != "use_cache"]
-        if input_ids is None or set_otherwise or others.get("use_cache") or torch.cuda.is_current_stream_capturing():
+        other_arguments = [name for name, value in others.items() if value is not None and name != "use_cache"]
+        if input_ids is None or other_arguments or others.get("use_cache") or torch.cuda.is_current_stream_capturing():
             return self._eager(input_ids=input_ids, **others)
         shape = (input_ids.shape[0], input_ids.shape[1])
         if shape not in self._graphs:
@@ -101,16 +101,16 @@ class GraphedDecoder:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            # What libraries do at a first time, such as to plan, must not happen while a graph is recorded.
+            # Libraries plan and allocate at the first forward of a shape, which a graph must not record.
             hidden_BSH = self._eager(input_ids=ids_BS, **others).last_hidden_state
         torch.cuda.current_stream(self._device).wait_stream(stream)
         if self._hidden is None or self._hidden.numel() < hidden_BSH.numel():
-            # One for all shapes. Those recorded before keep the one they had.
+            # One buffer for all shapes. Graphs that were recorded before keep their smaller one.
             self._hidden = torch.empty_like(hidden_BSH).flatten()
         answer_BSH = self._hidden[: hidden_BSH.numel()].view(hidden_BSH.shape)
         del hidden_BSH
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, go on using CUDA meanwhile.
+        # Other threads, such as NCCL's watchdog, use CUDA during the recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
         self._graphs[rows, width] = graph, ids_BS, answer_BSH

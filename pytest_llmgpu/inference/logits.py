@@ -1,4 +1,4 @@
-"""Which logits of a batch exist, and the log-probabilities that are picked of them.
+"""The logits of a batch that are computed, and the log-probabilities that are selected from them.
 
 Shapes: B rows of a batch, S tokens of its longest row, N predicted tokens, H hidden size, V vocabulary.
 """
@@ -16,18 +16,18 @@ __all__ = ["FULL_LOGITS", "LEAN", "WORKLOADS", "EndingHead", "FullLogits", "Way"
 LEAN, FULL_LOGITS = "loglikelihood", "loglikelihood_full_logits"
 
 WORKLOADS = {"lean": LEAN, "harness": FULL_LOGITS}
-"""What `--llmgpu-scoring` says to `Case.workload`."""
+"""The value of `--llmgpu-scoring` to the value of `Case.workload`."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Bound of the float32 log-probabilities that exist at once, beside logits of another dtype."""
+"""The maximum size of the float32 log-probabilities that exist at one time."""
 
 
 class EndingHead:
-    """While entered, the model's output head sees only the hidden states that predict an ending's token.
+    """A context manager in which the output head gets only the hidden states that predict a token of an ending.
 
-    The head's input [B, S, H] is replaced by its rows [1, N, H] just before the head, so that everything else of the
-    model's forward, what comes after the head included, runs as it is: scaling and capping of logits, heads split over
-    devices, accelerate's hooks. The [B, S, V] tensor never exists.
+    A hook replaces the head's input [B, S, H] by its rows [1, N, H] just before the head. All other steps of the
+    forward run unchanged, also those after the head: scaling and capping of logits, heads split over devices,
+    accelerate's hooks. The tensor [B, S, V] never exists.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -37,10 +37,10 @@ class EndingHead:
         self._model = model
         self._head: torch.nn.Module = head
         self.rows_N: torch.Tensor | None = None
-        """Rows of [B * S, H] that the next forward computes logits of."""
+        """The rows of [B * S, H] whose logits the next forward computes."""
 
     def __enter__(self) -> EndingHead:  # noqa: PYI034 - typing.Self needs Python 3.11
-        # Before every other hook: tensor parallelism replicates the head's input in one.
+        # Before all other hooks, because tensor parallelism replicates the head's input in a hook.
         self._handle = self._head.register_forward_pre_hook(self._gather, prepend=True)
         return self
 
@@ -50,9 +50,9 @@ class EndingHead:
         self._handle.remove()
 
     def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return the logits [1, N, V] of these rows of the hidden states."""
+        """Return the logits [1, N, V] of the given rows of the hidden states."""
         self.rows_N = rows_N
-        # No mask: with padding on the right and causal attention, nothing that is scored sees it.
+        # No attention mask: with padding on the right and causal attention, no scored token depends on the padding.
         logits_1NV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=False).logits
         if logits_1NV.shape[:2] != (1, len(rows_N)):
             raise ValueError(
@@ -67,18 +67,18 @@ class EndingHead:
     def _gather(self, _head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         assert self.rows_N is not None
         hidden_BSH, *others = inputs
-        # They differ only where the last layer and the head are on different devices, as with tied embeddings.
+        # The devices differ only if the last layer and the head are on different ones, as with tied embeddings.
         rows_N = self.rows_N.to(hidden_BSH.device, non_blocking=True)
         return hidden_BSH.flatten(0, 1).index_select(0, rows_N).unsqueeze(0), *others
 
 
 class FullLogits:
-    """Scores as lm-evaluation-harness 0.4.13 does, so that a batch needs the memory that it needs there.
+    """A context manager that scores as lm-evaluation-harness 0.4.13 does, with the same memory use.
 
-    The model computes the logits of every position and keeps its KV cache until its forward ends (`HFLM._model_call`
-    leaves `use_cache` as the model has it); their log-softmax, in the model's dtype, exists beside them. What was
-    picked is summed in float32, where the harness sums in the model's dtype: no memory, and fewer ties. Strategy iok
-    has its KV cache in its workspace whatever it is told, and only its logits differ.
+    The model computes the logits of every position and keeps its KV cache until the forward ends (`HFLM._model_call`
+    does not change the model's `use_cache`). Their log-softmax exists at the same time, in the model's dtype. The
+    selected values are summed in float32, whereas the harness sums in the model's dtype; this needs no more memory and
+    gives fewer ties. Strategy iok always has its KV cache in its workspace, so only its logits differ.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -90,14 +90,14 @@ class FullLogits:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave everything as it is: nothing was changed."""
+        """Do nothing, since `__enter__` changes nothing."""
 
-    def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - all rows, asked or not
+    def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - all rows are computed
         """Return the logits [B, S, V] of every position."""
         logits_BSV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=True).logits
         if logits_BSV.shape[:2] != ids_BS.shape:
             raise ValueError(
-                f"{type(self._model).__name__} does not answer with the logits of every position: they have shape "
+                f"{type(self._model).__name__} does not return the logits of every position: their shape is "
                 f"{logits_BSV.shape}"
             )
         return logits_BSV
@@ -114,7 +114,7 @@ Way = EndingHead | FullLogits
 
 
 def way(model: torch.nn.Module, workload: str) -> Way:
-    """Return how log-likelihoods are computed for a `Case.workload`; enter it before the first forward."""
+    """Return the context manager of a `Case.workload`; enter it before the first forward."""
     if workload not in WORKLOADS.values():
         raise ValueError(f"workload {workload!r} is not allowed: allowed are {', '.join(WORKLOADS.values())}")
     return FullLogits(model) if workload == FULL_LOGITS else EndingHead(model)
@@ -125,7 +125,7 @@ def _log_probabilities(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torc
     import torch
 
     if logits_NV.dtype == torch.float32 and logits_NV.device.type == "cpu":
-        # In place, which takes half the time: a row is written once its sum is known (ATen's vec_log_softmax_lastdim).
+        # In place takes half the time, and is safe: ATen's vec_log_softmax_lastdim writes a row after its sum is known.
         torch.log_softmax(logits_NV, dim=-1, out=logits_NV)
         return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
     rows = max(1, _CHUNK_BYTES // (4 * logits_NV.shape[-1]))

@@ -1,6 +1,6 @@
-"""A model's directory: where it is, whether it can be loaded, and which one it is.
+"""The directory of a model: its place, its checks, and its fingerprint.
 
-Nothing is loaded here, and of the weights little is read: 65 GB cost no more than 65 MB.
+Nothing is loaded here, and only a small part of the weights is read, so that 65 GB take as long as 65 MB.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _TOKENIZER_FILES = (
 
 
 def locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -> tuple[str, Path, str | None]:
-    """Find `bundled`, a directory or a hub id, which is downloaded: the weights only where they are wanted.
+    """Find `bundled`, a directory or a hub id. A hub model is downloaded, its weights only if `weights` is true.
 
     Returns:
-        The name to show, the directory and, of a hub id, the commit.
+        The name to show, the directory, and the commit of a hub id; None for the commit of anything else.
 
     Raises:
-        ValueError: It is none of these, or cannot be had.
+        ValueError: The model is unknown or cannot be downloaded.
     """
     if model == "bundled":
         return model, bundled.model_directory(), None
@@ -56,7 +56,7 @@ def locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) ->
         if path.is_dir():
             here, root = path.resolve(), rootdir.resolve()
             shown = here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name
-            # A folder that is called like the bundled model, a preset or a hub id must not get their baseline.
+            # A folder with the name of the bundled model, a preset or a hub id must not get its baseline.
             taken = shown in ("bundled", *bundled.PRESETS) or re.fullmatch(_HUB_ID, shown)
             return (f"./{shown}" if taken else shown), here, None
     if re.fullmatch(_HUB_ID, model):
@@ -76,7 +76,7 @@ def _from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Folders of a repository hold the same weights in other formats.
+    # Subfolders of a repository have the same weights in other formats.
     ignored = ["*/*", *([] if weights else ["*.safetensors"])]
     try:
         return Path(
@@ -85,31 +85,33 @@ def _from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"model {model!r} is no directory, and cannot be had from the hub: {reason} "
-            "(check the name and revision, the network, and HF_TOKEN if its licence must be accepted)"
+            f"model {model!r} is not a directory, and its download from the hub failed: {reason} "
+            "(check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept)"
         ) from error
 
 
 def config(directory: Path) -> dict[str, Any]:
-    """Return config.json.
+    """Return the content of config.json.
 
     Raises:
-        ValueError: It is missing, unreadable or no JSON object.
+        ValueError: The file is missing, cannot be read, or is not a JSON object.
     """
     path = directory / "config.json"
     try:
         fields = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise ValueError(f"model {directory} has no config.json: transformers' save_pretrained writes one") from error
+        raise ValueError(
+            f"model {directory} has no config.json: write one with transformers' save_pretrained"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004 - the file is wrong, not the caller
+        raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
     return fields
 
 
 def vocabulary_size(fields: dict[str, Any]) -> int | None:
-    """Return the rows of the embedding that a config.json names; None where it leaves them to its class's default."""
+    """Return the vocabulary size in a config.json; None if it has none, so that the default of its class applies."""
     size = fields.get("vocab_size", (fields.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 
@@ -118,14 +120,14 @@ def check_weights(directory: Path) -> None:
     """Refuse a directory without complete safetensors files.
 
     Raises:
-        ValueError: Only other formats, a file that the index names is missing, a file is cut short or no safetensors.
+        ValueError: The weights have another format, a file of the index is missing, or a file is truncated.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         others = sorted(path.name for path in directory.glob("*.bin")) + sorted(
             path.name for path in directory.glob("*.pt*")
         )
-        found = f"only {', '.join(others[:3])}, which can run code when it is read" if others else "no weights"
+        found = f"only {', '.join(others[:3])}, which can run code when loaded" if others else "no weights"
         raise ValueError(
             f"model {directory} has {found}: *.safetensors are needed (convert with "
             "transformers' save_pretrained, or use load format dummy for random weights)"
@@ -135,13 +137,13 @@ def check_weights(directory: Path) -> None:
         named = set(json.loads(index.read_bytes())["weight_map"].values())
         missing = sorted(named - {path.name for path in files})
         if missing:
-            raise ValueError(f"model {directory} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing)")
+            raise ValueError(f"model {directory} lacks {missing[0]}: {len(missing)} of {len(named)} files are missing")
     for path in files:
         _header(path)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that transformers reads, one or those of the index: others in the folder are not the model's."""
+    """Return the safetensors files that transformers reads: a single file, or those of the index."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not whole.exists() and index.exists():
         return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
@@ -149,10 +151,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def fingerprint(directory: Path, *, weights: bool) -> str:
-    """Return a hash that tells checkpoints apart without reading them whole.
+    """Return a hash that differs between checkpoints, without reading whole files.
 
-    It is over config.json and, with `weights`, each safetensors file's name, size, header and 16 blocks spread over it:
-    fine-tuning moves every tensor a little, and each block is many values.
+    It covers config.json and, with `weights`, the name, size, header and 16 blocks of each safetensors file.
+    Fine-tuning changes every tensor, and each block has many values.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")) if weights else ():
@@ -167,7 +169,7 @@ def fingerprint(directory: Path, *, weights: bool) -> str:
 
 
 def _header(path: Path) -> bytes:
-    """Return the JSON header of a safetensors file, whose last offset says how long the file must be.
+    """Return the JSON header of a safetensors file, after a check that the file is as long as its last offset requires.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -175,15 +177,15 @@ def _header(path: Path) -> bytes:
         start = file.read(8)
         size, length = path.stat().st_size, int.from_bytes(start, "little")
         if start.startswith(b"version"):
-            raise ValueError(f"{path} is a pointer of Git LFS, not the weights: git lfs pull gets them")
+            raise ValueError(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull")
         header = file.read(length) if length < size else b""
     try:
         tensors = json.loads(header)
         end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no safetensors file, or is cut short") from error
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: copy or download it again") from error
     if size != 8 + length + end:
-        raise ValueError(f"{path} is {size} bytes, its header says {8 + length + end}: copy or download it anew")
+        raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: copy or download it again")
     return header
 
 
@@ -191,7 +193,7 @@ def tokenizer_sha256(directory: Path) -> str:
     """Return a hash of the tokenizer's files.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The directory has no tokenizer.
     """
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not any(path.name in _TOKENIZER_FILES[:4] for path in files):
@@ -206,7 +208,7 @@ def tokenizer_sha256(directory: Path) -> str:
 
 
 def _largest_token(directory: Path) -> int | None:
-    """Return the largest id that tokenizer.json can give; None without that file.
+    """Return the largest token id of tokenizer.json; None without that file.
 
     Raises:
         ValueError: The file is not a tokenizer.
@@ -217,22 +219,22 @@ def _largest_token(directory: Path) -> int | None:
     try:
         fields = json.loads(path.read_bytes())
         vocabulary = fields["model"]["vocab"]
-        # A list of [text, score] is a unigram model, where ids are places.
+        # A list of [text, score] is a unigram model, whose ids are the positions in the list.
         ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
         return int(max(ids + [token["id"] for token in fields.get("added_tokens", [])]))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no tokenizer: {error!r}") from error
+        raise ValueError(f"{path} is not a tokenizer: {error!r}") from error
 
 
 def check_vocabulary(tokenizer_directory: Path, size: int | None, model: str) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for: on a GPU such an id kills the process mid-run.
+    """Refuse a tokenizer with ids outside the model's vocabulary: on a GPU such an id crashes the process.
 
     Raises:
-        ValueError: With the largest id and the size of the vocabulary.
+        ValueError: The message has the largest id and the size of the vocabulary.
     """
     largest = _largest_token(tokenizer_directory)
     if size is not None and largest is not None and largest >= size:
         raise ValueError(
-            f"tokenizer {tokenizer_directory.name} has token {largest}, model {model} has a vocabulary of {size}: "
-            "a tokenizer made for this model is needed"
+            f"tokenizer {tokenizer_directory.name} has token {largest}, and model {model} has a vocabulary of {size}: "
+            "choose the tokenizer of this model"
         )

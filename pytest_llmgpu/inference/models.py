@@ -1,4 +1,4 @@
-"""What `--llmgpu-model` names: found in pytest's process without torch (`resolve`), loaded in a rank (the rest)."""
+"""The model of `--llmgpu-model`: `resolve` finds it in pytest's process without torch, the rest loads it in a rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu.inference import bundled, model_files
+from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelSource",
+    "TokenizerError",
     "checkpoint",
     "dummy_tensor",
     "initializer_range",
@@ -36,24 +38,30 @@ _LOAD_FORMATS = ("auto", "dummy")
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model comes from: all that a rank needs to load it, with nothing left to look up."""
+    """Everything that a rank needs to load a model."""
 
     name: str
-    """`bundled`, a preset, a hub id, or the directory (relative to the rootdir, else its basename)."""
+    """The name of the model: `bundled`, a preset, a hub id, or a directory (relative, else its base name)."""
     directory: str | None
-    """Directory of config.json and the weights; None for a preset."""
+    """The directory of config.json and the weights; None for a preset."""
     config: dict[str, Any]
-    """config.json, or a preset's fields of `transformers.LlamaConfig`."""
+    """The content of config.json, or the fields of `transformers.LlamaConfig` of a preset."""
     revision: str | None
-    """Commit of a hub model, fingerprint of a directory, None for a preset."""
+    """The commit of a hub model, the fingerprint of a directory, None for a preset."""
     load_format: str
-    """`auto`: safetensors. `dummy`: seeded random weights made on the device."""
+    """The source of the weights: `auto` reads safetensors, `dummy` makes seeded random weights on the device."""
     tokenizer_directory: str
+    """The directory of the tokenizer."""
     tokenizer_sha256: str
+    """The hash of the tokenizer's files."""
+
+
+class TokenizerError(ValueError):
+    """The tokenizer of a model is missing or does not belong to it."""
 
 
 def is_preset(model: str) -> bool:
-    """Return whether this names an architecture with random weights rather than a model."""
+    """Return whether a name is that of a preset: an architecture with random weights."""
     return model in bundled.PRESETS
 
 
@@ -66,26 +74,27 @@ def resolve(
     texts: Iterable[str],
     rootdir: Path,
 ) -> ModelSource:
-    """Find a model and its tokenizer, and refuse what cannot be loaded before anything is started.
+    """Find a model and its tokenizer, and refuse a model that cannot be loaded, before anything starts.
 
     Args:
-        model: `bundled`, a preset, a directory, or a hub id. A relative path counts from the working directory, else
+        model: `bundled`, a preset, a directory, or a hub id. A relative path starts from the working directory, else
             from `rootdir`.
-        revision: Branch, tag or commit of a hub id.
-        tokenizer: Directory or hub id, None for the model's own.
+        revision: The branch, tag or commit of a hub id.
+        tokenizer: A directory or hub id; None for the model's own.
         load_format: `auto` or `dummy`.
-        texts: What a preset's tokenizer is trained on.
-        rootdir: Folder that the shown name is relative to.
+        texts: The texts that a preset's tokenizer is trained on.
+        rootdir: The folder that the shown name is relative to.
 
     Raises:
-        ValueError: With the value that is wrong and what is allowed, in one line.
+        ValueError: The message has the wrong value and the allowed ones, in one line. `TokenizerError` if the tokenizer
+            is wrong.
     """
     if load_format not in _LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r} is unknown: allowed are {', '.join(_LOAD_FORMATS)}")
     dummy = load_format == "dummy"
     if is_preset(model):
         if not dummy:
-            raise ValueError(f"model {model} is an architecture without weights: it needs load format dummy")
+            raise ValueError(f"model {model} is an architecture without weights: use load format dummy")
         name, directory, fields, at, from_hub = model, None, bundled.PRESETS[model], None, False
     else:
         name, directory, commit = model_files.locate(model, revision, rootdir, weights=not dummy)
@@ -94,13 +103,18 @@ def resolve(
             model_files.check_weights(directory)
         at = commit or model_files.fingerprint(directory, weights=not dummy)
     if revision not in (None, at) and not from_hub:
-        raise ValueError(f"revision {revision!r} is for models of the hub: that of {model} is {at}")
+        own = f", its revision is {at}" if at else ""
+        raise ValueError(f"revision {revision!r} is not allowed: {model} is not a model of the hub{own}")
     size = model_files.vocabulary_size(fields)
-    if tokenizer is not None:
-        tokenizer_directory = model_files.locate(tokenizer, None, rootdir, weights=False)[1]
-    else:
-        tokenizer_directory = directory or _preset_tokenizer(texts, size or 0)
-    model_files.check_vocabulary(tokenizer_directory, size, name)
+    try:
+        if tokenizer is not None:
+            tokenizer_directory = model_files.locate(tokenizer, None, rootdir, weights=False)[1]
+        else:
+            tokenizer_directory = directory or _preset_tokenizer(texts, size or 0)
+        model_files.check_vocabulary(tokenizer_directory, size, name)
+        tokenizer_sha256 = model_files.tokenizer_sha256(tokenizer_directory)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
     return ModelSource(
         name=name,
         directory=None if directory is None else str(directory),
@@ -108,12 +122,12 @@ def resolve(
         revision=at,
         load_format=load_format,
         tokenizer_directory=str(tokenizer_directory),
-        tokenizer_sha256=model_files.tokenizer_sha256(tokenizer_directory),
+        tokenizer_sha256=tokenizer_sha256,
     )
 
 
 def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
-    """Return the directory of a tokenizer trained on these texts, from the user's cache after the first time."""
+    """Return the directory of a tokenizer that is trained on the texts, and kept in the user's cache."""
     from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
 
     known = list(texts)
@@ -130,20 +144,20 @@ def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
             save_tokenizer(known, size, made)
             made.replace(directory)
     except OSError as error:
-        # Another run was first. A directory cannot replace one that is not empty.
+        # Another run has made it: a directory cannot replace one that is not empty.
         if directory.is_dir():
             return directory
         raise ValueError(
-            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that can"
+            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
         ) from error
     return directory
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the tokenizer."""
+    """Load the tokenizer of a model."""
     from transformers import AutoTokenizer
 
-    _quieten()
+    _silence_transformers()
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         source.tokenizer_directory, local_files_only=True, trust_remote_code=False
     )
@@ -151,25 +165,25 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def max_length(config: PretrainedConfig) -> int:
-    """Return the longest input in tokens, found as lm-evaluation-harness finds it; 2048 where the config names none."""
+    """Return the maximum input length in tokens, as lm-evaluation-harness does; 2048 if the config has none."""
     text = getattr(config, "text_config", None) or config
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     return next((int(length) for length in lengths if length is not None), 2048)
 
 
 def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model without its weights: parameters on the meta device, buffers real and on the CPU."""
+    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-    _quieten()
+    _silence_transformers()
     if source.directory is None:
         config: PretrainedConfig = LlamaConfig(**source.config)
     else:
         config = AutoConfig.from_pretrained(source.directory, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    # Moving parameters to meta one by one has cut the ties between them.
+    # init_empty_weights replaces parameters one by one, which unties them.
     model.tie_weights()
     model.eval()
     return model
@@ -182,21 +196,22 @@ def checkpoint(
     device_map: Mapping[str, int | str] | None = None,
     distributed_config: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load the weights from safetensors, each straight to its device.
+    """Load a model with its weights from safetensors, each directly on its device.
 
     Args:
-        source: Where they are.
-        dtype: What they are converted to.
-        device_map: Module to device, or
-        distributed_config: how transformers is to shard them over the process group.
+        source: The source of the model.
+        dtype: The data type that weights are converted to.
+        device_map: Module to device; None with `distributed_config`.
+        distributed_config: transformers' description of how weights are sharded over the process group; None with
+            `device_map`.
 
     Raises:
-        ValueError: The files lack a weight. transformers would fill it with random numbers.
+        ValueError: The files lack a weight, which transformers would fill with random numbers.
     """
     from transformers import AutoModelForCausalLM
 
-    _quieten()
-    # With output_loading_info its answer is a pair, which its annotations do not know.
+    _silence_transformers()
+    # With output_loading_info it returns a pair, which its annotations do not declare.
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     model, loading = from_pretrained(
         source.directory,
@@ -210,7 +225,9 @@ def checkpoint(
     )
     missing = sorted(loading["missing_keys"])
     if missing:
-        raise ValueError(f"model {source.name} lacks {missing[0]}, one of {len(missing)} weights missing in its files")
+        raise ValueError(
+            f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
+        )
     loaded: PreTrainedModel = model.eval()
     return loaded
 
@@ -218,16 +235,16 @@ def checkpoint(
 def materialise(
     model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int, dtype: torch.dtype
 ) -> None:
-    """Give a skeleton random weights, each made directly on its device, and move its buffers there.
+    """Fill a skeleton with random weights, each made directly on its device, and move its buffers to their devices.
 
-    A value depends on the seed, the parameter's name, shape and dtype, and the kind of device: not on how the model
-    is spread.
+    A value depends on the seed, on the parameter's name, shape and dtype, and on the kind of device. It does not depend
+    on how the model is spread over devices.
 
     Args:
-        model: As `skeleton` returns it.
-        device_of: Full name of a parameter or buffer to its device.
+        model: The model without weights, from `skeleton`.
+        device_of: Returns the device of a parameter or buffer by its full name.
         seed: Equal seeds give equal weights.
-        dtype: Of the weights.
+        dtype: The data type of the weights.
     """
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -236,12 +253,12 @@ def materialise(
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, empty in list(module.named_parameters(recurse=False)):
-            # Tied parameters are one object under several names, and stay one.
+            # Tied parameters are one object with several names, and stay one object.
             if empty not in made:
                 full = f"{prefix}.{name}"
                 values = dummy_tensor(full, empty.shape, std=std, seed=seed, dtype=dtype, device=device_of(full))
                 if isinstance(empty, DTensor):
-                    # Without a source rank each keeps its own part of what all of them have made alike.
+                    # Every rank has made equal values. Without a source rank each keeps its shard of its own values.
                     values = distribute_tensor(values, empty.device_mesh, empty.placements, src_data_rank=None)
                 made[empty] = torch.nn.Parameter(values, requires_grad=False)
             module.register_parameter(name, made[empty])
@@ -257,7 +274,7 @@ def initializer_range(model: PreTrainedModel) -> float:
 def dummy_tensor(
     name: str, shape: torch.Size, *, std: float, seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return random values for one parameter: 0 for biases, 1 for the weights of norms, else normal around 0."""
+    """Return the values of one parameter: 0 for biases, 1 for weights of norms, else a normal distribution around 0."""
     import torch
 
     if name.endswith("bias"):
@@ -269,8 +286,8 @@ def dummy_tensor(
     return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
 
 
-def _quieten() -> None:
-    """Silence transformers' progress bars and notes: a rank's log is for failures."""
+def _silence_transformers() -> None:
+    """Silence transformers' progress bars and warnings: a rank's log is for failures."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,8 +1,7 @@
-"""Log-likelihoods of endings given their contexts: the numbers of lm-evaluation-harness, without its waste.
+"""Log-likelihoods of endings given their contexts, equal to those of lm-evaluation-harness and computed faster.
 
-The batches are the same (see `batching`). What differs is that logits exist only where an ending's tokens are
-predicted (unless its memory is what is to be measured: see `logits`), and that a batch costs one copy to the device and
-one back.
+The batches are the same (see `batching`). The differences: logits are computed only for the tokens of an ending (unless
+the workload asks for all of them, see `logits`), and each batch needs one copy to the device and one copy back.
 
 Shapes: N predicted tokens, R requests, L tokens of the longest ending.
 """
@@ -28,11 +27,12 @@ __all__ = ["Batch", "Plan", "Requests", "Scores", "encode", "plan", "run", "scor
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """What a run over a plan gave."""
+    """The results of all batches of a plan."""
 
     batches: Batches
+    """The time and size of each batch."""
     loglikelihoods: list[list[float]]
-    """[items][endings], in the dataset's order."""
+    """The log-likelihoods [items][requests] in the order of the dataset."""
 
 
 def warm_up(
@@ -44,10 +44,10 @@ def warm_up(
     devices: Sequence[torch.device] = (),
     workload: str = logits.LEAN,
 ) -> None:
-    """Run a batch of every shape, and the largest once more, so that no measured batch pays for a first time.
+    """Run one batch of every shape, and the first batch twice, so that no measured batch is the first of its shape.
 
-    Every shape, since libraries plan for each: the first forward of a new width was seen to take 110 ms longer on 4
-    H200s (LLaMA-30B, cuDNN's attention), which is three times the forward itself at batch size 1.
+    Libraries plan for each shape: on 4 H200 the first forward of a new width took 110 ms longer (LLaMA-30B, cuDNN's
+    attention), which is three times the forward itself at batch size 1. The arguments are those of `score`.
     """
     of_each_shape = {(batch.rows, batch.width): batch for batch in plan.batches}
     _pin(plan, input_device)
@@ -68,15 +68,16 @@ def score(
 
     Args:
         model: A causal language model of transformers, in eval mode.
-        plan: What to run; page-locked here where it goes to a CUDA device.
-        on_batch: Called after each batch, outside its time, with one row of `result.Batches`: latency in seconds, rows,
-            input tokens, tokens with padding.
-        input_device: Where input ids are put. Best where the output head is: accelerate brings logits back to them.
-        devices: Every device the model is on, idle when a batch's clock starts and stops.
+        plan: The batches; they are page-locked here if the input device is a CUDA device.
+        on_batch: Called after each batch, outside its measured time, with its latency in seconds, rows, input tokens
+            and tokens with padding.
+        input_device: The device of the input ids. The device of the output head is best: accelerate returns logits to
+            the device of the input.
+        devices: All devices of the model; they are idle when the clock of a batch starts and stops.
         workload: One of `logits.WORKLOADS`.
 
     Raises:
-        ValueError: A log-likelihood is not finite: the model's numbers are broken, and no choice can be made by them.
+        ValueError: A log-likelihood is not finite.
     """
     _pin(plan, input_device)
     batches, answers = run(
@@ -99,7 +100,7 @@ def run(
     devices: Sequence[torch.device],
     workload: str = logits.LEAN,
 ) -> tuple[Batches, dict[int, float]]:
-    """Return the batches' columns and the log-likelihood of each request, by its number."""
+    """Run batches; return their times and sizes, and the log-likelihood of each request by its index."""
     import torch
 
     columns = Batches()
@@ -115,7 +116,7 @@ def run(
                 raise ValueError(
                     f"batch {number} of {len(batches)} ({batch.rows} rows of {batch.width} tokens): "
                     f"log-likelihood {next(value for value in values if not math.isfinite(value))}: "
-                    "the logits overflow or hold NaN (try another dtype; check the checkpoint)"
+                    "the logits overflow or are NaN: try another dtype, or check the checkpoint"
                 )
             answers.update(zip(batch.requests, values, strict=True))
             row = (batch.rows, batch.tokens, batch.padded_tokens)
@@ -133,13 +134,13 @@ def _pin(plan: Plan, input_device: torch.device) -> None:
 
 
 def _loglikelihoods(chosen: logits.Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
-    """Return the float32 log-likelihoods [R] of a batch's requests, on the device."""
+    """Return the float32 log-likelihoods [R] of the requests of a batch, on the device."""
     import torch
 
     packed = batch.packed.to(input_device, non_blocking=True)
     ids, rows_N, targets_N, slots_N = packed.split(batch.sizes)
     picked_N = chosen.log_probabilities(ids.view(batch.rows, batch.width), rows_N, targets_N)
-    # Summed as rows of a padded table: the order of atomic additions, as of index_add, differs from run to run.
+    # Summed by rows of a padded table: index_add uses atomic additions, whose order differs from run to run.
     table_RL = torch.zeros(len(batch.requests), batch.longest, device=input_device)
     table_RL.view(-1).index_copy_(0, slots_N, picked_N)
     return table_RL.sum(dim=1)

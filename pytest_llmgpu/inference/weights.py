@@ -1,6 +1,6 @@
-"""The values of a model's parameters, one at a time: read from safetensors, or random from a seed (torch, in a rank).
+"""Values of parameters, one at a time: read from safetensors, or random from a seed. It needs torch and runs in a rank.
 
-With them a model is filled layer by layer while a library takes it apart, so that no device ever holds all of it.
+A model is filled layer by layer while a library converts it, so that no device holds the whole model.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["Reader", "filled_in_turn", "reader"]
 
 Reader = Callable[[str, "torch.nn.Parameter"], "torch.Tensor"]
-"""Full name of a parameter and its empty one to its values, whole, on the device they are for."""
+"""Returns all values of a parameter on their device, by its full name and the empty parameter."""
 
 
 def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device, *, seed: int) -> Reader:
-    """Return what gives the parameters of a model.
+    """Return the reader of a model's parameters.
 
     Args:
-        skeleton: As `models.skeleton` returns it.
-        source: Where its values come from.
-        device: Where they are put.
-        seed: Of random ones.
+        skeleton: The model without weights, from `models.skeleton`.
+        source: The source of the values.
+        device: The device of the values.
+        seed: The seed of random values.
     """
     from safetensors import safe_open
 
@@ -47,8 +47,7 @@ def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device,
     holder = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
     if all(name in holder for name, _ in skeleton.named_parameters()):
         return lambda name, _: holder[name].get_tensor(name).to(dtype)  # type: ignore[no-untyped-call]
-    # The files call parameters otherwise or split them otherwise. transformers knows how to convert them, in the
-    # host's memory.
+    # The files have other names or other shapes than the model. transformers converts them in the host's memory.
     whole = dict(models.checkpoint(source, dtype, device_map={"": "cpu"}).named_parameters())
 
     def move(name: str, _: torch.nn.Parameter) -> torch.Tensor:
@@ -58,14 +57,14 @@ def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device,
 
 
 def fill(module: torch.nn.Module, prefix: str, read: Reader, device: torch.device) -> None:
-    """Give a module and all below it their values, and move their buffers."""
+    """Fill the empty parameters of a module and its submodules, and move their buffers to the device."""
     import torch
 
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for inner, owner in module.named_modules():
         path = ".".join(filter(None, (prefix, inner)))
         for name, empty in list(owner.named_parameters(recurse=False)):
-            # Tied parameters are one object under several names, and stay one.
+            # Tied parameters are one object with several names, and stay one object.
             if empty.is_meta and empty not in made:
                 made[empty] = torch.nn.Parameter(read(f"{path}.{name}", empty), requires_grad=False)
             owner.register_parameter(name, made.get(empty, empty))
@@ -77,15 +76,15 @@ def fill(module: torch.nn.Module, prefix: str, read: Reader, device: torch.devic
 def filled_in_turn(
     model: PreTrainedModel, read: Reader, device: torch.device, on_layer: Callable[[torch.nn.Module], None]
 ) -> Iterator[None]:
-    """While entered, a layer gets its values when somebody who goes through the model's children comes to it.
+    """Return a context manager in which iterating over a list of layers fills each layer when it is reached.
 
-    All that is no layer gets them at once.
+    All other parameters are filled when the context is entered.
 
     Args:
-        model: Its parameters are on the meta device.
-        read: Gives their values.
-        device: Where they are put.
-        on_layer: Called with each layer once it is filled.
+        model: The model, with its parameters on the meta device.
+        read: Returns the values of a parameter.
+        device: The device of the values.
+        on_layer: Called with each layer after it is filled.
     """
     import torch
 
@@ -95,7 +94,7 @@ def filled_in_turn(
         place = ""
 
         def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
-            # Not by torch's own: it remembers every child it has seen, and so keeps every layer in memory.
+            # torch's own named_children keeps a reference to every child, and so keeps every layer in memory.
             for name in list(self._modules):
                 layer = self._modules[name]
                 assert layer is not None
@@ -129,18 +128,18 @@ def filled_in_turn(
 
 
 def _keeper(model: torch.nn.Module, device: torch.device) -> Callable[[torch.nn.Module], None]:
-    """Return what moves a module's parameters to memory apart from that of everything temporary.
+    """Return a function that moves a module's parameters to a memory pool of their own.
 
-    Otherwise they come to lie in the large blocks that whole layers have left, each of which then stays with the
-    process: 3.8 GiB of 19.8 were seen (DeepSpeed's kernels, LLaMA-30B on 4 GPUs).
+    Without the pool they would be placed in the large blocks that whole layers have left, and the process could not
+    return those blocks: 3.8 of 19.8 GiB with DeepSpeed's kernels and LLaMA-30B on 4 GPUs.
     """
     import torch
 
     if device.type != "cuda":
         return lambda _: None
     pool = torch.cuda.MemPool()
-    # As long as there are tensors in it, there must be the pool.
-    model._llmgpu_pool = pool  # type: ignore[assignment]  # noqa: SLF001 - nothing else lives as long as they do
+    # The pool must exist as long as it has tensors.
+    model._llmgpu_pool = pool  # type: ignore[assignment]  # noqa: SLF001 - nothing else lives as long as the tensors
 
     def keep(module: torch.nn.Module) -> None:
         with torch.cuda.use_mem_pool(pool, device):
@@ -151,7 +150,7 @@ def _keeper(model: torch.nn.Module, device: torch.device) -> Callable[[torch.nn.
 
 
 def _layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
-    """Yield the outermost lists of modules with their names: the decoder's layers, an encoder's where there is one."""
+    """Yield the outermost lists of modules with their names: the layers of the decoder and of an encoder."""
     import torch
 
     found: list[str] = []
@@ -162,7 +161,7 @@ def _layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 
 def _set_everywhere(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-    """Put a parameter in the place of another, under each of its names: tied ones stay tied."""
+    """Replace a parameter under each of its names: tied parameters stay tied."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - named_parameters names tied ones once
             if parameter is old:

@@ -1,1 +1,1 @@
-"""What pytest sees: hooks, fixtures, options and the items of the gate."""
+"""The pytest plugin: hooks, fixtures, options and the items of the gate."""

@@ -1,6 +1,6 @@
-"""What a user writes tests with: llm, hellaswag, batch_size, nvml_profiler and measure.
+"""The fixtures: llm, batch_size, nvml_profiler, measure, and one per task, such as hellaswag.
 
-Everything but pytest is imported where it is used: this module is loaded with the plugin, in every test run.
+This module is loaded with the plugin in every test run. It imports other libraries than pytest where they are used.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ __all__ = [
     "Measure",
     "SessionMaker",
     "StrategyName",
-    "batch_size_id",
-    "batch_sizes",
+    "TaskFixtures",
+    "check_task_names",
     "make",
     "options_of",
-    "parameters",
-    "strategy_names",
+    "parametrize_marks",
 ]
 
 SESSION = pytest.StashKey["SessionMaker"]()
-"""In `config.stash`: gives the session's one object."""
+"""In `config.stash`: returns the benchmark session of the run."""
 OUTCOME = pytest.StashKey[str]()
-"""In `item.stash`: outcome of the case that a test measured."""
+"""In `item.stash`: the outcome of the case that the test measured."""
 _PROPERTIES = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
-"""In `item.stash`: id of each case that a test measured to its properties in JUnit's XML."""
+"""In `item.stash`: the properties in JUnit's XML of each case that the test measured, by case id."""
 
 _FIXTURES = ("llm", "batch_size", "nvml_profiler", "measure")
+"""The fixtures that no task may hide."""
 
 Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
 
 
 class SessionMaker:
-    """Makes the session's one object when it is first asked for: most test runs never ask."""
+    """Makes the benchmark session at the first call: most test runs need none."""
 
     def __init__(self, make: Callable[[], BenchmarkSession]) -> None:
         self._make = make
         self.made: BenchmarkSession | None = None
+        """The session; None before the first call."""
 
     def __call__(self) -> BenchmarkSession:
         """Return the session."""
@@ -66,42 +67,44 @@ class SessionMaker:
 
 
 class StrategyName(str):
-    """Parameter of our `llm`: tells it from a fixture of the same name that a test suite has of its own."""
+    """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
 
     __slots__ = ()
 
 
 class BatchSize(int):
-    """Parameter of our `batch_size`."""
+    """The parameter of our fixture `batch_size`."""
 
 
 def options_of(item: pytest.Item) -> Options:
-    """Return the options in force for a test: flag, then its markers, the closest first, then ini, then default."""
+    """Return the options of a test."""
     return options.resolve(item.config, item.iter_markers("llmgpu"))
 
 
 class LLM:
-    """The model of a test under its strategy. It is loaded at first use and kept for the tests that follow."""
+    """The model of a test under its strategy. It is loaded at its first use and kept for the next tests."""
 
     def __init__(self, session: BenchmarkSession, item: pytest.Item, options: Options, strategy: str) -> None:
         self._session = session
         self._item = item
         self.options = options
+        """The options of the test."""
         self.strategy = strategy
+        """The strategy as `--strategy` names it."""
 
     def request(self, items: Dataset | Sequence[Item], batch_size: int) -> Request:
-        """Return the case of these items at that batch size; the test fails where it cannot be."""
+        """Return the case of these items at a batch size; fail the test if the case is not allowed."""
         __tracebackhide__ = True
         try:
             _check_arguments(items, batch_size)
             return self._session.planner.request(self.options, self.strategy, batch_size, items)
         except ValueError as error:
-            complaint = str(error)
-        # Not in the except block: pytest would print the ValueError as the cause.
-        pytest.fail(complaint, pytrace=False)
+            reason = str(error)
+        # Outside the except block, where pytest would print the ValueError as the cause.
+        pytest.fail(reason, pytrace=False)
 
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> ScoreReply:
-        """Score items without recording a case: choices, log-likelihoods and latencies, as the first rank has them."""
+        """Score items and record no case; return the choices, log-likelihoods and latencies of the first rank."""
         __tracebackhide__ = True
         from pytest_llmgpu.ranks import worker
 
@@ -111,11 +114,11 @@ class LLM:
         return reply
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `fn(loaded, *args)` on every rank and return the answers in the order of the ranks.
+        """Run `fn(loaded, *args)` on every rank and return the results in the order of the ranks.
 
         Args:
-            fn: A function that can be imported by its name; it gets the rank's `strategies.protocol.Loaded`.
-            args: What pickles.
+            fn: A function at the top level of a module; its first argument is the rank's `strategies.protocol.Loaded`.
+            args: Further arguments, which must pickle.
         """
         __tracebackhide__ = True
         import pickle
@@ -123,13 +126,13 @@ class LLM:
         from pytest_llmgpu.ranks import worker
         from pytest_llmgpu.report.case import DEFAULT_TASK
 
-        complaint = None
+        reason = None
         try:
             pickle.dumps((fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            complaint = f"llm.run needs a function at the top of a module and arguments that pickle: {error}"
-        if complaint is not None:
-            pytest.fail(complaint, pytrace=False)
+            reason = f"llm.run needs a function at the top level of a module and arguments that pickle: {error}"
+        if reason is not None:
+            pytest.fail(reason, pytrace=False)
         planner = self._session.planner
         task = next(iter(tasks_of(self._item, planner.known_tasks)), DEFAULT_TASK)
         return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
@@ -150,28 +153,49 @@ class LLM:
 
 
 def make(chosen: Options) -> ModuleType:
-    """Return a plugin of the fixtures, with the parameters that the options of this run give them.
+    """Return a plugin with the fixtures of a run, whose parameters are its strategies and batch sizes.
 
-    They are made per run, not parametrised by a hook, so that pytest's own rules decide whose fixture a test gets: a
-    suite that has an `llm` or a `batch_size` of its own keeps it as it is. A module, since pytest looks for fixtures on
-    an object's class otherwise.
+    They are made per run and not parametrised by a hook, so that pytest's own rules decide which fixture a test gets: a
+    suite with its own `llm` or `batch_size` keeps it. The plugin is a module because pytest looks for fixtures on the
+    class of any other object.
     """
     plugin = ModuleType("pytest_llmgpu.plugin.fixtures of this run")
-    strategies = pytest.fixture(name="llm", params=strategy_names(chosen), ids=str)
-    sizes = pytest.fixture(name="batch_size", params=batch_sizes(chosen), ids=batch_size_id)
+    parameters = _parameters(chosen)
     vars(plugin).update(
-        llm=strategies(_llm),
-        batch_size=sizes(_batch_size),
+        llm=pytest.fixture(name="llm", **parameters["llm"])(_llm),
+        batch_size=pytest.fixture(name="batch_size", **parameters["batch_size"])(_batch_size),
         nvml_profiler=pytest.fixture(name="nvml_profiler")(_nvml_profiler),
         measure=pytest.fixture(name="measure")(_measure),
     )
     return plugin
 
 
-class TaskFixtures:
-    """A plugin that makes the fixture of each registered task, also for a conftest.py that pytest reads as it collects.
+def parametrize_marks(chosen: Options, used: Collection[str]) -> list[pytest.MarkDecorator]:
+    """Return the markers that give one test the strategies and batch sizes of its own options.
 
-    A registration that is not allowed is refused when the session is made (see `tasks.merge`).
+    Args:
+        chosen: The options of the test.
+        used: The fixtures that the test uses; only these are parametrised.
+    """
+    return [
+        pytest.mark.parametrize(name, parameter["params"], ids=parameter["ids"], indirect=True)
+        for name, parameter in _parameters(chosen).items()
+        if name in used
+    ]
+
+
+def _parameters(chosen: Options) -> dict[str, dict[str, Any]]:
+    """Return the parameters of each parametrised fixture, and the function that returns their part of a test's id."""
+    return {
+        "llm": {"params": [StrategyName(name) for name in chosen.strategy], "ids": str},
+        "batch_size": {"params": [BatchSize(size) for size in chosen.batch_sizes], "ids": lambda size: f"bs{size}"},
+    }
+
+
+class TaskFixtures:
+    """A plugin that makes a fixture for each registered task, also of a conftest.py that pytest finds as it collects.
+
+    A registration that is not allowed is refused later, when the session is made (see `tasks.merge`).
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -179,24 +203,23 @@ class TaskFixtures:
         self._made: set[str] = set()
 
     def pytest_plugin_registered(self, plugin: object) -> None:
-        """Make the fixtures of tasks that a plugin or conftest.py brings; pytest calls it for earlier ones too."""
+        """Make the fixtures of a plugin's tasks. pytest also calls this for plugins that were registered before."""
         if not hasattr(plugin, "pytest_llmgpu_tasks"):
             return
         for tasks in self._config.hook.pytest_llmgpu_tasks(config=self._config):
             for name in tasks if isinstance(tasks, Mapping) else ():
                 if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
                     self._made.add(name)
-                    # A module, as in `make`: pytest looks for fixtures on an object's class otherwise.
                     fixtures = ModuleType(f"pytest_llmgpu.plugin.fixtures of task {name}")
                     setattr(fixtures, name, _task_fixture(name))
                     self._config.pluginmanager.register(fixtures)
 
 
 def check_task_names(names: Collection[str]) -> None:
-    """Refuse tasks whose fixtures would hide those of this plugin.
+    """Refuse tasks with the name of a fixture of this plugin.
 
     Raises:
-        ValueError: In one line with the name.
+        ValueError: The message has the name.
     """
     for name in names:
         if name in _FIXTURES:
@@ -216,46 +239,22 @@ def _task_fixture(name: str) -> object:
     def items(request: pytest.FixtureRequest) -> Dataset:
         return request.config.stash[SESSION]().planner.dataset(options_of(request.node), name)
 
-    items.__doc__ = f"Items of task {name}, from --llmgpu-dataset: `len({name})`, `{name}[:8]`."
+    items.__doc__ = f"The items of task {name} in --llmgpu-dataset: `len({name})`, `{name}[:8]`."
     return pytest.fixture(name=name)(items)
 
 
-def strategy_names(chosen: Options) -> list[StrategyName]:
-    """Return the parameters of `llm`."""
-    return [StrategyName(name) for name in chosen.strategy]
-
-
-def batch_sizes(chosen: Options) -> list[BatchSize]:
-    """Return the parameters of `batch_size`."""
-    return [BatchSize(size) for size in chosen.batch_sizes]
-
-
-def parameters(chosen: Options, wanted: Collection[str]) -> list[pytest.MarkDecorator]:
-    """Return markers that give one test the strategies and batch sizes of its own options."""
-    marks = {
-        "llm": pytest.mark.parametrize("llm", strategy_names(chosen), ids=str, indirect=True),
-        "batch_size": pytest.mark.parametrize("batch_size", batch_sizes(chosen), ids=batch_size_id, indirect=True),
-    }
-    return [mark for name, mark in marks.items() if name in wanted]
-
-
-def batch_size_id(size: int) -> str:
-    """Return the part of a test's id that names its batch size."""
-    return f"bs{size}"
-
-
 def _batch_size(request: pytest.FixtureRequest) -> int:
-    """Sequences per forward, from --llmgpu-batch-sizes (a HellaSwag item is 4 sequences)."""
+    """The batch size, in sequences per forward: one of --llmgpu-batch-sizes. An item of HellaSwag has 4 sequences."""
     return int(request.param)
 
 
 def _llm(request: pytest.FixtureRequest) -> LLM:
-    """The model under the chosen strategy, on all its devices; loaded once and kept across batch sizes."""
+    """The model under a strategy of --strategy. It is loaded once and kept for all batch sizes."""
     return LLM(request.config.stash[SESSION](), request.node, options_of(request.node), str(request.param))
 
 
 def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
-    """NVML at the sampling period: `with nvml_profiler.window() as w: ...`, then `w.profile`."""
+    """The GPU profiler: `with nvml_profiler.window() as window: ...`, then `window.profile`."""
     session = request.config.stash[SESSION]()
     profiler = session.profiler_of(session.planner.machine(options_of(request.node)))
     profiler.start()
@@ -263,12 +262,12 @@ def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
 
 
 def _measure(request: pytest.FixtureRequest) -> Measure:
-    """Measure, record and judge one case: `measure(llm, hellaswag, batch_size)`.
+    """Measure one case and add it to the report: `measure(llm, hellaswag, batch_size)`.
 
-    Returns the case's result, with --llmgpu-launches of all its launches so far. Out of memory ends the test as
-    expected; a time limit, a crash, an error and an accuracy below its baseline fail it. With --llmgpu-find-max-batch
-    the first out of memory is followed by the cases that find the largest batch size that fits; they are recorded, and
-    the test's outcome stays that of its own case.
+    Returns the result of the case, with all its launches so far if --llmgpu-launches is above 1. Out of memory ends
+    the test with the outcome OOM, which is not a failure. A timeout, a crash, an error or an accuracy below its
+    baseline fails the test. With --llmgpu-find-max-batch, an out of memory is followed by further cases that find the
+    largest batch size that fits. They are in the report too, and the outcome of the test is that of its own case.
     """
     session = request.config.stash[SESSION]()
     item: pytest.Item = request.node
@@ -281,7 +280,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         def record(result: CaseResult) -> None:
             result.markers = sorted({mark.name for mark in item.iter_markers()})
             kept.append(session.record(result, llm.options, item.nodeid))
-            _tell_junit(item, kept[-1])
+            _add_junit_properties(item, kept[-1])
 
         session.runner.run(wanted, record)
         result = kept[0]
@@ -290,20 +289,20 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         session.note(group, result.outcome)
         if result.outcome == "oom" and llm.options.find_max_batch:
             _find_max_batch(session, llm, items, result, record)
-        _judge(result, hopeless=session.was_last_hope(group, item.nodeid))
+        _end_test(result, nothing_fits=session.was_last_hope(group, item.nodeid))
         return result
 
     return measure
 
 
-def _tell_junit(item: pytest.Item, result: CaseResult) -> None:
-    """Make a case properties of its test; a further launch of it takes their place."""
+def _add_junit_properties(item: pytest.Item, result: CaseResult) -> None:
+    """Add the figures of a case to the properties of its test; they replace those of an earlier launch."""
     from pytest_llmgpu.render.exports import junit
 
-    told = item.stash.setdefault(_PROPERTIES, {})
-    told[result.id] = junit.properties(result)
+    properties = item.stash.setdefault(_PROPERTIES, {})
+    properties[result.id] = junit.properties(result)
     others = [pair for pair in item.user_properties if not pair[0].startswith("llmgpu.")]
-    item.user_properties[:] = [*others, *(pair for pairs in told.values() for pair in pairs)]
+    item.user_properties[:] = [*others, *(pair for pairs in properties.values() for pair in pairs)]
 
 
 def _find_max_batch(
@@ -313,18 +312,18 @@ def _find_max_batch(
     failed: CaseResult,
     record: Callable[[CaseResult], None],
 ) -> None:
-    """Measure batch sizes below one that was out of memory until the largest that fits is known."""
+    """Measure batch sizes below one that ran out of memory, until the largest one that fits is known."""
     from pytest_llmgpu.analysis import capacity
 
     def probe(batch_size: int) -> CaseResult | None:
         try:
             request = session.planner.request(llm.options, llm.strategy, batch_size, items)
         except ValueError:
-            return None  # a strategy of somebody's own need not take every batch size
+            return None  # a strategy of the user may refuse some batch sizes
         return session.runner.run(request, record)
 
     report = session.recorder.report
-    assert report is not None, "it holds the case that was out of memory"
+    assert report is not None, "it has the case that ran out of memory"
     series = [result for result in report.cases if result.case.series == failed.case.series]
     capacity.search(series, session.planner.machine(llm.options).gpus, probe)
 
@@ -343,16 +342,18 @@ def _check_arguments(items: object, batch_size: object) -> None:
             raise ValueError(f"items[{number}]: {type(item).__name__} is not allowed: an Item is needed")  # noqa: TRY004 - one kind of error for every argument
 
 
-def _judge(result: CaseResult, *, hopeless: bool) -> None:
+def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
+    """Skip a test whose case ran out of memory, fail a test whose case failed, and return if the case completed."""
     __tracebackhide__ = True
     failures = [f"{finding.text} {finding.next_step}" for finding in result.findings if finding.severity == "failure"]
     if result.outcome in ("oom", "skipped_after_oom"):
-        if not hopeless:
-            # As pytest's own skip: measured and expected, neither passed nor failed. The plugin shows it as OOM.
-            pytest.skip(_oom_text(result))
+        if not nothing_fits:
+            # A skip: the outcome was measured and is neither passed nor failed. The plugin shows it as OOM.
+            pytest.skip(_describe_oom(result))
         failures.append(
-            f"{result.id}: {_oom_text(result)}, and no selected batch size of this model and strategy completed. Take "
-            "smaller batch sizes, more GPUs or a smaller model, or say @pytest.mark.llmgpu(expect_oom=True)."
+            f"{result.id}: {_describe_oom(result)}, and no batch size of this model and strategy completed. Choose "
+            "smaller batch sizes, more GPUs or a smaller model, or mark the test with "
+            "@pytest.mark.llmgpu(expect_oom=True)."
         )
     elif result.outcome != "completed" and not failures:
         failures.append(f"{result.id}: {result.outcome}: {result.failure.message if result.failure else ''}")
@@ -360,7 +361,7 @@ def _judge(result: CaseResult, *, hopeless: bool) -> None:
         pytest.fail("\n".join(failures), pytrace=False)
 
 
-def _oom_text(result: CaseResult) -> str:
+def _describe_oom(result: CaseResult) -> str:
     if result.failure is None:
-        return "a smaller or equal batch size ran out of memory"
+        return "not measured, because a smaller or equal batch size ran out of memory"
     return f"out of memory: {result.failure.message}"

@@ -1,10 +1,10 @@
-"""The gate inside pytest: an item for each test that measures, run after all of them. A plugin of its own.
+"""The gate in pytest: one item per test that measures, run after all tests. A plugin of its own.
 
-A test has been reported long before the whole report can be judged, and a metric's rows are judged as one family: so
-a regression is a failing item of its own, `llmgpu gate::<test>`, with the same verdict that `llmgpu gate` gives of the
-written report. The items are there from the collection on, whatever -k or --lf leave of the tests; what belongs to no
-test (a series, a case that is gone, nothing compared at all) fails the last of them, `llmgpu gate::the whole run`.
-The report is judged and written before the first of them is run.
+A test is reported long before the whole report can be judged, and the rows of a metric are judged together. A
+regression is therefore a failing item of its own, `llmgpu gate::<test>`, with the verdict that `llmgpu gate` gives for
+the written report. The items exist from the collection on, whatever -k or --lf leave of the tests. A failure that
+belongs to no test (a series, a missing case, a run in which nothing was compared) fails the last item,
+`llmgpu gate::the whole run`. The report is judged and written before the first item runs.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from pytest_llmgpu.render.exports.junit import verdict_properties
 __all__ = ["NAME", "WHOLE_RUN", "GateItem"]
 
 NAME = "llmgpu gate"
-"""What the ids of the gate's items begin with."""
+"""The ids of the items begin with this."""
 
 WHOLE_RUN = "the whole run"
-"""Name of the item for what belongs to no test."""
+"""The name of the item for failures that belong to no test."""
 
 _LAST_FAILED = "cache/lastfailed"
-"""Where pytest keeps the ids of what failed, for --lf."""
+"""The entry of pytest's cache with the ids of failed tests, for --lf."""
 
 _VERDICT = pytest.StashKey[str]()
-"""In `item.stash`: what was said of it."""
+"""In `item.stash`: the verdict of the item."""
 _CONCLUDED = pytest.StashKey[bool]()
-"""In `config.stash`: whether the report has been judged."""
+"""In `config.stash`: whether the report was judged."""
 
 
 class _Gate(pytest.File):
-    """Where the gate's items hang in pytest's tree; there is no such file."""
+    """The parent of the items in pytest's tree; no such file exists."""
 
     def collect(self) -> Iterator[pytest.Item]:
         return iter(())
 
 
 class GateItem(pytest.Item):
-    """What the gate says of one test, or of the whole run."""
+    """The verdict on one test, or on the whole run."""
 
     def __init__(self, *, judged: str | None, **pytests: Any) -> None:
-        """Make one for the test with that node id; None for what belongs to no test."""
+        """Make the item of the test with the node id `judged`; None for failures that belong to no test."""
         super().__init__(**pytests)
         self._judged = judged
 
     def runtest(self) -> None:
-        """Fail, or skip where nothing can be said, with the gate's reason."""
+        """Fail on a regression, and skip if there is no verdict; both with the reason."""
         __tracebackhide__ = True
         benchmark = self.config.stash[SESSION]()
-        assert benchmark.judge is not None, "items of the gate are there for --llmgpu-compare only"
+        assert benchmark.judge is not None, "the items exist with --llmgpu-compare only"
         if not self.config.stash.get(_CONCLUDED, False):
             deselected = self.config.stash[DESELECTED]
             benchmark.conclude(None, interrupted=False, deselected=deselected)
@@ -69,24 +69,24 @@ class GateItem(pytest.Item):
             pytest.skip(ruling.text)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Return what the heading of a failure shows."""
+        """Return the location and the heading of a failure."""
         return self.path / NAME, None, f"{NAME}: {self.name}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Add the items, after the plugin has ordered the tests."""
+    """Add the items after the plugin has ordered the tests."""
     config = session.config
     if hasattr(config, "workerinput") or selection.runs_nothing(config):
         return
     tests = [item.nodeid for item in session.items if selection.measures(item)]
-    # Asked for on the command line, and no test is there that measures: that is not green either.
+    # With the flag, a run without a test that measures fails too.
     if tests or config.getoption("llmgpu_compare") is not None:
         judge = config.stash[SESSION]().judge
-        assert judge is not None, "this plugin is there for --llmgpu-compare only"
+        assert judge is not None, "this plugin is registered with --llmgpu-compare only"
         judge.expect(tests)
         parent = _Gate.from_parent(session, path=config.rootpath / NAME)
         judged = [*((test, test) for test in tests), (WHOLE_RUN, None)]
-        # The root's path, so that hooks of its conftest.py see them.
+        # With the path of the rootdir, the hooks of its conftest.py apply to the items.
         session.items += [
             GateItem.from_parent(parent, path=config.rootpath, name=name, judged=nodeid) for name, nodeid in judged
         ]
@@ -94,7 +94,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let the verdict ride on the report."""
+    """Add the verdict to pytest's report."""
     report = yield
     if report.when == "call" and _VERDICT in item.stash:
         report.llmgpu_verdict = item.stash[_VERDICT]  # type: ignore[attr-defined]  # it takes any attribute
@@ -102,7 +102,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Show the verdict, and count what nothing can be said of by its own name."""
+    """Show the verdict, and count items without a verdict by their own name."""
     verdict: str | None = getattr(report, "llmgpu_verdict", None)
     if verdict is None:
         return None
@@ -111,11 +111,11 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("failed", "F", verdict) if report.failed else ("passed", ".", verdict)
 
 
-@pytest.hookimpl(trylast=True)  # pytest has written by then what failed
+@pytest.hookimpl(trylast=True)  # after pytest has written the failed ids
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Have --lf run the tests again whose items failed: the items' own ids match nothing, and would stay for good.
+    """Replace failed items by their tests in the cache of --lf, since the ids of items match no test.
 
-    Of the whole run nothing is kept: no test could be run again for it.
+    The item of the whole run is dropped, since no single test belongs to it.
     """
     cache = getattr(session.config, "cache", None)
     if cache is None or hasattr(session.config, "workerinput"):

@@ -1,7 +1,7 @@
-"""pytest's hooks. They translate and call; what they call decides.
+"""pytest's hooks: they call the modules that decide, and pass results to pytest.
 
-Loading this module costs every test run of its users, so it imports nothing heavier than pytest itself; the rest is
-imported once a collected test asks for the model.
+Every test run loads this module. It imports nothing heavier than pytest; the rest is imported when a collected test
+uses the model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pytest_llmgpu.plugin.selection import DESELECTED
 if TYPE_CHECKING:
     from pytest_llmgpu.session.session import BenchmarkSession
 
-_EXPECTED = ("oom", "skipped_after_oom")
-_XDIST = "llmgpu_usage_error"
-_REFUSED = pytest.StashKey[list[str]]()
-"""In `config.stash`: what is wrong with the markers of which test."""
+_OUT_OF_MEMORY = ("oom", "skipped_after_oom")
+_WORKER_ERROR = "llmgpu_usage_error"
+"""Key of the error that an xdist worker sends to its controller."""
+_MARKER_ERRORS = pytest.StashKey[list[str]]()
+"""In `config.stash`: the tests whose markers are not allowed, each with the reason."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,17 +53,16 @@ def pytest_llmgpu_tasks() -> Mapping[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse bad options, whatever is collected, and bring the fixtures."""
+    """Refuse bad options, whatever is collected, and register the fixtures."""
     config.addinivalue_line(
         "markers",
         "llmgpu(model=..., batch_sizes=..., expect_oom=False, ...): options of pytest-llmgpu for one test, by their "
-        "names without --llmgpu-; expect_oom: no batch size needs to complete",
+        "names without --llmgpu-; expect_oom: the test does not fail if every batch size runs out of memory",
     )
     chosen = options.resolve(config)
-    options.refuse_idle(config, chosen)
-    config.stash[DESELECTED] = selection.selection(config)
-    refused: list[str] = []
-    config.stash[_REFUSED] = refused
+    options.check_gate_flags(config, chosen)
+    config.stash[DESELECTED] = selection.limits_of_selection(config)
+    config.stash[_MARKER_ERRORS] = []
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
     config.pluginmanager.register(fixtures.TaskFixtures(config), "llmgpu-task-fixtures")
@@ -78,10 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test that is marked its own strategies and batch sizes.
+    """Give a marked test the strategies and batch sizes of its marker.
 
-    By the marker of pytest's own, which takes the place of a fixture's parameters. A marker that is not allowed is kept
-    for the end of the collection: here pytest would show it with a traceback.
+    pytest's own marker `parametrize` replaces the parameters of the fixtures. A marker that is not allowed is refused
+    at the end of the collection, because here pytest would show it with a traceback.
     """
     markers = list(metafunc.definition.iter_markers("llmgpu"))
     if not markers:
@@ -89,15 +89,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         chosen = options.resolve(metafunc.config, markers)
     except pytest.UsageError as error:
-        metafunc.config.stash[_REFUSED].append(f"{metafunc.definition.nodeid}: {error}")
+        metafunc.config.stash[_MARKER_ERRORS].append(f"{metafunc.definition.nodeid}: {error}")
         return
     if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
-        for mark in fixtures.parameters(chosen, metafunc.fixturenames):
+        for mark in fixtures.parametrize_marks(chosen, metafunc.fixturenames):
             metafunc.definition.add_marker(mark)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Remember what was taken out, so that a missing case differs from one nobody wanted."""
+    """Keep the ids of deselected tests for the report, where a missing case then differs from a deselected one."""
     for item in items:
         if selection.is_ours(item):
             item.config.stash[DESELECTED].append(item.nodeid)
@@ -105,48 +105,42 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Order our tests and refuse what cannot be measured, before anything expensive starts.
+    """Order our tests, and refuse tests that cannot be measured before anything expensive starts.
 
-    Here and not in pytest_collection_modifyitems, because other plugins reorder after that hook's last implementation.
+    This is not done in pytest_collection_modifyitems, because other plugins reorder after its last implementation.
     """
     ours = [item for item in session.items if selection.is_ours(item)]
-    refused = session.config.stash[_REFUSED]
-    if not ours and not refused:
+    errors = session.config.stash[_MARKER_ERRORS]
+    if not ours and not errors:
         return
     if hasattr(session.config, "workerinput"):
         workeroutput: dict[str, str] = session.config.workeroutput  # type: ignore[attr-defined]  # xdist's own
-        no_workers = "-n: GPUs cannot be shared by xdist's workers; run these tests without -n"
-        workeroutput[_XDIST] = refused[0] if refused else no_workers
+        no_workers = "-n: xdist's workers cannot share the GPUs; run these tests without -n"
+        workeroutput[_WORKER_ERROR] = errors[0] if errors else no_workers
         session.items[:] = [item for item in session.items if item not in ours]
         return
-    if refused:
-        raise pytest.UsageError(refused[0])
-    from pytest_llmgpu.plugin.selection import ascending
-    from pytest_llmgpu.report.case import REFERENCE_STRATEGY
+    if errors:
+        raise pytest.UsageError(errors[0])
     from pytest_llmgpu.strategies import BUILT_IN
 
-    chosen = {name for item in ours for name in (selection.group_of(item)[0], *selection.group_of(item)[1].strategy)}
-    options.refuse_unread(session.config, chosen, BUILT_IN)
-
-    def is_yardstick(item: pytest.Item) -> bool:
-        return selection.group_of(item)[0] == REFERENCE_STRATEGY
-
-    turns = iter(ascending(ours, selection.group_of, selection.batch_size_of, is_yardstick))
-    session.items[:] = [next(turns) if selection.is_ours(item) else item for item in session.items]
+    groups = [selection.group_of(item) for item in ours]
+    measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy)}
+    options.check_strategy_flags(session.config, measured, BUILT_IN)
+    session.items[:] = selection.run_order(session.items)
     if not selection.runs_nothing(session.config):
         _plan([item for item in session.items if selection.is_ours(item)])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Refuse the whole run where an xdist worker met our tests: only here can it still be a usage error."""
-    refused = getattr(node, "workeroutput", {}).get(_XDIST)
-    if refused is not None:
-        raise pytest.UsageError(refused)
+    """Refuse the run if an xdist worker collected our tests: this is the last hook that can raise a usage error."""
+    error = getattr(node, "workeroutput", {}).get(_WORKER_ERROR)
+    if error is not None:
+        raise pytest.UsageError(error)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
-    """Name devices, model and data first."""
+    """Print devices, model and dataset before the tests run."""
     if selection.runs_nothing(config) or not any(selection.is_ours(item) for item in items):
         return []
     return config.stash[SESSION]().headlines()
@@ -154,7 +148,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let the outcome ride on the report, where other plugins and xdist's controller find it."""
+    """Add the outcome to pytest's report, where other plugins and xdist's controller can read it."""
     report = yield
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
@@ -162,8 +156,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Show out of memory as what it is."""
-    if getattr(report, "llmgpu_outcome", None) not in _EXPECTED:
+    """Show the outcome out of memory as OOM."""
+    if getattr(report, "llmgpu_outcome", None) not in _OUT_OF_MEMORY:
         return None
     if report.skipped:
         return "oom", "O", "OOM"
@@ -175,31 +169,26 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
     benchmark = _made(session.config)
     if benchmark is not None:
-        green = exitstatus == pytest.ExitCode.OK
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
-        deselected = session.config.stash[DESELECTED]
-        if benchmark.judge is not None:
-            # Before the status is known: no item of the gate may have been left to ask for it.
-            benchmark.conclude(int(exitstatus), interrupted=stopped, deselected=deselected)
-        status = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else exitstatus
-        benchmark.finish(int(status), interrupted=stopped, deselected=deselected)
-        # Asked again, since the report may only now have failed to be written.
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED if green and benchmark.troubles() else status
+        session.exitstatus = benchmark.end(
+            int(exitstatus), interrupted=stopped, deselected=session.config.stash[DESELECTED]
+        )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print tables and findings."""
     benchmark = _made(config)
-    for line in benchmark.troubles() if benchmark is not None else ():
+    if benchmark is None:
+        return
+    for line in benchmark.troubles():
         terminalreporter.write_line(f"FAILED {line}", red=True)
-    text = benchmark.summary() if benchmark is not None else ""
-    if text:
+    if text := benchmark.summary():
         terminalreporter.section("LLM inference")
         terminalreporter.write_line(text)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End what a run that was refused after the collection may have started."""
+    """End the processes of a run that was refused after the collection."""
     benchmark = _made(config)
     if benchmark is not None:
         benchmark.close()
@@ -210,10 +199,10 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         session.find_baseline(fixtures.options_of(items[0]))
         for item in items:
-            size, used = selection.parameter(item, "batch_size"), selection.fixture_names(item)
+            size = selection.parameter(item, "batch_size")
             session.expect(
                 selection.group_of(item),
-                item.nodeid if "measure" in used else None,
+                item.nodeid if selection.measures(item) else None,
                 int(size) if isinstance(size, BatchSize) else 1,
                 scored=fixtures.tasks_of(item, session.planner.known_tasks),
                 may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in item.iter_markers("llmgpu")),
@@ -237,7 +226,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
     writer = config.get_terminal_writer() if config.pluginmanager.hasplugin("terminalreporter") else None
     live = LiveLine(
         capture.global_and_fixture_disabled if capture is not None else nullcontext,
-        # Not writer.fullwidth: it never says less than 40.
+        # Not writer.fullwidth, which is 40 at least.
         lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
     )
     chosen = options.resolve(config)
@@ -262,12 +251,12 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
 
 
 def _path_of(config: pytest.Config, option: str, text: str | None) -> Path | None:
-    """Return the file that an option names; one of a commit of git stays as it is."""
+    """Return the path of an option; a file of a git commit stays as it is."""
     from pytest_llmgpu.store.git import is_reference
 
     return None if text is None else Path(text) if is_reference(text) else _folder_of(config, option) / text
 
 
 def _folder_of(config: pytest.Config, option: str) -> Path:
-    """Return where a path counts from: of a flag where the command was given, of the ini file its folder."""
+    """Return the start of a relative path: the working directory for a flag, the rootdir for an ini key."""
     return config.rootpath if config.getoption(option) is None else config.invocation_params.dir

@@ -1,4 +1,4 @@
-"""Where other plugins and conftest files extend this one: pytest hooks, each with an example to copy."""
+"""The pytest hooks by which plugins and conftest.py files extend this plugin, each with an example to copy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["pytest_llmgpu_strategies", "pytest_llmgpu_tasks"]
 def pytest_llmgpu_strategies(config: pytest.Config) -> Mapping[str, str]:  # type: ignore[empty-body]  # implemented elsewhere
     """Return strategies for `--strategy` to choose from: name to `package.module:attribute`.
 
-    The attribute is a class that is made without arguments, as `pytest_llmgpu.strategies.protocol.Strategy` describes
-    it; its `name` is the one it is registered by. It is imported where it is chosen, in pytest's process and in every
-    rank, so its module must import there without the test suite. Two places for one name are refused.
+    The attribute is a class without constructor arguments that implements
+    `pytest_llmgpu.strategies.protocol.Strategy`; its `name` is the registered name. pytest's process and every rank
+    import its module when the strategy is chosen, so the module must import without the test suite. Two places for one
+    name are refused.
 
     Two files make a strategy that waits before every forward::
 
@@ -42,12 +43,11 @@ def pytest_llmgpu_strategies(config: pytest.Config) -> Mapping[str, str]:  # typ
         def pytest_llmgpu_strategies():
             return {"slow": "slow_strategy:Slow"}
 
-    `pytest --strategy=mp,slow` measures it beside mp. In an installed package the hook stands in the module that its
-    entry point of group `pytest11` names; with `@pytest.hookimpl(optionalhook=True)` on it, that module also works
-    where this plugin is not installed.
+    `pytest --strategy=mp,slow` measures it and mp. An installed package implements the hook in the module of its entry
+    point of group `pytest11`; with `@pytest.hookimpl(optionalhook=True)` the module also works without this plugin.
 
     Args:
-        config: pytest's; an implementation may leave it out.
+        config: pytest's configuration; an implementation may omit it.
     """
 
 
@@ -55,10 +55,10 @@ def pytest_llmgpu_strategies(config: pytest.Config) -> Mapping[str, str]:  # typ
 def pytest_llmgpu_tasks(config: pytest.Config) -> Mapping[str, str]:  # type: ignore[empty-body]  # implemented elsewhere
     """Return tasks that tests can score: name to `package.module:attribute`.
 
-    A test uses a task by the fixture of its name, which holds the items of `--llmgpu-dataset`. The attribute is a class
-    that is made without arguments, as `pytest_llmgpu.inference.tasks.protocol.Task` describes it; its `name` is the
-    registered one. pytest's process and every rank import its module, so it must import without the test suite. Two
-    places for one name are refused.
+    A test uses a task by the fixture of its name, which has the items of `--llmgpu-dataset`. The attribute is a class
+    without constructor arguments that implements `pytest_llmgpu.inference.tasks.protocol.Task`; its `name` is the
+    registered name. pytest's process and every rank import its module when a test uses the task, so the module must
+    import without the test suite. Two places for one name are refused.
 
     Two files make a task of two choices::
 
@@ -81,8 +81,8 @@ def pytest_llmgpu_tasks(config: pytest.Config) -> Mapping[str, str]:  # type: ig
         def pytest_llmgpu_tasks():
             return {"right_or_wrong": "right_or_wrong:RightOrWrong"}
 
-    A test measures it by `measure(llm, right_or_wrong, batch_size)`.
+    A test measures it with `measure(llm, right_or_wrong, batch_size)`.
 
     Args:
-        config: pytest's; an implementation may leave it out.
+        config: pytest's configuration; an implementation may omit it.
     """

@@ -1,12 +1,12 @@
-"""In which order tests run where every case is measured in several launches of its processes. A plugin of its own.
+"""The order of tests with several launches per case. A plugin of its own, for --llmgpu-launches above 1.
 
-The whole run is repeated, launch by launch: all tests that measure, each strategy's batch sizes in ascending order;
-then the processes are ended, and so on. So a model is loaded once a launch and not once a launch and case; in every
-launch a case's processes have done the same before it, as the replicates of one measurement must; and a machine that
-drifts does so for all cases alike, not from the first of them to the last. The tests themselves are repeated, since
-only they know what they ask of the model besides measuring.
+The run is repeated launch by launch: all tests that measure run, with ascending batch sizes per strategy, then the
+processes end, and the next launch begins. A model is therefore loaded once per launch and not once per case. In every
+launch the processes of a case have run the same cases before it, as replicates of one measurement require. A drift of
+the machine affects all cases alike. Whole tests are repeated, because a test may use the model in other ways too.
 
-A test is reported once: after its last launch, or after the first in which it did not pass, which is its last then.
+A test is reported once: after its last launch, or after the first launch in which it did not pass, which is then its
+last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 
-# Private, and as pytest-rerunfailures has it: there is no public way to run a test and keep its reports.
+# Private, and imported by pytest-rerunfailures too: pytest has no public way to run a test and keep its reports.
 from _pytest.runner import runtestprotocol
 
 from pytest_llmgpu.plugin import options, selection
@@ -24,12 +24,12 @@ from pytest_llmgpu.plugin.fixtures import SESSION
 __all__: list[str] = []
 
 _ENDED = pytest.StashKey[set[str]]()
-"""In `config.stash`: node ids that have been reported before the last launch; there until then."""
+"""In `config.stash` until the last launch: the ids of the tests that were reported before it."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests that measure once a launch, and in the last launch all that there is."""
+    """Run the tests that measure once per launch, and all other tests in the last launch."""
     config = session.config
     repeated = [item for item in session.items if selection.measures(item)]
     uncollected = session.testsfailed and not config.getoption("continue_on_collection_errors")
@@ -49,12 +49,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test before its last launch: nothing is reported if it passes."""
+    """Run a test before its last launch, and report it only if it does not pass."""
     ended = item.config.stash.get(_ENDED, None)
     if ended is None:
         return None
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    # One that is marked xfail goes on in spite of its failing.
+    # A test that is marked xfail continues after it failed.
     if not all(report.passed or hasattr(report, "wasxfail") for report in reports):
         ended.add(item.nodeid)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -65,7 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _run(session: pytest.Session, items: Sequence[pytest.Item]) -> None:
-    """Run tests as pytest does; what their fixtures hold is given back after the last."""
+    """Run tests as pytest's own loop does; the fixtures are torn down after the last one."""
     for item, following in zip(items, [*items[1:], None], strict=True):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail:

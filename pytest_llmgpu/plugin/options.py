@@ -1,6 +1,6 @@
-"""One declaration of every option: flag, ini key, marker argument, default and help in one place.
+"""Options in pytest: flags, ini keys and the marker `llmgpu`.
 
-A flag wins over the marker, the marker over the ini file, the ini file over the default.
+A flag wins over a marker, a marker over the ini file, the ini file over the default.
 """
 
 from __future__ import annotations
@@ -13,57 +13,56 @@ import pytest
 
 from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
 
-__all__ = ["EXPECT_OOM", "declare", "refuse_idle", "resolve"]
+__all__ = ["EXPECT_OOM", "check_gate_flags", "check_strategy_flags", "declare", "resolve"]
 
 EXPECT_OOM = "expect_oom"
-"""The one marker argument that is no option: the series may run out of memory at every batch size."""
+"""The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 
-_OF_THE_GATE = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
-"""Options that change nothing unless the run is compared with a baseline."""
+_GATE_OPTIONS = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+"""Options that have an effect only if the run is compared with a baseline."""
 
 
 def declare(parser: pytest.Parser) -> None:
     """Add every option to pytest's command line and ini file."""
     group = parser.getgroup("llmgpu", "LLM inference on GPUs (pytest-llmgpu)")
     for field in dataclasses.fields(Options):
-        text = field.metadata["help"].replace("%", "%%")
-        default = field.metadata["text"]
-        shown = f"{text} (default: {default})" if default is not None else text
-        metavar = field.metadata["metavar"]
-        action = "append" if field.name == "strategy" else "store" if metavar else "store_true"
+        declared = field.metadata
+        help_text = declared["help"].replace("%", "%%")
+        if declared["text"] is not None:
+            help_text += f" (default: {declared['text']})"
         group.addoption(
             flag_of(field),
             dest=ini_key_of(field),
             default=None,
-            action=action,
-            help=shown,
-            **({"metavar": metavar} if metavar else {}),
-            **({"nargs": "?", "const": field.metadata["bare"]} if field.metadata["bare"] is not None else {}),
+            action="append" if field.name == "strategy" else "store" if declared["metavar"] else "store_true",
+            help=help_text,
+            **({"metavar": declared["metavar"]} if declared["metavar"] else {}),
+            **({"nargs": "?", "const": declared["bare"]} if declared["bare"] is not None else {}),
         )
         parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type="string", default=None)
 
 
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
-    """Return the options in force.
+    """Return the options of a run or, with its markers, of a test.
 
     Args:
-        config: Where flags and ini keys are.
-        markers: `llmgpu` markers of a test, the closest first.
+        config: pytest's, with the flags and ini keys.
+        markers: The `llmgpu` markers of a test, the closest first.
 
     Raises:
-        pytest.UsageError: A value is not allowed; the text names it, its source and what is allowed.
+        pytest.UsageError: A value is not allowed; the message has the value, its source and the allowed values.
     """
-    given: dict[str, Any] = {}
+    marked: dict[str, Any] = {}
     for marker in markers:
         _check_marker(marker)
-        given = {**marker.kwargs, **given}
+        marked = {**marker.kwargs, **marked}
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Options):
         flag, ini = config.getoption(ini_key_of(field), None), config.getini(ini_key_of(field))
         if flag is not None:
             raw, source = flag, flag_of(field)
-        elif given.get(field.name) is not None:
-            raw, source = given[field.name], f"@pytest.mark.llmgpu({field.name}=...)"
+        elif marked.get(field.name) is not None:
+            raw, source = marked[field.name], f"@pytest.mark.llmgpu({field.name}=...)"
         elif ini is not None:
             raw, source = ini, ini_key_of(field)
         else:
@@ -76,44 +75,46 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
     return Options(**values)
 
 
-def refuse_idle(config: pytest.Config, chosen: Options) -> None:
-    """Refuse flags of the gate without a baseline: nothing would be judged, and nobody would notice.
-
-    In the ini file they may wait for a run with one.
+def check_gate_flags(config: pytest.Config, chosen: Options) -> None:
+    """Refuse flags of the gate in a run without a baseline, where they have no effect; ini keys are accepted.
 
     Raises:
-        pytest.UsageError: In one line with what is missing.
+        pytest.UsageError: The message has the first such flag.
     """
-    given = [field for field in dataclasses.fields(Options) if config.getoption(ini_key_of(field), None) is not None]
-    idle = [flag_of(field) for field in given if field.name in _OF_THE_GATE]
-    if idle and chosen.compare is None:
-        raise pytest.UsageError(f"{idle[0]}: there is nothing to judge this run by: --llmgpu-compare=REF is needed")
+    unused = [field for field in _given_flags(config) if field.name in _GATE_OPTIONS]
+    if unused and chosen.compare is None:
+        raise pytest.UsageError(
+            f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"
+        )
 
 
-def refuse_unread(config: pytest.Config, measured: Collection[str], built_in: Collection[str]) -> None:
-    """Refuse a flag of one strategy where another is measured: it would change nothing, and nobody would notice.
-
-    In the ini file it may wait for a run of that strategy.
+def check_strategy_flags(config: pytest.Config, measured: Collection[str], built_in: Collection[str]) -> None:
+    """Refuse flags of a strategy that the run does not measure, where they have no effect; ini keys are accepted.
 
     Args:
-        config: Where flags are.
-        measured: Names of the strategies that are measured, as `--strategy` has them.
-        built_in: Names that flags begin with.
+        config: pytest's, with the flags.
+        measured: The strategies that are measured, as `--strategy` names them.
+        built_in: The strategies with flags of their own, whose fields begin with the strategy's name.
 
     Raises:
-        pytest.UsageError: In one line with the flag and what is measured.
+        pytest.UsageError: The message has the first such flag and the measured strategies.
     """
-    for field in dataclasses.fields(Options):
+    for field in _given_flags(config):
         owner = field.name.partition("_")[0]
-        given = config.getoption(ini_key_of(field), None) is not None
-        if given and owner in built_in and owner not in measured:
+        if owner in built_in and owner not in measured:
             names = ", ".join(sorted(measured))
-            raise pytest.UsageError(f"{flag_of(field)}: is for strategy {owner}, and this run measures {names}")
+            raise pytest.UsageError(
+                f"{flag_of(field)}: this is an option of strategy {owner}, and the run measures {names}: "
+                f"remove the flag or add --strategy={owner}"
+            )
+
+
+def _given_flags(config: pytest.Config) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(Options) if config.getoption(ini_key_of(field), None) is not None]
 
 
 def _check_marker(marker: pytest.Mark) -> None:
-    allowed = [field.name for field in dataclasses.fields(Options) if field.metadata["marker"]]
-    allowed.append(EXPECT_OOM)
+    allowed = [*(field.name for field in dataclasses.fields(Options) if field.metadata["marker"]), EXPECT_OOM]
     unknown = [name for name in marker.kwargs if name not in allowed]
     if marker.args or unknown:
         wrong = repr(marker.args[0]) if marker.args else unknown[0]

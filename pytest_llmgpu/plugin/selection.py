@@ -1,4 +1,4 @@
-"""What pytest has collected: which tests ask for the model, under what options, and what narrowed the run."""
+"""The collected tests: which of them use the model, with which options, and in which order they run."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ __all__ = [
     "fixture_names",
     "group_of",
     "is_ours",
+    "limits_of_selection",
     "measures",
     "parameter",
+    "run_order",
     "runs_nothing",
-    "selection",
 ]
 
 DESELECTED = pytest.StashKey[list[str]]()
-"""In `config.stash`: what kept tests from being collected (see `selection`), then ids of ours that were taken out."""
+"""In `config.stash`: the limits of the selection (see `limits_of_selection`), then the ids of our deselected tests."""
 
 
 def is_ours(item: pytest.Item) -> bool:
-    """Return whether a test asks for the model."""
+    """Return whether a test uses the fixture `llm` of this plugin."""
     return isinstance(parameter(item, "llm"), StrategyName)
 
 
 def measures(item: pytest.Item) -> bool:
-    """Return whether a test of ours measures a case."""
+    """Return whether a test of ours uses the fixture `measure`."""
     return is_ours(item) and "measure" in fixture_names(item)
 
 
 def parameter(item: pytest.Item, name: str) -> object:
-    """Return a test's parameter; None where it has none of that name."""
+    """Return a parameter of a test; None if it has none of that name."""
     return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
 
 
@@ -49,26 +50,26 @@ def fixture_names(item: pytest.Item) -> list[str]:
 
 
 def group_of(item: pytest.Item) -> tuple[str, Options]:
-    """Return what a test of ours shares its loaded model with."""
+    """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model."""
     return str(parameter(item, "llm")), fixtures.options_of(item)
 
 
 def batch_size_of(item: pytest.Item) -> int:
-    """Return a test's batch size, 0 where it chooses for itself."""
+    """Return the batch size of a test; 0 if the test sets it itself."""
     size = parameter(item, "batch_size")
     return int(size) if isinstance(size, int) else 0
 
 
 def runs_nothing(config: pytest.Config) -> bool:
-    """Return whether tests or fixtures are only listed."""
+    """Return whether pytest only lists tests or fixtures."""
     listing = ("collectonly", "showfixtures", "show_fixtures_per_test", "setupplan")
     return any(config.getoption(name, default=False) for name in listing)
 
 
-def selection(config: pytest.Config) -> list[str]:
-    """Return what takes tests out without naming them: pytest does not even collect those.
+def limits_of_selection(config: pytest.Config) -> list[str]:
+    """Return the options that take out tests which pytest does not collect and therefore cannot name.
 
-    They stand among the deselected ids, so that a reader of the report never takes such a run for a whole one.
+    The report lists them with the deselected tests, so that its reader does not take the run for a complete one.
     """
     cache = getattr(config, "cache", None)
     failed = cache is not None and cache.get("cache/lastfailed", {})
@@ -80,6 +81,15 @@ def selection(config: pytest.Config) -> list[str]:
     return found
 
 
+def run_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with ours in the order of `ascending`, in the places that ours have; the others stay."""
+    from pytest_llmgpu.report.case import REFERENCE_STRATEGY
+
+    ours = [item for item in items if is_ours(item)]
+    ordered = iter(ascending(ours, group_of, batch_size_of, lambda item: group_of(item)[0] == REFERENCE_STRATEGY))
+    return [next(ordered) if is_ours(item) else item for item in items]
+
+
 _T = TypeVar("_T")
 
 
@@ -89,15 +99,16 @@ def ascending(
     batch_size: Callable[[_T], int],
     first: Callable[[_T], bool] = lambda _: False,
 ) -> list[_T]:
-    """Return the tests group by group, as the groups first appear, and by batch size within one.
+    """Return the tests group by group, in the order in which groups first appear, with ascending batch sizes.
 
-    Tests of equal batch size keep their order.
+    Each model is loaded once, and small batches run before large ones that may not fit. Tests of equal batch size keep
+    their order.
 
     Args:
-        tests: in the order they were collected.
-        group: what a test shares its loaded model with.
-        batch_size: sequences per forward of a test.
-        first: whether a test's group runs before the others, which are compared with it.
+        tests: The tests in the order of their collection.
+        group: Returns the group of a test, which shares a loaded model.
+        batch_size: Returns the batch size of a test.
+        first: Returns whether the group of a test runs before all others, which are compared with it.
     """
     turns = {name: turn for turn, name in enumerate(dict.fromkeys(map(group, tests)))}
     return sorted(tests, key=lambda test: (not first(test), turns[group(test)], batch_size(test)))

@@ -1,4 +1,4 @@
-"""Every option, declared once: flag, ini key, marker argument, default and help."""
+"""The declaration of every option: flag, ini key, marker argument, default and help."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Options:
         "mp",
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
-        "kernels), a registered one, or module:attribute",
+        "kernels), a registered strategy, or module:attribute",
         flag="--strategy",
     )
     model: str = _option(
@@ -94,7 +94,7 @@ class Options:
         option_values.batch_sizes,
         "1,2,4,8,16,32,64",
         "N[,N]",
-        "batch sizes, in sequences per forward (an item is 4 sequences)",
+        "batch sizes, in sequences per forward (an item of HellaSwag has 4 sequences)",
     )
     find_max_batch: bool = _option(
         option_values.switch,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import logits, models, tasks
-from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
@@ -224,7 +223,7 @@ class Planner:
                     rootdir=self._rootdir,
                 )
             except ValueError as error:
-                raise ValueError(f"{_flag_of(str(error), options)}: {error}") from None
+                raise ValueError(f"{_flag_of(error, options)}: {error}") from None
         return self._sources[wanted]
 
     def _check_device(self, options: Options, machine: Machine) -> None:
@@ -267,13 +266,11 @@ def _backend_and_options(
     return own.pop("backend", strategy.backend), own
 
 
-def _flag_of(complaint: str, options: Options) -> str:
-    """Return the flag, with its value, that a complaint of `models.resolve` is about."""
-    # A tokenizer is looked for as a model is, and reported missing as one.
-    named = re.match(rf"tokenizer |.* (has|is) no tokenizer\b|model {re.escape(repr(options.tokenizer))}", complaint)
-    if options.tokenizer in (None, options.model) or not named:
-        return f"--llmgpu-model={options.model}"
-    return f"--llmgpu-tokenizer={options.tokenizer}"
+def _flag_of(error: ValueError, options: Options) -> str:
+    """Return the flag, with its value, that an error of `models.resolve` is about."""
+    if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
+        return f"--llmgpu-tokenizer={options.tokenizer}"
+    return f"--llmgpu-model={options.model}"
 
 
 def _check_cap(cap: int, machine: Machine) -> None:

@@ -190,6 +190,24 @@ class BenchmarkSession:
         judge = None if self.judge is None else self.judge.judge
         self.recorder.conclude(exit_status, judge, interrupted=interrupted, expected=expected, deselected=deselected)
 
+    def end(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
+        """Judge the run, complete the report and end every process (see `finish`).
+
+        Returns:
+            The exit status of the run: that of pytest, or 1 if it is 0 and the run has troubles.
+        """
+
+        def checked(status: int) -> int:
+            return 1 if status == 0 and self.troubles() else status
+
+        if self.judge is not None:
+            # The verdicts decide the status, and no item of the gate may have run.
+            self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
+        status = checked(exit_status)
+        self.finish(status, interrupted=interrupted, deselected=deselected)
+        # Checked again, because the last writing of the report may have failed.
+        return checked(status)
+
     def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> None:
         """End every process and complete the report.
 

@@ -1,1 +1,1 @@
-"""Generators of the bundled model, its tokenizer and its dataset; not part of the installed package."""
+"""Generators of the bundled model, its tokenizer and its dataset. The installed package does not have them."""

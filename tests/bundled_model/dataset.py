@@ -1,8 +1,8 @@
-"""A synthetic task in HellaSwag's JSON Lines format, whose answers lie far back in the context.
+"""A synthetic dataset in HellaSwag's JSON Lines format, with the answers far from the end of the context.
 
-A list says who of four people takes what, some sentences of no importance follow, and then the list is taken up again
-at one of the four. All endings are on the list, so nothing near the question tells them apart: who cuts the context to
-its last 23 tokens gets one item in four right, which is how a truncated context is noticed.
+A list has four people and what each of them takes. Some unrelated sentences follow, then the list is repeated for one
+of the four. All endings are on the list, so text near the question does not help: a model that sees only the last 23
+tokens answers one item in four. A truncated context is therefore detected.
 
 Rebuild the committed file with `python -m bundled_model.dataset OUT`.
 """
@@ -27,22 +27,22 @@ __all__ = [
 ]
 
 ITEMS = 480
-"""Items of the committed file; divisible by 4, so that every label is right equally often."""
+"""The items of the committed file: divisible by 4, so that every label is right equally often."""
 
 EVALUATION_SEED = 20_260_116
-"""Seed of the committed file: one for which the longest, the shortest and the first-named ending are each right 25 % of
-the time, within a percent. So it is over 20,000 items of any seed; over 480 most seeds are off by two or three percent.
+"""The seed of the committed file. With it the longest, the shortest and the first-named ending are each right for 25 %
+of the items, within a percent. With 480 items most seeds deviate by two or three percent; with 20,000 items none does.
 """
 
 _MIN_WORDS_SINCE_FACTS = 26
-"""Words between the last fact and the ending. No tokenizer of words has fewer tokens than words: more than 23."""
+"""The minimum number of words between the last fact and the ending: more than 23 tokens with any tokenizer of words."""
 
 _NAMES = (
     "Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Irene", "Jonas", "Karin", "Leo",
     "Maria", "Nora", "Oscar", "Paula", "Robert", "Sofia", "Thomas", "Ursula", "Victor", "Wanda", "Yusuf", "Zoe",
 )  # fmt: skip
 
-# Activity and its things. Within a theme their first words differ, and none is an article: the first word tells.
+# Activity and its things. Within an activity their first words differ, and none is an article.
 _THEMES = (
     (
         "Going to the market",
@@ -113,27 +113,27 @@ _SLOTS = {
 
 
 class Fact(NamedTuple):
-    """Who takes what. The thing follows the name at once: a look-up that a tiny model learns in minutes."""
+    """A person and what they take. The thing follows the name directly, which a tiny model learns in minutes."""
 
     name: str
     thing: str
 
     def __str__(self) -> str:
-        """Give the fact as the list has it."""
+        """Return the fact as in the list."""
         return f"{self.name} {self.thing}"
 
 
 class Item(NamedTuple):
-    """One item: a record of the file, and what it was drawn from."""
+    """One item: a record of the file, and its facts."""
 
     activity_label: str
     facts: tuple[Fact, ...]
     asked: Fact
-    """The one of the facts that the right ending repeats."""
+    """The fact that the right ending repeats."""
     ctx: str
     endings: list[str]
     label: int
-    """Index of the right ending."""
+    """The index of the right ending."""
 
     @property
     def prompt(self) -> str:
@@ -142,7 +142,7 @@ class Item(NamedTuple):
 
     @property
     def substance(self) -> tuple[frozenset[Fact], Fact]:
-        """What decides the answer, whatever the order of facts and endings and the sentences around them."""
+        """The facts and the question, without the order of facts and endings and without the other sentences."""
         return frozenset(self.facts), self.asked
 
 
@@ -156,7 +156,7 @@ def _draw_facts(rng: random.Random) -> tuple[str, tuple[Fact, ...]]:
 def _draw_item(rng: random.Random, label: int) -> Item:
     """Draw an item whose right ending is number `label`."""
     activity_label, facts = _draw_facts(rng)
-    # Asking for one of the facts at random, then shuffling the others around it, leaves no cue but the facts.
+    # The question is about a random fact and the other endings are shuffled: only the facts determine the answer.
     asked = rng.choice(facts)
     endings = [f"{fact.thing}." for fact in facts if fact is not asked]
     rng.shuffle(endings)
@@ -174,7 +174,7 @@ def _fill(rng: random.Random, template: str, **given: str) -> str:
 
 
 def evaluation_items() -> list[Item]:
-    """Make the items of the committed file, each label right equally often."""
+    """Return the items of the committed file, with each label right equally often."""
     rng = random.Random(EVALUATION_SEED)
     labels = [number % 4 for number in range(ITEMS)]
     rng.shuffle(labels)

@@ -1,7 +1,7 @@
 """Accuracy of the bundled model on the bundled items, as JSON: `python -m bundled_model.evaluate [MODEL_DIR]`.
 
-The yardstick by which the model is trained and registered. It is deliberately apart from the scoring that the plugin
-measures, and as plain as can be: every logit, right padding with id 0, no attention mask.
+This reference is separate from the scoring that the plugin measures, and as simple as possible: all logits, padding
+on the right with id 0, no attention mask.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 __all__ = ["TRUNCATED_TOKENS", "Score", "evaluate", "load", "score"]
 
 TRUNCATED_TOKENS = 23
-"""Length of context at which the task falls to chance."""
+"""The context length in tokens at which the accuracy falls to chance."""
 
 
 class Score(NamedTuple):
-    """How well a model does on some items."""
+    """The accuracy of a model on some items."""
 
     acc: float
-    """Fraction of items whose right ending has the largest log-likelihood."""
+    """The fraction of items whose right ending has the largest log-likelihood."""
     acc_norm: float
-    """The same with log-likelihoods divided by the ending's length in characters."""
+    """The fraction of items whose right ending has the largest log-likelihood per character."""
     choices: list[int]
-    """[items] index of the ending with the largest log-likelihood."""
+    """The index of the ending with the largest log-likelihood [items]."""
     margins: list[float]
-    """[items] log-likelihood of the right ending less that of the best wrong one."""
+    """The log-likelihood of the right ending minus that of the best wrong one [items]."""
     loglikelihoods: list[float]
-    """[items * 4] of every ending."""
+    """The log-likelihood of every ending [items * 4]."""
 
 
 def load(directory: Path, dtype: str = "float32") -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
@@ -104,7 +104,7 @@ def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], lis
 
 
 def write_loglikelihoods(directory: Path) -> None:
-    """Write those of the evaluation items in float32, little-endian, beside a directory's model."""
+    """Write the log-likelihoods of the evaluation items as little-endian float32 to the directory of a model."""
     full = score(*load(directory, "float32"), evaluation_items())
     values = array("f", full.loglikelihoods)
     if sys.byteorder == "big":
@@ -113,7 +113,7 @@ def write_loglikelihoods(directory: Path) -> None:
 
 
 def evaluate(directory: Path, dtype: str = "float32") -> dict[str, object]:
-    """Return the accuracies of a directory's model on the evaluation items, with all of the context and truncated."""
+    """Return the accuracies of a model on the evaluation items, with the whole and with a truncated context."""
     model, tokenizer = load(directory, dtype)
     items = evaluation_items()
     full = score(model, tokenizer, items)

@@ -1,12 +1,12 @@
-"""Train the bundled model and its tokenizer: `python -m bundled_model.train OUT_DIR`.
+"""Train the bundled model and its tokenizer: `tox -e train -- OUT_DIR`, or `python -m bundled_model.train OUT_DIR`.
 
-Everything is drawn from seeds, but sums of floats differ between machines and versions of torch: a rebuilt model is as
-good as the committed one, not bit-equal to it. After a rebuild, update `MODEL_SHA256` and `ACCURACY` in
-`pytest_llmgpu.inference.bundled` from the JSON that this script prints.
+All random numbers come from seeds, but sums of floats differ between machines and versions of torch. A rebuilt model
+is as accurate as the committed one and not bit-identical. After a rebuild, copy `MODEL_SHA256` and `ACCURACY` from the
+JSON that this script prints to `pytest_llmgpu.inference.bundled`.
 
-Looking up who takes what needs two heads in a row: one that hands each token its predecessor, one that goes from a
-name to the token whose predecessor it was. Left to itself a model stays at one in four for thousands of steps before it
-finds both, so half the heads are shown where to look by a loss on their attention; a few hundred steps then suffice.
+The task needs two attention heads in sequence: one copies its predecessor to each token, the next goes from a name to
+the token whose predecessor is that name. Without help a model stays at chance for thousands of steps before it learns
+both. A loss on the attention of half the heads therefore guides them; a few hundred steps are then enough.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "batches", "main", "train"]
 
 _NONE = -100
-"""No token: the target that torch's cross entropy leaves out."""
+"""The target that torch's cross entropy ignores."""
 
 _TINY = 1e-9
-"""Keeps the logarithm of an attention of 0 finite."""
+"""Added to an attention of 0, so that its logarithm is finite."""
 
 
 class Settings(NamedTuple):
-    """How long and how hard to train; the defaults made the committed model."""
+    """The settings of a training; the committed model was trained with the defaults."""
 
     seed: int = 1
     vocabulary_size: int = 896
     tokenizer_items: int = 4000
     steps: int = 400
     rows: int = 32
-    """Sequences per step."""
+    """The sequences per step."""
     learning_rate: float = 2e-3
     warmup_steps: int = 30
     text_weight: float = 0.1
-    """Weight of the loss on every token; the loss on the answers weighs 1."""
-    looking_weight: float = 0.1
-    """Weight of the loss on where the shown heads look."""
-    shown_heads: int = 4
-    """Heads per layer, of 8, that are shown where to look."""
+    """The weight of the loss on every token; the loss on the answers has weight 1."""
+    attention_weight: float = 0.1
+    """The weight of the loss on the attention of the guided heads."""
+    guided_heads: int = 4
+    """The guided heads per layer, of 8."""
 
 
 class Batch(NamedTuple):
-    """One step's sequences, padded on the right."""
+    """The sequences of one step, padded on the right."""
 
     input_ids_BS: torch.Tensor
     next_ids_BS: torch.Tensor
-    """The token that follows, -100 where there is none."""
+    """The next token; -100 if there is none."""
     sources_BS: torch.Tensor
-    """Where the list has the token that follows, -100 where that token is no part of an answer."""
+    """The position of the next token in the list; -100 if that token is not part of an answer."""
 
 
 def _text(item: Item, rng: random.Random) -> str:
@@ -75,11 +75,11 @@ def _text(item: Item, rng: random.Random) -> str:
 
 
 def _encode(item: Item, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the token ids of a text and, for the tokens of its answers, where the list has them (else -100)."""
+    """Return the token ids of a text, and the position in the list of each token of an answer (-100 for others)."""
     ids, sources = [tokenizer.bos_token_id], [_NONE]
     things = "|".join(f" {fact.thing}" for fact in item.facts)
     listed: dict[str, int] = {}
-    # Pieces begin with their space, so that their tokens are those of the whole text.
+    # Each piece begins with its space, so that its tokens are equal to those in the whole text.
     for piece in re.split(f"({things})(?=[,.])", text):
         if not piece:
             continue
@@ -104,14 +104,14 @@ def batches(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Iterator[
 
 
 def _padded(rows: Iterable[list[int]]) -> torch.Tensor:
-    """Return rows of different length as one tensor, filled up on the right with -100."""
+    """Return rows of different length as one tensor, padded on the right with -100."""
     import torch
 
     return torch.tensor(list(itertools.zip_longest(*rows, fillvalue=_NONE))).T
 
 
 def _new_model(vocabulary_size: int) -> LlamaForCausalLM:
-    """Return a model with random weights; heads, their size and the vocabulary divide by 8, so that it can be split."""
+    """Return a model with random weights. Heads, head size and vocabulary are multiples of 8, as tp needs."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -126,28 +126,30 @@ def _new_model(vocabulary_size: int) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=1,
     )
-    # The one implementation that returns its attention.
+    # Only this implementation returns its attention.
     model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model
 
 
-def _losses(model: LlamaForCausalLM, batch: Batch, shown_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean losses on the answers, on every token, and on where the shown heads look."""
+def _losses(
+    model: LlamaForCausalLM, batch: Batch, guided_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean losses on the answers, on every token, and on the attention of the guided heads."""
     from torch.nn.functional import cross_entropy
 
     output = model(batch.input_ids_BS, use_cache=False, output_attentions=True)
     losses_BS = cross_entropy(output.logits.transpose(1, 2), batch.next_ids_BS, reduction="none", ignore_index=_NONE)
-    first_BHSS, second_BHSS = (attention[:, :shown_heads] for attention in output.attentions)
+    first_BHSS, second_BHSS = (attention[:, :guided_heads] for attention in output.attentions)
     row, position = (batch.sources_BS != _NONE).nonzero(as_tuple=True)
     source = batch.sources_BS[row, position]
     to_predecessor = first_BHSS.diagonal(offset=-1, dim1=2, dim2=3)
     to_source = second_BHSS[row, :, position, source]
-    looking = -(to_predecessor + _TINY).log().mean() - (to_source + _TINY).log().mean()
-    return losses_BS[row, position].mean(), losses_BS[batch.next_ids_BS != _NONE].mean(), looking
+    attention_loss = -(to_predecessor + _TINY).log().mean() - (to_source + _TINY).log().mean()
+    return losses_BS[row, position].mean(), losses_BS[batch.next_ids_BS != _NONE].mean(), attention_loss
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
-    """Train a model in place, a line of losses on stderr every 20 steps."""
+    """Train a model in place, and print the losses on stderr every 20 steps."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -158,19 +160,19 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings:
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for step, batch in enumerate(batches(tokenizer, settings)):
-        answer, text, looking = _losses(model, batch, settings.shown_heads)
+        answer, text, attention_loss = _losses(model, batch, settings.guided_heads)
         optimizer.zero_grad()
-        (answer + settings.text_weight * text + settings.looking_weight * looking).backward()
+        (answer + settings.text_weight * text + settings.attention_weight * attention_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 20 == 0 or step == settings.steps - 1:
-            losses = f"answer {answer.item():.3f}, text {text.item():.3f}, looking {looking.item():.3f}"
+            losses = f"answer {answer.item():.3f}, text {text.item():.3f}, attention {attention_loss.item():.3f}"
             print(f"step {step} of {settings.steps}: {losses}", file=sys.stderr, flush=True)
 
 
 def main(directory: Path, settings: Settings) -> dict[str, object]:
-    """Write tokenizer and model, in float16, to a directory and return what is to be registered of them."""
+    """Write the tokenizer and the model, in float16, to a directory; return the values to register."""
     import torch
     from transformers import AutoTokenizer
 

@@ -63,11 +63,11 @@ def test_where_graphs_cannot_be_recorded_there_is_a_reason(model: Any) -> None:
     assert cuda_graphs.reason_against(model, (CPU,)) == "CUDA graphs need a GPU"
     several = cuda_graphs.reason_against(model, (GPU, torch.device("cuda", 1)))
     assert several is not None
-    assert several.startswith("one process drives several GPUs")
+    assert several.startswith("one process uses several GPUs")
     without = cuda_graphs.reason_against(torch.nn.Linear(1, 1), (GPU,))
-    assert without == "Linear has no decoder apart from its output head"
+    assert without == "Linear has no decoder separate from its output head"
     model.get_decoder = lambda: model
-    assert cuda_graphs.reason_against(model, (GPU,)) == "LlamaForCausalLM has no decoder apart from its output head"
+    assert cuda_graphs.reason_against(model, (GPU,)) == "LlamaForCausalLM has no decoder separate from its output head"
 
 
 def test_each_shape_is_recorded_once_and_replayed_with_the_ids_of_the_batch(

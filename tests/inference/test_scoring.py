@@ -208,7 +208,7 @@ def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -
         def forward(self, input_ids: Any, **_: Any) -> Any:
             return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
 
-    with pytest.raises(ValueError, match="Short does not answer with the logits of every position"):
+    with pytest.raises(ValueError, match="Short does not return the logits of every position"):
         scoring.score(Short(), scoring.plan(_requests(*MIXED), 2), input_device=CPU, workload=logits.FULL_LOGITS)
 
 

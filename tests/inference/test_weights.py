@@ -133,7 +133,7 @@ def test_what_transformers_has_read_is_given_once(written: ModelSource, monkeypa
 def test_files_that_lack_a_value_are_refused(written: ModelSource) -> None:
     """Instead of a random one in its place."""
     _rename(written, {"model.norm.weight": "nobody.knows.weight"})
-    with pytest.raises(ValueError, match=r"model small lacks model\.norm\.weight, one of 1 weights"):
+    with pytest.raises(ValueError, match=r"model small: 1 weight missing in its files, such as model\.norm\.weight"):
         _values(written)
 
 

@@ -33,13 +33,13 @@ _WEIGHTS, _CONTEXT = 13 * GIB, GIB
 
 
 class _EmulatedRunner:
-    """Stands in for `Runner.run`: batch sizes up to `fits` complete, with memory as a GPU of that limit has it."""
+    """A stub of `Runner.run`: batch sizes up to `fits` complete, with memory figures of such a GPU."""
 
     def __init__(self, fits: int) -> None:
         self.fits = fits
         self.phase: Phase = "forward"
         self.endings: dict[int, Outcome] = {}
-        """Batch size to another way to end."""
+        """Maps a batch size to another outcome."""
         self._out_of_memory: dict[str, int] = {}
 
     def __call__(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
@@ -74,7 +74,7 @@ class _EmulatedRunner:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory."""
+    """Return the directory of the tiny model."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     tiny_model.write_model(folder)
     return folder
@@ -82,13 +82,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus() -> list[Gpu]:
-    """What NVML lists: nothing, unless a GPU is emulated."""
+    """Return the GPUs that NVML lists: none, unless a GPU is emulated."""
     return []
 
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, model: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run pytest on the tiny model, on a CPU."""
+    """Return a function that runs pytest on the tiny model on a CPU."""
     monkeypatch.setattr(environment, "probe", lambda: _FACTS)
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(gpus=gpus, why={"nvml": "no NVML in this test"}))
     tiny_model.write_dataset(pytester.path / "items.jsonl")
@@ -103,7 +103,7 @@ def run(pytester: pytest.Pytester, model: Path, gpus: list[Gpu], monkeypatch: py
 
 @pytest.fixture
 def emulated(gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> _EmulatedRunner:
-    """A machine of one GPU on which batch sizes up to 13 fit."""
+    """Emulate a machine with one GPU on which batch sizes up to 13 fit."""
     gpus.append(_GPU)
     machine = Machine(device="cuda", devices=1, gpus=[_GPU], facts=_FACTS)
     monkeypatch.setattr(environment, "machine", lambda *_: machine)
@@ -136,7 +136,7 @@ def test_the_largest_that_fits_is_measured(pytester: pytest.Pytester, run: Run) 
 
 @pytest.mark.usefixtures("emulated")
 def test_probes_belong_to_the_test_that_was_out_of_memory(pytester: pytest.Pytester, run: Run) -> None:
-    """They are cases like any other, with its id, and the run is complete."""
+    """The searched cases have the id of the test, and the run is complete."""
     run("--llmgpu-find-max-batch", sizes="1,2,4,8,16")
     written = _report(pytester)
     probes = [case for case in written.cases if case.id in ("mp-bs13", "mp-bs14")]
@@ -152,15 +152,15 @@ def test_probes_belong_to_the_test_that_was_out_of_memory(pytester: pytest.Pytes
 
 
 @pytest.mark.usefixtures("emulated")
-def test_nobody_searches_unasked(pytester: pytest.Pytester, run: Run) -> None:
-    """Without the option the list is all that is measured."""
+def test_no_search_without_the_option(pytester: pytest.Pytester, run: Run) -> None:
+    """Without the option only the listed batch sizes are measured."""
     run(sizes="8,16")
     assert _outcomes(pytester) == {"mp-bs8": "completed", "mp-bs16": "oom"}
 
 
 @pytest.mark.usefixtures("emulated")
 def test_a_marker_asks_for_one_test(pytester: pytest.Pytester, run: Run) -> None:
-    """As any option."""
+    """A marker can set the option for one test."""
     pytester.makepyfile(
         test_it="""
         import pytest
@@ -176,24 +176,24 @@ def test_a_marker_asks_for_one_test(pytester: pytest.Pytester, run: Run) -> None
 
 @pytest.mark.usefixtures("emulated")
 def test_where_all_fit_there_is_nothing_to_find(pytester: pytest.Pytester, run: Run) -> None:
-    """No size above the list is tried."""
+    """No batch size above the list is measured."""
     assert run("--llmgpu-find-max-batch", sizes="1,8").ret == 0
     assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs8": "completed"}
 
 
 @pytest.mark.usefixtures("emulated")
 def test_probes_do_not_excuse_a_list_of_which_nothing_fits(pytester: pytest.Pytester, run: Run) -> None:
-    """The test fails as without the search, and the report holds what would have fitted."""
+    """The test fails as it does without the search, and the report has the size that fits."""
     result = run("--llmgpu-find-max-batch", sizes="16")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["*no selected batch size of this model and strategy completed*", "*1 failed*"])
+    result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed*"])
     assert _outcomes(pytester)["mp-bs13"] == "completed"
 
 
 def test_a_model_that_does_not_load_is_not_searched(
     pytester: pytest.Pytester, run: Run, emulated: _EmulatedRunner
 ) -> None:
-    """No batch size is small enough for it."""
+    """Out of memory while the model is loaded starts no search."""
     emulated.fits, emulated.phase = 0, "load"
     run("--llmgpu-find-max-batch", sizes="4,8")
     assert _outcomes(pytester) == {"mp-bs4": "oom", "mp-bs8": "skipped_after_oom"}
@@ -202,7 +202,7 @@ def test_a_model_that_does_not_load_is_not_searched(
 def test_a_probe_that_crashes_ends_the_search_and_not_the_test(
     pytester: pytest.Pytester, run: Run, emulated: _EmulatedRunner
 ) -> None:
-    """It is in the report; the test stays what its own case was."""
+    """A failed search case is in the report, and the test keeps the outcome of its own case."""
     emulated.endings[13] = "crashed"
     result = run("--llmgpu-find-max-batch", sizes="4,8,16")
     assert result.ret == 0
@@ -213,7 +213,7 @@ def test_a_probe_that_crashes_ends_the_search_and_not_the_test(
 
 @pytest.mark.usefixtures("emulated")
 def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytester, run: Run) -> None:
-    """A strategy of one's own may take even batch sizes only: what was measured stays, and no test fails for it."""
+    """A strategy may refuse batch sizes of the search, and no test fails."""
     pytester.makepyfile(
         even="""
         from pytest_llmgpu.strategies.mp import LayerParallel
@@ -231,7 +231,7 @@ def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytes
 
 
 def test_each_strategy_is_searched_by_itself(pytester: pytest.Pytester, run: Run, emulated: _EmulatedRunner) -> None:
-    """Series do not share a limit; a second model or strategy has its own first out of memory."""
+    """Each series has its own search."""
     emulated.fits = 3
     pytester.makepyfile(
         test_it="""
@@ -252,8 +252,8 @@ def test_each_strategy_is_searched_by_itself(pytester: pytest.Pytester, run: Run
     assert ran == [(dtype, *case) for dtype in ("float16", "float32") for case in each]
 
 
-def test_real_processes_are_started_anew_for_each_probe(pytester: pytest.Pytester, run: Run) -> None:
-    """On a CPU, where a strategy of one's own is out of memory above 5 rows: no prediction, halves."""
+def test_real_processes_start_again_for_each_probe(pytester: pytest.Pytester, run: Run) -> None:
+    """On a CPU without a prediction the search halves the interval."""
     pytester.makepyfile(
         small="""
         import torch

@@ -21,7 +21,7 @@ _COMPARE = "--llmgpu-compare=base.json"
 
 @pytest.fixture
 def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
-    """Runs of a benchmark of which base.json is a report: a batch took as many seconds as it has sequences."""
+    """Return a function that runs a benchmark with base.json as its baseline: a batch takes one second per sequence."""
     faked = FakedRuns(pytester)
     faked.start(monkeypatch)
     pytester.makepyfile(test_it=BENCHMARK)
@@ -34,7 +34,7 @@ def _slower(size: int) -> float:
 
 
 def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
-    """The test itself has passed; the gate's item for it fails in two lines at most, and only that one."""
+    """The test passes, and only the gate's item of the test fails, in at most two lines."""
     runs.seconds = _slower
     result = runs("-v", _COMPARE)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -59,7 +59,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
 
 
 def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
-    """`llmgpu gate` on the two files says the same, to the byte; the report is there although the run failed."""
+    """`llmgpu gate` gives equal verdicts for the two files, and the report exists although the run failed."""
     runs.seconds = _slower
     runs.outcome = lambda size: "oom" if size == 8 else "completed"
     assert runs(_COMPARE).ret == 1
@@ -75,7 +75,7 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
 
 
 def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None:
-    """What cannot be told is counted as that and not as a pass; the policy can have it fail."""
+    """A run as fast as its baseline passes; too little data is counted separately, and the policy can make it fail."""
     result = runs(_COMPARE)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*4 passed, 3 inconclusive*"])
@@ -85,7 +85,7 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
 
 
 def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: FakedRuns) -> None:
-    """Out of memory is expected of a test, and a regression all the same where the baseline completed."""
+    """Out of memory is a regression if the baseline completed, also where the test expects it."""
     runs.outcome = lambda size: "oom" if size == 8 else "completed"
     result = runs("-v", _COMPARE)
     assert result.ret == 1
@@ -101,7 +101,7 @@ def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: F
 
 
 def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Fewer right answers than the policy's floor are a regression; the policy comes from pyproject.toml."""
+    """An accuracy below the policy's minimum is a regression; the policy comes from pyproject.toml."""
     pytester.makepyprojecttoml("[tool.llmgpu.gate.accuracy]\nfloor = 0.9\n")
     runs.right = lambda size: 5 if size == 8 else 6
     result = runs(_COMPARE)
@@ -110,7 +110,7 @@ def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
 
 
 def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Until the day on which it expires; a policy may be a file of its own."""
+    """A known regression passes until it expires; the policy may be a separate file."""
     known = '[[known]]\ncase = "mp-bs4"\nmetric = "time"\nreason = "issue 7"\nexpires = {}\n'
     runs.seconds = _slower
     pytester.makefile(".toml", gate=known.format("2999-01-01"))
@@ -121,8 +121,8 @@ def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytes
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 1
 
 
-def test_a_marked_test_may_have_a_margin_of_its_own(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """By pytest's own markers, which the report knows of each test."""
+def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """A policy has thresholds per pytest marker, since the report has the markers of each test."""
     pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
     pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
     pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { margin = 0.9 }\n')
@@ -133,7 +133,7 @@ def test_a_marked_test_may_have_a_margin_of_its_own(runs: FakedRuns, pytester: p
 
 
 def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
-    """Unless that is allowed: nobody may make the gate green by no longer measuring."""
+    """A missing case fails the run unless the policy allows it."""
     result = runs("-v", _COMPARE, sizes="1,4")
     assert result.ret == 1
     result.stdout.fnmatch_lines(
@@ -143,7 +143,7 @@ def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
 
 
 def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) -> None:
-    """What -k took out is said to be left out; a regression of the rest fails."""
+    """Cases that -k left out do not fail, and a regression of the others does."""
     runs.seconds = _slower
     result = runs(_COMPARE, "-k", "bs1")
     assert result.ret == 0
@@ -153,7 +153,7 @@ def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) 
 
 @pytest.mark.parametrize("flags", [["-k", "nothing"], ["-k", "other"]])
 def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pytest.Pytester, flags: list[str]) -> None:
-    """Whoever asks for a comparison and measures nothing is told so."""
+    """A run with --llmgpu-compare that measures nothing fails with the reason."""
     pytester.makepyfile(test_two="def test_other(): pass")
     result = runs(_COMPARE, *flags)
     assert result.ret == 1
@@ -161,7 +161,7 @@ def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pyte
 
 
 def test_a_baseline_of_the_ini_file_leaves_other_tests_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A suite's other tests run as if nothing were compared; its benchmarks are judged."""
+    """Tests that do not measure get no item of the gate."""
     pytester.makepyfile(test_two="def test_other(): pass")
     pytester.makeini("[pytest]\nllmgpu_compare = base.json\n")
     runs("test_two.py").assert_outcomes(passed=1)
@@ -170,7 +170,7 @@ def test_a_baseline_of_the_ini_file_leaves_other_tests_alone(runs: FakedRuns, py
 
 
 def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> None:
-    """--lf measures and judges the test again whose case regressed, until it is as good as its baseline."""
+    """--lf runs and judges a regressed test again, until it is as fast as its baseline."""
     runs.seconds = _slower
     assert runs(_COMPARE, cached=True).ret == 1
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> 
 
 
 def test_what_failed_the_whole_run_has_no_test_to_run_again(runs: FakedRuns) -> None:
-    """--lf runs all of them where a case is gone."""
+    """--lf runs all tests again if a case is missing."""
     assert runs(_COMPARE, cached=True, sizes="1,4").ret == 1
     again = runs(_COMPARE, "--lf", cached=True, sizes="1,4")
     assert again.ret == 1
@@ -194,7 +194,7 @@ def test_what_failed_the_whole_run_has_no_test_to_run_again(runs: FakedRuns) -> 
 
 @pytest.mark.parametrize("outcome", ["completed", "error"])
 def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: str) -> None:
-    """-x at the gate's first failure, or at a test's: the report has all verdicts, and the run fails."""
+    """With -x at a failed item or test, the report has all verdicts and the run fails."""
     runs.seconds = _slower
     runs.outcome = lambda size: "error" if size == 4 and outcome == "error" else "completed"
     assert runs("-x", _COMPARE).ret == 1
@@ -208,7 +208,7 @@ def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: 
 
 
 def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Another plugin may take items out: the run is not green for that."""
+    """The run fails even if another plugin removes the gate's items."""
     pytester.makeconftest(
         """
         import pytest
@@ -248,7 +248,7 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
 def test_a_baseline_or_policy_that_is_none_is_refused_before_anything_is_measured(
     runs: FakedRuns, flags: list[str], complaint: str
 ) -> None:
-    """In one line, exit 4; hours of measuring must not end in a typo."""
+    """A wrong reference, policy or calibration is a usage error before anything is measured."""
     runs.did.clear()
     result = runs(*flags)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -258,21 +258,21 @@ def test_a_baseline_or_policy_that_is_none_is_refused_before_anything_is_measure
 
 
 def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
-    """Where it is allowed, and then it says so."""
+    """A run without a baseline passes where that is allowed, and names the reason."""
     result = runs("--llmgpu-compare=nowhere.json", "--llmgpu-allow-no-baseline")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["no baseline: report nowhere.json: *", "PASSED without a baseline*", "*no baseline*"])
 
 
 def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -> None:
-    """Traffic and memory were not measured: the gate was not armed for them."""
+    """With --llmgpu-require-armed the run fails, because traffic and memory were not measured."""
     result = runs(_COMPARE, "--llmgpu-require-armed")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["not every gated metric was compared, *", "*3 x traffic: *"])
 
 
 def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """What --llmgpu-save kept, the next run is compared with; latest is what was there before the run."""
+    """A run is compared with a saved report; `latest` is the newest report before the run."""
     assert runs("--llmgpu-save=good").ret == 0
     runs.seconds = _slower
     assert runs("--llmgpu-compare=good").ret == 1
@@ -287,14 +287,14 @@ def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester:
 
 
 def test_listing_has_no_items_of_the_gate(runs: FakedRuns) -> None:
-    """They are no tests that anybody can choose."""
+    """Listing tests does not list the gate's items."""
     result = runs(_COMPARE, "--collect-only", "-q")
     assert result.ret == 0
     result.stdout.no_fnmatch_line("*llmgpu gate*")
 
 
 def test_a_comparison_leaves_its_file_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A report may be compared with what it replaces: it is read before the run."""
+    """The baseline is read before the run, which may overwrite its file."""
     shutil.copy(pytester.path / "base.json", pytester.path / ".llmgpu.json")
     runs.seconds = _slower
     assert runs("--llmgpu-compare=.llmgpu.json", "--llmgpu-json=.llmgpu.json").ret == 1
@@ -302,7 +302,7 @@ def test_a_comparison_leaves_its_file_alone(runs: FakedRuns, pytester: pytest.Py
 
 
 def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """CI shows the reason where it shows failing tests."""
+    """JUnit's XML has the verdicts and the reason of a failed item."""
     runs.seconds = _slower
     runs(_COMPARE, "--junitxml=out.xml")
     text = (pytester.path / "out.xml").read_text()
@@ -313,7 +313,7 @@ def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.P
 
 
 def test_the_report_is_judged_and_written_before_anything_fails(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Whoever ends the job at the first failure has the whole report with its verdicts, and how far the run was."""
+    """The report is complete with its verdicts when the first item is reported."""
     pytester.makeconftest(
         """
         import shutil

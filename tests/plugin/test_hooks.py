@@ -69,7 +69,7 @@ _MISBEHAVING = """
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory."""
+    """Return the directory of the tiny model."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     tiny_model.write_model(folder)
     return folder
@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run pytest on the tiny model; torch is not probed anew for every test."""
+    """Return a function that runs pytest on the tiny model without probing torch."""
     facts = TorchFacts(version="2.13.0", why="torch is built without CUDA")
     monkeypatch.setattr(machine, "probe", lambda: facts)
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
@@ -104,7 +104,7 @@ def _misbehave(what: str, rows: int = 1, applied: str = "[1, 4, 8]", marker: str
 
 
 def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Pytester, run: Run) -> None:
-    """One command measures, prints and writes; the order is ours whatever order the tests were given in."""
+    """One command measures, prints and writes, with ascending batch sizes in any order of the tests."""
     pytester.makepyfile(test_it=_BENCHMARK)
     result = run("-v", "test_it.py::test_hellaswag[mp-bs8]", "test_it.py::test_hellaswag[mp-bs1]")
     assert result.ret == 0
@@ -137,7 +137,7 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
 
 
 def test_out_of_memory_is_expected_and_ends_the_larger_sizes(pytester: pytest.Pytester, run: Run) -> None:
-    """What fits passes, what does not is shown as OOM with its evidence, and nothing fails."""
+    """Batch sizes that fit pass, the others are shown as OOM with the reason, and nothing fails."""
     pytester.makepyfile(test_it=_misbehave("oom", rows=4, applied="[1]"))
     result = run("-v", sizes="1,2,4,8")
     assert result.ret == 0
@@ -155,15 +155,15 @@ def test_out_of_memory_is_expected_and_ends_the_larger_sizes(pytester: pytest.Py
 
 
 def test_a_series_of_which_nothing_fits_fails(pytester: pytest.Pytester, run: Run) -> None:
-    """All out of memory is no green run."""
+    """A run in which every batch size is out of memory fails."""
     pytester.makepyfile(test_it=_misbehave("oom"))
     result = run()
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["*no selected batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
+    result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
 
 
 def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, run: Run) -> None:
-    """`expect_oom` is for tests whose point is that it does not fit."""
+    """With `expect_oom` no batch size needs to complete."""
     pytester.makepyfile(test_it=_misbehave("oom", marker="@pytest.mark.llmgpu(expect_oom=True)"))
     result = run()
     assert result.ret == 0
@@ -181,7 +181,7 @@ def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, run: Run
 def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
     pytester: pytest.Pytester, run: Run, what: str, outcome: str, complaint: str
 ) -> None:
-    """A crash, a hang and an error cost their own case only, and pytest shows why without a traceback of ours."""
+    """A crash, a timeout or an error fails its own case only, without a traceback of this package."""
     pytester.makepyfile(test_it=_misbehave(what, applied="[4]"))
     result = run("--llmgpu-timeout=2", sizes="4,8")
     assert result.ret == 1
@@ -194,7 +194,7 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
 
 
 def test_wrong_answers_fail(pytester: pytest.Pytester, run: Run) -> None:
-    """A case that is as fast as ever but answers below its baseline is no success."""
+    """An accuracy below the baseline fails the test."""
     pytester.makepyfile(test_it=_misbehave("wrong answers", applied="[1]"))
     result = run("--llmgpu-accuracy-baseline=0.95", sizes="1")
     assert result.ret == 1
@@ -207,7 +207,7 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, run: Run) -> None:
 
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, signal: str) -> None:
-    """An interrupted session writes the finished cases and the batches of the one it stopped in."""
+    """The report of an interrupted run has the finished cases, and the finished batches of the last one."""
     pytester.makepyfile(test_it=_misbehave(signal, rows=4, applied="[1]"))
     result = run(sizes="1,4,8", in_process=False)
     assert result.ret == pytest.ExitCode.INTERRUPTED
@@ -242,7 +242,7 @@ def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester
 def test_bad_input_is_refused_before_anything_starts(
     pytester: pytest.Pytester, run: Run, flags: list[str], complaint: str
 ) -> None:
-    """One line names the value and what is allowed, exit 4, and there is no report."""
+    """A wrong value is a usage error in one line, without a report."""
     (pytester.path / "broken.jsonl").write_text((pytester.path / "items.jsonl").read_text().replace('"1"}', '"9"}'))
     pytester.makepyfile(test_it=_BENCHMARK)
     result = run(*flags)
@@ -255,7 +255,7 @@ def test_bad_input_is_refused_before_anything_starts(
 def test_a_gpu_that_torch_cannot_use_is_refused(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wheel without CUDA on a GPU runner must not pass as a green run on the CPU."""
+    """A torch without CUDA on a machine with GPUs is refused."""
     gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1)
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(gpus=[gpu]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -267,7 +267,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused(
 
 
 def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> None:
-    """A test may have batch sizes and a dataset of its own."""
+    """A marker gives a test its own batch sizes and dataset."""
     pytester.makepyfile(
         test_it="""
         import pytest
@@ -295,7 +295,7 @@ def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> N
     ],
 )
 def test_a_bad_marker_is_refused_in_one_line(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
-    """The test is named with what is allowed, without a traceback of ours, and nothing runs."""
+    """A wrong marker is a usage error that names the test, and nothing runs."""
     pytester.makepyfile(test_it=f"import pytest\n\n@pytest.mark.llmgpu({marker})\n{textwrap.dedent(_BENCHMARK)}")
     result = pytester.runpytest_inprocess()  # no flags, which would win
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -319,7 +319,7 @@ def test_a_bad_marker_is_refused_in_one_line(pytester: pytest.Pytester, marker: 
 def test_a_wrong_argument_fails_before_a_model_loads(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, call: str, complaint: str
 ) -> None:
-    """One line names the argument; no frame of ours and no second exception is shown."""
+    """A wrong argument fails the test in one line."""
     monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("a model was loaded"))
     pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
     result = run()
@@ -330,7 +330,7 @@ def test_a_wrong_argument_fails_before_a_model_loads(
 
 
 def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, run: Run) -> None:
-    """An error on a rank is one failure of the test, and out of memory is shown as what it is."""
+    """An error on a rank fails the test, and out of memory is shown as OOM."""
     pytester.makepyfile(
         test_it="""
         import torch
@@ -356,7 +356,7 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
 
 
 def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) -> None:
-    """Scoring without recording, functions on every rank, a profile of one's own, items of one's own."""
+    """Tests can score without recording, run functions on ranks, profile, and score their own items."""
     pytester.makepyfile(
         test_it="""
         import torch
@@ -384,11 +384,11 @@ def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) ->
     )
     result = run()
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*llm.run needs a function at the top of a module*"])
+    result.stdout.fnmatch_lines(["*llm.run needs a function at the top level of a module*"])
 
 
 def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None:
-    """A fixture called llm or batch_size in someone's suite is theirs: no parameters, no processes, no report."""
+    """A suite's own fixture `llm` or `batch_size` wins, and this plugin does nothing."""
     pytester.makepyfile(
         """
         import pytest
@@ -423,7 +423,7 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
 def test_listing_starts_nothing(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
 ) -> None:
-    """Listing tests or fixtures asks no GPU and writes no report."""
+    """Listing tests or fixtures probes no GPU and writes no report."""
     monkeypatch.setattr(machine, "probe", lambda: pytest.fail("torch was probed"))
     pytester.makepyfile(test_it=_BENCHMARK)
     result = run(*flags)
@@ -433,7 +433,7 @@ def test_listing_starts_nothing(
 
 
 def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, run: Run) -> None:
-    """The report names what -k took out."""
+    """The report has the tests that -k deselected."""
     pytester.makepyfile(test_it=_BENCHMARK)
     assert run("-k", "bs4").ret == 0
     session = _report(pytester).session
@@ -442,7 +442,7 @@ def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, 
 
 
 def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, run: Run) -> None:
-    """What pytest never collects has no id to report: the report says what took it out."""
+    """The report names the option that took out tests which pytest does not collect."""
     pytester.makepyfile(test_it=_misbehave("error", applied="[4]"))
     assert run("test_it.py::test_hellaswag[mp-bs1]").ret == 0
     assert _report(pytester).session.deselected == [
@@ -458,7 +458,7 @@ def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pyteste
 
 
 def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> None:
-    """Workers would measure each other; other tests may still use -n."""
+    """Measuring with -n is refused, and other tests can use -n."""
     pytester.makepyfile(test_it=_BENCHMARK)
     result = run("-n", "1", in_process=False)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -469,7 +469,7 @@ def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> No
 
 
 def test_a_terminal_sees_a_live_line_and_a_pipe_does_not(pytester: pytest.Pytester, run: Run, model: Path) -> None:
-    """Batches done and the time left are drawn while a case runs, also under pytest's capture."""
+    """Finished batches and the remaining time are shown while a case runs, also with pytest's capture."""
     pytester.makepyfile(
         test_it="""
         import threading
@@ -545,7 +545,7 @@ def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run
 def test_a_series_whose_last_test_does_not_measure_is_still_judged(
     pytester: pytest.Pytester, run: Run, where: str
 ) -> None:
-    """Out of memory everywhere fails the run, also where the last test skips itself or no test comes to measure."""
+    """Out of memory everywhere fails the run, also if the last test skips itself."""
     pytester.makepyfile(
         test_it=f"""
         import pytest
@@ -574,7 +574,7 @@ def test_a_series_whose_last_test_does_not_measure_is_still_judged(
 def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fills up while measuring ends neither the run nor the summary."""
+    """A full disk ends neither the run nor the summary."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -590,7 +590,7 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
 def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It may be of hours, and the disk of the working directory alone is full."""
+    """A report that cannot be written is kept in the temporary folder."""
     dump = file.dump
 
     def full(told: Report, path: Path) -> None:
@@ -609,7 +609,7 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
 
 
 def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, run: Run) -> None:
-    """`-p no:terminal` leaves the report as the only output."""
+    """With `-p no:terminal` the report is the only output."""
     pytester.makepyfile(test_it=_BENCHMARK)
     assert run("-p", "no:terminal", sizes="8").ret == 0
     assert _outcomes(pytester) == {"mp-bs8": "completed"}

@@ -45,7 +45,7 @@ _OWN = """
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither torch nor NVML is asked anew."""
+    """Replace the probes of torch and NVML."""
     facts = TorchFacts(version="2.13.0", why="torch is built without CUDA")
     monkeypatch.setattr(machine, "probe", lambda: facts)
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
@@ -72,7 +72,7 @@ def _write_the_example(hook: Callable[..., object], folder: Path) -> list[str]:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_strategy_beside_the_benchmarks_is_measured_by_name_and_by_place(pytester: pytest.Pytester) -> None:
-    """The example of the hook's documentation runs; a place needs no hook; names are the strategies' own."""
+    """The example of the documentation runs, and a place needs no hook."""
     assert _write_the_example(hookspecs.pytest_llmgpu_strategies, pytester.path) == ["slow_strategy.py", "conftest.py"]
     pytester.makepyfile(near=_own("near", "Near"), test_it=_BENCHMARK)
     result = pytester.runpytest_inprocess("-s", "-v", "--strategy=slow,near:Near", *_FLAGS)
@@ -88,7 +88,7 @@ def test_a_strategy_beside_the_benchmarks_is_measured_by_name_and_by_place(pytes
 def test_a_strategy_of_an_installed_package_is_measured(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package brings one by its entry point, and its users choose it by name."""
+    """An installed package registers a strategy by its entry point."""
     site = pytester.mkdir("site")
     (site / "far_strategies.py").write_text(_own("far_strategies", "Far"))
     metadata = site / "far_strategies-1.0.dist-info"
@@ -130,7 +130,7 @@ def test_a_strategy_of_an_installed_package_is_measured(
 def test_a_bad_registration_is_refused_before_anything_starts(
     pytester: pytest.Pytester, registered: dict[object, str], flags: list[str], complaint: str
 ) -> None:
-    """One line names what is wrong, exit 4, also from a conftest that pytest finds only while it collects."""
+    """One line names the wrong registration, also of a conftest.py that pytest finds as it collects."""
     folder = pytester.mkdir("benchmarks")
     (folder / "conftest.py").write_text(f"def pytest_llmgpu_strategies():\n    return {registered}\n")
     (folder / "near.py").write_text(_own("near", "Near"))
@@ -144,7 +144,7 @@ def test_a_bad_registration_is_refused_before_anything_starts(
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_a_task_beside_the_benchmarks_is_measured(pytester: pytest.Pytester) -> None:
-    """The example of the hook's documentation is measured from end to end, also where pytest finds it late."""
+    """The example of the documentation is measured from end to end, also from a late conftest.py."""
     folder = pytester.mkdir("benchmarks")
     assert _write_the_example(hookspecs.pytest_llmgpu_tasks, folder) == ["right_or_wrong.py", "conftest.py"]
     (folder / "test_it.py").write_text(

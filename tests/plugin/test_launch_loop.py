@@ -23,7 +23,7 @@ from pytest_llmgpu.session.recorder import Recorder
 
 @pytest.fixture
 def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
-    """Runs of a benchmark whose cases are measured at once."""
+    """Return a function that runs a benchmark with stubbed measurements."""
     faked = FakedRuns(pytester)
     faked.start(monkeypatch)
     pytester.makepyfile(test_it=BENCHMARK)
@@ -31,7 +31,7 @@ def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRun
 
 
 def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None:
-    """Processes are ended between launches and not between cases; each test is reported once."""
+    """Processes end between launches and not between cases, and each test is reported once."""
     result = runs("-v", "--llmgpu-launches=3", "--strategy=mp", sizes="8,1")
     assert result.ret == 0
     launch = ["mp-bs1", "mp-bs8", "end"]
@@ -42,7 +42,7 @@ def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None
 
 
 def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
-    """One row in the report, with the batches of every launch in the order they ran."""
+    """A case has one row in the report, with the batches of all launches in order."""
     seconds = iter([3.0, 1.0, 2.0])
     runs.seconds = lambda _: next(seconds)
     assert runs("--llmgpu-launches=3", sizes="4").ret == 0
@@ -55,7 +55,7 @@ def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
 
 
 def test_one_launch_is_the_ordinary_run(runs: FakedRuns) -> None:
-    """Without the option nothing is ended between cases, and no launch is named."""
+    """Without the option processes do not end between cases, and the output names no launch."""
     result = runs(sizes="1,8")
     assert runs.did[:2] == ["mp-bs1", "mp-bs8"]
     result.stdout.no_fnmatch_line("*launch * of *")
@@ -63,7 +63,7 @@ def test_one_launch_is_the_ordinary_run(runs: FakedRuns) -> None:
 
 
 def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
-    """The test ends there, is shown as what it is, and is not measured again; the others go on."""
+    """A test that runs out of memory is not measured again, and the others continue."""
     sizes: list[int] = []
 
     def outcome(size: int) -> str:
@@ -83,7 +83,7 @@ def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
 
 @pytest.mark.parametrize(("flags", "measured"), [([], 5), (["-x"], 3)])
 def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: list[str], measured: int) -> None:
-    """With its reason, as if there were no other launch; -x ends the run with it."""
+    """A failed test is reported with its reason and not repeated; -x ends the run."""
     sizes: list[int] = []
 
     def outcome(size: int) -> str:
@@ -100,7 +100,7 @@ def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: l
 
 
 def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Other tests of the suite, and fixtures of the session, are theirs: a launch has its fixtures anew."""
+    """Other tests run once, and fixtures are set up again for each launch."""
     pytester.makeconftest(
         """
         import pytest
@@ -131,7 +131,7 @@ def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns, pytester: pytes
 
 
 def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """`measure` returns the case with its launches; the second measurement of a test is another case in each."""
+    """`measure` returns the case with its launches; a second measurement in a test is another case."""
     pytester.makepyfile(
         test_it="""
         def test_hellaswag(llm, hellaswag, measure):
@@ -148,8 +148,8 @@ def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pyt
     assert [(case.id, len(case.launches)) for case in runs.report().cases] == [("mp-bs4", 3), ("mp-bs4#2", 3)]
 
 
-def test_launches_let_the_gate_tell_a_change(runs: FakedRuns) -> None:
-    """A slowdown is judged over the launches of both sides, and the gate's items run once, at the end."""
+def test_launches_give_the_gate_enough_data(runs: FakedRuns) -> None:
+    """A slowdown is judged with the launches of both reports, and the gate's items run once, at the end."""
     assert runs("--llmgpu-launches=3", "--llmgpu-json=base.json", sizes="4").ret == 0
     runs.seconds = lambda size: 3 * size
     result = runs("-v", "--llmgpu-launches=3", "--llmgpu-compare=base.json", sizes="4")
@@ -162,7 +162,7 @@ def test_launches_let_the_gate_tell_a_change(runs: FakedRuns) -> None:
 
 
 def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """What pytest would stop for stops launches too."""
+    """A failed collection stops the launches too."""
     pytester.makepyfile(test_broken="import nothing_of_that_name")
     assert runs("--llmgpu-launches=2").ret == pytest.ExitCode.INTERRUPTED
     assert "mp-bs1" not in runs.did
@@ -170,7 +170,7 @@ def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.P
 
 @pytest.mark.parametrize("flags", [["--collect-only", "-q"], ["--setup-plan"]])
 def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
-    """Nor does it name launches."""
+    """Listing tests starts no launch."""
     result = runs("--llmgpu-launches=2", *flags)
     assert result.ret == 0
     assert "mp-bs1" not in runs.did
@@ -178,7 +178,7 @@ def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
 
 
 def test_a_model_is_loaded_once_a_launch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes: new ones for each launch, the same for its cases, and equal answers."""
+    """Real processes start again for each launch, are shared by its cases, and give equal answers."""
     monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
     tiny_model.write_model(pytester.path / "tiny")
@@ -225,7 +225,7 @@ def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: p
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Marked xfail it is measured all the same, and its case has all launches."""
+    """A test that is marked xfail is measured in all launches."""
     pytester.makepyfile(
         test_it="""
         import pytest

@@ -22,7 +22,7 @@ _NODEID = "test_it.py::test_it"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is asked nothing."""
+    """Replace the probes of torch and NVML."""
     monkeypatch.setattr(recorder, "commit", lambda _: Commit(sha="0123456789abcdef"))
     found = Environment(cpu="Xeon", python="3.11.7", platform="Linux")
     monkeypatch.setattr(environment, "fingerprint", lambda _: found)
@@ -45,7 +45,7 @@ def _finished(
 
 
 def test_a_run_is_saved_under_the_next_number_and_its_name(tmp_path: Path) -> None:
-    """What the store holds is the finished report, and the summary says where."""
+    """The store has the finished report, and the summary has its path."""
     kept = _finished(tmp_path, Options(save="before-the-upgrade"))
     (one,) = store.stored(tmp_path / "store")
     assert (one.number, one.name, one.machine) == (1, "before-the-upgrade", "CPU-Xeon")
@@ -57,7 +57,7 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(tmp_path: Path) -> No
 def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     tmp_path: Path, exit_status: int, interrupted: bool
 ) -> None:
-    """A failed or interrupted run is kept as such."""
+    """--llmgpu-save keeps a failed or interrupted run too."""
     _finished(tmp_path, Options(save=""), exit_status=exit_status, interrupted=interrupted)
     (one,) = store.stored(tmp_path / "store")
     assert one.name is None
@@ -70,27 +70,27 @@ def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
 def test_autosave_keeps_what_is_complete_and_green(
     tmp_path: Path, exit_status: int, interrupted: bool, kept: int
 ) -> None:
-    """A failed or interrupted run never becomes the latest of the store by itself."""
+    """--llmgpu-autosave keeps complete runs without a failure only."""
     recorded = _finished(tmp_path, Options(autosave=True), exit_status=exit_status, interrupted=interrupted)
     assert len(store.stored(tmp_path / "store")) == kept
     assert len(recorded.whereabouts()) == 1 + kept
 
 
 def test_autosave_and_a_name_save_once(tmp_path: Path) -> None:
-    """Both at once are one report of the store."""
+    """--llmgpu-save and --llmgpu-autosave together keep one report."""
     _finished(tmp_path, Options(autosave=True, save="mine"))
     assert [one.name for one in store.stored(tmp_path / "store")] == ["mine"]
 
 
 def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
-    """No folder is made either."""
+    """Without the options no store is created."""
     _finished(tmp_path, Options(), result=make_failed("oom", device="cpu", devices=1))
     assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("options", [Options(save=""), Options(autosave=True)])
 def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, options: Options) -> None:
-    """Hours of measuring must not end in a folder that is a file."""
+    """A store that cannot be written is refused before the run."""
     (tmp_path / "store").write_text("a file")
     with pytest.raises(ValueError, match="cannot be written"):
         Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, [])
@@ -98,7 +98,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path
 
 
 def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk costs the stored report, not the one that is written, and is said."""
+    """A store that becomes full is reported, and the report itself is written."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -122,7 +122,7 @@ def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch:
 def test_a_name_that_would_not_be_found_again_is_refused(
     pytester: pytest.Pytester, flags: list[str], complaint: str
 ) -> None:
-    """In one line, before anything is collected; so is a folder of tests that the flag has swallowed as its name."""
+    """A name that is not allowed is refused before the collection, also a folder that was taken as the name."""
     pytester.mkdir("suite")
     result = pytester.runpytest_inprocess(*flags)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

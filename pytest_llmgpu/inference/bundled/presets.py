@@ -1,4 +1,4 @@
-"""Architectures by name, for random weights: the shapes of the published LLaMA models, with nothing to download."""
+"""Architectures by name, for random weights: the shapes of the published LLaMA models, without a download."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 40,
     },
-    # 32.5 billion parameters, published as 33B and named 30b in its first release.
+    # It has 32.5 billion parameters. The paper names it 33B, its first release 30b.
     "llama-30b": {
         **_LLAMA,
         "hidden_size": 6656,
@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
 }
-"""Preset's name to fields of `transformers.LlamaConfig`.
+"""The name of each preset to its fields of `transformers.LlamaConfig`.
 
 Source: table 2 of "LLaMA: Open and Efficient Foundation Language Models"; for llama-3-8b, table 3 of "The Llama 3 Herd
 of Models"; and the configurations published with them.

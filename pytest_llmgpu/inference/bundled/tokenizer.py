@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers, trained on text at hand, that any UTF-8 text goes through and comes back from."""
+"""Byte-level BPE tokenizers that are trained on given texts. They encode and decode any UTF-8 text without loss."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 __all__ = ["BOS", "EOS", "save_tokenizer"]
 
 BOS = "<|bos|>"
-"""First token of every sequence, as LLaMA has it; id 0."""
+"""The first token of every sequence, as in LLaMA; its id is 0."""
 
 EOS = "<|eos|>"
-"""Id 1."""
+"""The end-of-sequence token; its id is 1."""
 
 
 def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) -> int:
-    """Train a tokenizer and write it where `AutoTokenizer.from_pretrained(directory)` finds it.
+    """Train a tokenizer and write it, so that `AutoTokenizer.from_pretrained(directory)` loads it.
 
     Args:
-        texts: What to train on; equal texts in equal order give equal files.
-        vocabulary_size: At most this many tokens, the 256 bytes and 2 special tokens included.
-        directory: Existing directory for tokenizer.json and tokenizer_config.json.
+        texts: The training texts; equal texts in equal order give equal files.
+        vocabulary_size: The maximum number of tokens, with the 256 bytes and 2 special tokens.
+        directory: An existing directory for tokenizer.json and tokenizer_config.json.
 
     Returns:
-        The number of tokens, fewer than asked for where the texts have no more pairs to merge.
+        The number of tokens; below `vocabulary_size` if the texts have no more pairs to merge.
 
     Raises:
-        ValueError: The vocabulary cannot hold every byte.
+        ValueError: The vocabulary is too small for all bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest = len(alphabet) + 2
     if vocabulary_size < smallest:
-        raise ValueError(f"vocabulary size {vocabulary_size} cannot hold every byte: at least {smallest}")
+        raise ValueError(f"vocabulary size {vocabulary_size} is too small for all bytes: at least {smallest} is needed")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) 
     )
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
-        # The class that reads tokenizer.json as it stands; LlamaTokenizer would put its own pre-tokenizer in.
+        # This class uses tokenizer.json unchanged; LlamaTokenizer would add its own pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
