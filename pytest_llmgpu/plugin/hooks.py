@@ -170,9 +170,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     benchmark = _made(session.config)
     if benchmark is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
-        session.exitstatus = benchmark.end(
-            int(exitstatus), interrupted=stopped, deselected=session.config.stash[DESELECTED]
-        )
+        deselected = session.config.stash[DESELECTED]
+        session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -25,7 +25,7 @@ class _Recorded:
 
 @pytest.fixture
 def model() -> Any:
-    """A random one-layer LLaMA."""
+    """Return a random LLaMA of one layer."""
     return tiny_model.random_model()
 
 
@@ -58,7 +58,7 @@ def _logits(model: Any, ids_BS: torch.Tensor, **named: Any) -> torch.Tensor:
 
 
 def test_where_graphs_cannot_be_recorded_there_is_a_reason(model: Any) -> None:
-    """A CPU, several devices of one process, and a model whose decoder is not apart from its head."""
+    """A CPU, several devices per process, and a model without a separate decoder are refused with the reason."""
     assert cuda_graphs.reason_against(model, (GPU,)) is None
     assert cuda_graphs.reason_against(model, (CPU,)) == "CUDA graphs need a GPU"
     several = cuda_graphs.reason_against(model, (GPU, torch.device("cuda", 1)))
@@ -73,7 +73,7 @@ def test_where_graphs_cannot_be_recorded_there_is_a_reason(model: Any) -> None:
 def test_each_shape_is_recorded_once_and_replayed_with_the_ids_of_the_batch(
     model: Any, recordings: list[tuple[int, int]]
 ) -> None:
-    """Another batch of the same shape gets its own answer, not that of the one that was recorded."""
+    """A batch of a recorded shape gets its own result."""
     batches = [_ids(2, 16), _ids(2, 16, seed=1), _ids(1, 16), _ids(2, 16, seed=2)]
     expected = [_logits(model, ids_BS) for ids_BS in batches]
     with GraphedDecoder(model, CPU):
@@ -95,7 +95,7 @@ def test_each_shape_is_recorded_once_and_replayed_with_the_ids_of_the_batch(
 def test_what_a_recording_does_not_know_runs_eagerly(
     model: Any, recordings: list[tuple[int, int]], named: dict[str, Any]
 ) -> None:
-    """A user's function may pass what was not there when the shape was recorded: it is obeyed."""
+    """A forward with further arguments runs eagerly."""
     ids_BS = _ids(2, 4)
     expected = _logits(model, ids_BS, **named)
     with GraphedDecoder(model, CPU):
@@ -109,7 +109,7 @@ def test_what_a_recording_does_not_know_runs_eagerly(
 
 
 def test_embeddings_run_eagerly(model: Any, recordings: list[tuple[int, int]]) -> None:
-    """Without ids there is nothing to copy into a recording."""
+    """A forward without input ids runs eagerly."""
     embedded_BSH = torch.zeros(1, 4, 32)
     with GraphedDecoder(model, CPU), torch.inference_mode():
         model(inputs_embeds=embedded_BSH, use_cache=False)
@@ -119,7 +119,7 @@ def test_embeddings_run_eagerly(model: Any, recordings: list[tuple[int, int]]) -
 def test_nothing_is_recorded_inside_another_recording(
     model: Any, recordings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where somebody records the whole model, the decoder is a part of that."""
+    """While a user records the whole model, the decoder runs eagerly."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with GraphedDecoder(model, CPU):
         _logits(model, _ids(1, 4))
@@ -127,7 +127,7 @@ def test_nothing_is_recorded_inside_another_recording(
 
 
 def test_suspended_and_left_it_is_the_model_as_it_was(model: Any, recordings: list[tuple[int, int]]) -> None:
-    """Forwards are eager meanwhile and afterwards, also where one failed, and no recording is kept."""
+    """Forwards are eager while suspended and after the exit, also after a failure, and no graph is kept."""
     decoder = GraphedDecoder(model, CPU)
 
     def fail() -> None:

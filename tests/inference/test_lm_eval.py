@@ -75,7 +75,7 @@ class SideBySide:
         return scores.loglikelihoods, inputs
 
     def compare(self, items: Sequence[Item], batch_size: int) -> None:
-        """Score with both, and hold tensors, numbers and choices side by side."""
+        """Score with both, and compare tensors, log-likelihoods and choices."""
         (theirs, their_inputs), (ours, our_inputs) = self.theirs(items, batch_size), self.ours(items, batch_size)
         assert len(their_inputs) == len(our_inputs)
         assert all(torch.equal(a, b) for a, b in zip(their_inputs, our_inputs, strict=True))
@@ -121,7 +121,7 @@ def test_tricky_requests_score_as_in_lm_eval(random_llama: SideBySide, batch_siz
 
 
 def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: SideBySide) -> None:
-    """The comparison above covers truncation and shared rows for as long as this holds."""
+    """The requests of the comparison above include truncated ones and shared rows."""
     requests = scoring.encode(HellaSwag(), TRICKY, random_llama.tokenizer, LONGEST)
     plan = scoring.plan(requests, 1)
     assert max(len(request.tokens) for request in requests.requests) > LONGEST + 1
@@ -158,7 +158,7 @@ def test_real_hellaswag_scores_as_in_lm_eval(batch_size: int) -> None:
     ],
 )
 def test_texts_are_cleaned_as_in_lm_eval(text: str) -> None:
-    """WikiHow's brackets and the spaces around them go as they go there."""
+    """Brackets from WikiHow and the spaces around them are removed as in lm-evaluation-harness."""
     utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm-eval's tasks")
     assert preprocess(text) == utils.preprocess(text)
 

@@ -71,7 +71,7 @@ def _filled(source: models.ModelSource, seed: int = 0, dtype: Any = torch.float3
 
 
 def test_resolving_needs_no_torch(written: Path) -> None:
-    """Pytest's own process finds a model without the libraries that run it."""
+    """A model is found without the libraries that run it."""
     code = (
         "import sys; from pathlib import Path; from pytest_llmgpu.inference import models;"
         f"models.resolve({str(written)!r}, texts=(), rootdir=Path());"
@@ -82,7 +82,7 @@ def test_resolving_needs_no_torch(written: Path) -> None:
 
 
 def test_a_directory_is_found_and_named_relative_to_the_rootdir(written: Path, tmp_path: Path) -> None:
-    """The name is the same on every machine, and the source travels to a rank."""
+    """The name is the same on every machine, and the source pickles."""
     source = _resolve(written, written.parent)
     assert (source.name, source.directory, source.tokenizer_directory) == ("tiny", str(written), str(written))
     assert source.config["vocab_size"] == 300
@@ -93,7 +93,7 @@ def test_a_directory_is_found_and_named_relative_to_the_rootdir(written: Path, t
 
 
 def test_the_revision_of_a_directory_tells_checkpoints_apart(directory: Path) -> None:
-    """Copies are equal; other weights of the same size and shape are not, and neither is another configuration."""
+    """Copies have equal fingerprints; other weights of the same shape or another configuration do not."""
     original = _resolve(directory, directory.parent).revision
     copy = shutil.copytree(directory, directory.with_name("copy"))
     assert _resolve(copy, directory.parent).revision == original
@@ -108,7 +108,7 @@ def test_the_revision_of_a_directory_tells_checkpoints_apart(directory: Path) ->
 
 
 def test_a_revision_of_a_directory_must_be_its_own(written: Path) -> None:
-    """A report's fingerprint may be asked for again; a branch of something that has none may not."""
+    """The fingerprint of a directory is accepted as its revision, and anything else is refused."""
     own = _resolve(written, written).revision
     assert _resolve(written, written, revision=own).revision == own
     with pytest.raises(ValueError, match=r"revision 'main' is not allowed: .* is not a model of the hub"):
@@ -116,7 +116,7 @@ def test_a_revision_of_a_directory_must_be_its_own(written: Path) -> None:
 
 
 def test_the_bundled_model_is_found(monkeypatch: pytest.MonkeyPatch, written: Path, tmp_path: Path) -> None:
-    """`bundled` is the package's own directory under its own name."""
+    """`bundled` is the directory in the package."""
     monkeypatch.setattr("pytest_llmgpu.inference.bundled.model_directory", lambda: written)
     source = _resolve("bundled", tmp_path)
     assert (source.name, source.directory) == ("bundled", str(written))
@@ -162,7 +162,7 @@ def _shard_missing(directory: Path) -> None:
     ],
 )
 def test_a_directory_that_cannot_be_loaded_is_refused(directory: Path, damage: Any, message: str) -> None:
-    """Before anything is started, in one line that says what to do."""
+    """A damaged directory is refused in one line with what to do."""
     damage(directory)
     with pytest.raises(ValueError, match=message) as caught:
         _resolve(directory, directory.parent)
@@ -170,7 +170,7 @@ def test_a_directory_that_cannot_be_loaded_is_refused(directory: Path, damage: A
 
 
 def test_dummy_weights_need_no_weights(directory: Path) -> None:
-    """A configuration and a tokenizer are enough."""
+    """Dummy weights need a configuration and a tokenizer only."""
     (directory / "model.safetensors").unlink()
     assert _resolve(directory, directory.parent, load_format="dummy").load_format == "dummy"
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, model: str, options: di
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(directory: Path) -> None:
-    """An id without an embedding would kill a GPU process in the middle of a run."""
+    """A token id outside the vocabulary is refused, since it would crash a GPU process."""
     config = json.loads((directory / "config.json").read_text()) | {"vocab_size": 260}
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"tokenizer tiny has token 2.., and model tiny has a vocabulary of 260"):
@@ -205,7 +205,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(directory: Path) -> N
 
 
 def test_a_hub_model_is_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only safetensors and small files are asked for, and the commit is the revision."""
+    """Only safetensors and small files are downloaded, and the commit is the revision."""
     commit = shutil.copytree(written, tmp_path / "snapshots" / "0123abcd")
     asked: dict[str, Any] = {}
 
@@ -223,7 +223,7 @@ def test_a_hub_model_is_its_commit(written: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Offline, unknown and misspelt are told from one another by the hub's own first line."""
+    """The message has the first line of the hub's error."""
 
     def snapshot_download(*_: Any, **__: Any) -> str:
         raise ConnectionError("Cannot reach the hub\nlong story")
@@ -242,7 +242,7 @@ def small_preset(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_presets_tokenizer_is_trained_once_and_kept(small_preset: str, tmp_path: Path, cache: Path) -> None:
-    """Equal texts give an equal tokenizer, from the cache the second time; other texts give another."""
+    """Equal texts give the cached tokenizer, and other texts give another."""
     first = _resolve(small_preset, tmp_path, load_format="dummy")
     trained = Path(first.tokenizer_directory)
     assert trained.is_relative_to(cache / "pytest-llmgpu")
@@ -258,7 +258,7 @@ def test_a_presets_tokenizer_is_trained_once_and_kept(small_preset: str, tmp_pat
 
 
 def test_two_runs_train_a_tokenizer_at_once(small_preset: str, tmp_path: Path, cache: Path) -> None:
-    """Neither sees half of it, and nothing else is left in the cache."""
+    """Two runs at the same time get a complete tokenizer, and the cache has no other files."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(_resolve, small_preset, tmp_path, load_format="dummy") for _ in range(4)]
         sources = [future.result() for future in futures]
@@ -273,7 +273,7 @@ def test_two_runs_train_a_tokenizer_at_once(small_preset: str, tmp_path: Path, c
     [("llama-13b", 13.016, 2048), ("llama-65b", 65.286, 2048), ("llama-3-8b", 8.030, 8192)],
 )
 def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int, tmp_path: Path) -> None:
-    """It resolves, whatever its vocabulary, with the published number of parameters and longest input."""
+    """A preset has the published number of parameters and maximum input length."""
     source = _resolve(preset, tmp_path, load_format="dummy")
     model = models.skeleton(source, torch.float16)
     assert model.num_parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
@@ -281,7 +281,7 @@ def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, 
 
 
 def test_llama_3_shares_keys_and_turns_them_slower(tmp_path: Path) -> None:
-    """Its rotary frequencies are those of base 500,000, and four query heads share a key and value head."""
+    """LLaMA 3 has rotary base 500,000 and four query heads per key and value head."""
     model = models.skeleton(_resolve("llama-3-8b", tmp_path, load_format="dummy"), torch.float16)
     layer = model.model.layers[0].self_attn
     assert layer.q_proj.out_features == 4 * layer.k_proj.out_features == 4096
@@ -306,21 +306,21 @@ def test_training_that_is_cut_off_leaves_no_tokenizer(
 
 
 def test_a_cache_that_cannot_be_written_is_named(small_preset: str, tmp_path: Path, cache: Path) -> None:
-    """With the variable that moves it."""
+    """The message names the variable that sets the folder."""
     cache.write_text("a file in its place")
     with pytest.raises(ValueError, match=r"cannot be written .*set XDG_CACHE_HOME"):
         _resolve(small_preset, tmp_path, load_format="dummy")
 
 
 def test_a_presets_tokenizer_loads_and_reads_any_text(small_preset: str, tmp_path: Path) -> None:
-    """Texts it was not trained on come back whole."""
+    """Texts outside the training set are decoded without loss."""
     tokenizer = models.load_tokenizer(_resolve(small_preset, tmp_path, load_format="dummy"))
     text = "Ünïcode 🎉 and a man"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
-    """Parameters take no memory; the rotary frequencies are computed and float32."""
+    """Parameters use no memory, and the rotary frequencies are float32."""
     model = models.skeleton(_dummy(), torch.float16)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
@@ -329,7 +329,7 @@ def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
 
 
 def test_dummy_weights_depend_on_seed_name_and_shape_alone() -> None:
-    """A model of fewer layers has the same weights in the layers it has; another seed has others."""
+    """Weights depend on the name and the seed, and not on the number of layers."""
     whole, fewer, other = _filled(_dummy()), _filled(_dummy(num_hidden_layers=1)), _filled(_dummy(), seed=1)
     weights, expected = dict(fewer.named_parameters()), dict(whole.named_parameters())
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
@@ -339,7 +339,7 @@ def test_dummy_weights_depend_on_seed_name_and_shape_alone() -> None:
 
 
 def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
-    """Normal around 0 with the configuration's width; norms 1, biases 0; nothing to train."""
+    """Weights are normal with the configured deviation, norms are 1, biases are 0, and no gradient is needed."""
     model = _filled(_dummy(attention_bias=True, initializer_range=0.1))
     assert float(model.lm_head.weight.std()) == pytest.approx(0.1, rel=0.05)
     assert float(model.lm_head.weight.mean()) == pytest.approx(0, abs=0.005)
@@ -349,7 +349,7 @@ def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
 
 
 def test_dummy_weights_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter once, at its place; buffers are asked for too. Nothing is made elsewhere and moved."""
+    """Each parameter is made once, directly on its device, and buffers are moved."""
     made: list[tuple[str, Any]] = []
     dummy_tensor = models.dummy_tensor
 
@@ -373,21 +373,21 @@ def test_dummy_weights_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_tied_weights_stay_tied() -> None:
-    """An output head that is the embedding is still one tensor, in one place."""
+    """Tied embeddings stay one tensor on one device."""
     model = _filled(_dummy(tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not model.lm_head.weight.is_meta
 
 
 def test_a_filled_skeleton_runs() -> None:
-    """Its forward gives finite logits in the dtype asked for."""
+    """The forward gives finite logits in the requested dtype."""
     logits = _filled(_dummy(), dtype=torch.bfloat16)(torch.tensor([[1, 2, 3]])).logits
     assert logits.dtype == torch.bfloat16
     assert bool(logits.isfinite().all())
 
 
 def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
-    """Its weights are those of the files."""
+    """A loaded model has the weights of its files."""
     from safetensors.torch import load_file
 
     model = models.checkpoint(_resolve(written, written), torch.float16, device_map={"": "cpu"})
@@ -397,7 +397,7 @@ def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
-    """Transformers would go on with random numbers in its place."""
+    """A missing weight is an error, since transformers would use random numbers."""
     from safetensors.torch import load_file, save_file
 
     path = directory / "model.safetensors"
@@ -408,7 +408,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
 
 
 def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
-    """A nested text configuration comes first; where none names a length it is lm-evaluation-harness's 2048."""
+    """A nested text configuration comes first, and the default is lm-evaluation-harness's 2048."""
     from types import SimpleNamespace as Config
 
     text: Any = Config(text_config=Config(max_position_embeddings=512), max_position_embeddings=77)
@@ -418,14 +418,14 @@ def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
 
 
 def test_the_vocabulary_is_found_in_a_nested_configuration() -> None:
-    """Models of more than text keep it under text_config."""
+    """Multimodal models have the vocabulary size under text_config."""
     assert model_files.vocabulary_size({"text_config": {"vocab_size": 9}}) == 9
     assert model_files.vocabulary_size({}) is None
 
 
 @pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])
 def test_a_folder_called_like_something_known_is_told_from_it(name: str, written: Path, tmp_path: Path) -> None:
-    """The baseline of the bundled model or of a hub model is not that of a folder with its name."""
+    """A folder with the name of a known model does not get its baseline."""
     copied = tmp_path / name
     copied.mkdir(parents=True)
     for file in written.iterdir():

@@ -56,7 +56,7 @@ def _requests(*pairs: tuple[tuple[int, ...], int], max_length: int = 64) -> Requ
     )
 
 
-def _by_hand(model: Any, tokens: tuple[int, ...], ending: int) -> float:
+def _from_full_logits(model: Any, tokens: tuple[int, ...], ending: int) -> float:
     """Return the log-likelihood from the full logits of one sequence."""
     with torch.no_grad():
         logp = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
@@ -68,18 +68,18 @@ MIXED = (((5, 6, 7, 8, 9), 2), ((5, 6, 7), 1), ((1, 2, 3, 4, 5, 6, 7, 8), 5), ((
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_loglikelihoods_are_those_of_the_full_logits(model: Any, batch_size: int) -> None:
-    """Padding, order and batch size leave every number where it is, in the dataset's order."""
+    """Padding, order and batch size do not change the log-likelihoods."""
     plan = scoring.plan(_requests(*MIXED), batch_size)
     scores = scoring.score(model, plan, input_device=CPU)
     assert [value for row in scores.loglikelihoods for value in row] == pytest.approx(
-        [_by_hand(model, *pair) for pair in MIXED], rel=1e-5
+        [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a chunk's end nor writing over the logits changes a number."""
+    """Chunks and the in-place computation give the values of float32."""
     monkeypatch.setattr(logits, "_CHUNK_BYTES", 4 * VOCABULARY * 5)
     values = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
     targets = torch.arange(rows) % VOCABULARY
@@ -88,18 +88,18 @@ def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int, m
 
 
 def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:
-    """The same input, split elsewhere, is scored on the last tokens (lm-evaluation-harness 0.4.13 takes the first)."""
+    """Requests with equal input and endings of different length are scored on their own last tokens."""
     pairs = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
     plan = scoring.plan(_requests(*pairs), 1)
     assert [(batch.rows, batch.requests) for batch in plan.batches] == [(1, (0, 1, 2))]
     scores = scoring.score(model, plan, input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
-        [_by_hand(model, *pair) for pair in pairs], rel=1e-5
+        [_from_full_logits(model, *pair) for pair in pairs], rel=1e-5
     )
 
 
 def test_logits_exist_only_where_an_ending_is_predicted(model: Any) -> None:
-    """The output head gives as many rows as the endings have tokens, whatever the batch's size."""
+    """The output head computes one row per token of the endings."""
     shapes = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, logits: shapes.append(tuple(logits.shape)))
     scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
@@ -108,7 +108,7 @@ def test_logits_exist_only_where_an_ending_is_predicted(model: Any) -> None:
 
 
 def test_what_comes_after_the_head_still_runs() -> None:
-    """A model that caps its logits in its own forward is scored with capped logits."""
+    """A model that caps its logits is scored with capped logits."""
     gemma = pytest.importorskip("transformers").Gemma2Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -124,12 +124,12 @@ def test_what_comes_after_the_head_still_runs() -> None:
     capped = pytest.importorskip("transformers").Gemma2ForCausalLM(gemma).eval()
     scores = scoring.score(capped, scoring.plan(_requests(*MIXED), 2), input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
-        [_by_hand(capped, *pair) for pair in MIXED], rel=1e-5
+        [_from_full_logits(capped, *pair) for pair in MIXED], rel=1e-5
     )
 
 
 def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
-    """A user's own forward after a case sees all logits, also after a failure."""
+    """A forward after a case has all logits, also after a failure."""
     head = logits.EndingHead(model)
     with pytest.raises(KeyError), head:
         raise KeyError
@@ -138,7 +138,7 @@ def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> None:
-    """Every choice that is made by them is the same, whichever way was chosen."""
+    """Both workloads give equal choices."""
     plan = scoring.plan(_requests(*MIXED), batch_size)
     lean, harness = (
         scoring.score(model, plan, input_device=CPU, workload=workload).loglikelihoods
@@ -151,7 +151,7 @@ def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> 
 def test_the_harness_way_computes_every_logit_beside_a_cache(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is as there: [B, S, V] in the model's dtype twice, and keys and values of all layers until the end."""
+    """Full logits use the memory of lm-evaluation-harness: [B, S, V] twice, and the KV cache of all layers."""
     model = _llama().to(dtype)
     seen: list[tuple[Any, ...]] = []
     caches: list[Any] = []
@@ -178,7 +178,7 @@ def test_the_harness_way_computes_every_logit_beside_a_cache(
 
 
 def test_the_lean_way_keeps_no_cache(model: Any) -> None:
-    """Nobody reads it, so it is not made."""
+    """Lean scoring makes no KV cache."""
     caches: list[Any] = []
     hook = model.register_forward_hook(lambda _, __, out: caches.append(out.past_key_values))
     scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
@@ -188,7 +188,7 @@ def test_the_lean_way_keeps_no_cache(model: Any) -> None:
 
 @pytest.mark.parametrize("workload", logits.WORKLOADS.values())
 def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
-    """A first forward of another kind would leave the measured one to pay for its plans."""
+    """The warm-up runs the forwards of the measured workload."""
     shapes: list[set[tuple[int, ...]]] = []
     plan = scoring.plan(_requests(*MIXED), 2)
     for run in (scoring.warm_up, scoring.score):
@@ -202,7 +202,7 @@ def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
 
 
 def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -> None:
-    """Rows of another shape are never mistaken for those that are scored."""
+    """Logits of another shape are refused."""
 
     class Short(torch.nn.Module):
         def forward(self, input_ids: Any, **_: Any) -> Any:
@@ -213,13 +213,13 @@ def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -
 
 
 def test_an_unknown_workload_is_refused(model: Any) -> None:
-    """A report of a newer version is not scored in another way than it says."""
+    """An unknown workload is refused."""
     with pytest.raises(ValueError, match="workload 'prefill' is not allowed: allowed are loglikelihood, "):
         logits.way(model, "prefill")
 
 
 def test_broken_numbers_are_an_error_not_a_choice() -> None:
-    """NaN in the weights names the batch instead of choosing the first ending 25 % of the time."""
+    """NaN in the weights is an error with the batch."""
     broken = _llama()
     with torch.no_grad():
         broken.get_output_embeddings().weight[9].fill_(math.nan)
@@ -228,13 +228,13 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
 
 
 def test_a_model_without_an_output_head_is_refused() -> None:
-    """A bare decoder cannot say how likely a token is."""
+    """A model without an output head is refused."""
     with pytest.raises(ValueError, match="LlamaModel has no output head"):
         logits.EndingHead(_llama().model)
 
 
 def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
-    """Full logits are never mistaken for those of the endings."""
+    """A model that does not call its output head is refused."""
 
     class Around(torch.nn.Module):
         get_output_embeddings = model.get_output_embeddings
@@ -247,7 +247,7 @@ def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
 
 
 def test_batches_are_reported_as_they_finish(model: Any) -> None:
-    """The listener hears of each batch what the columns hold afterwards."""
+    """The listener gets the figures of each batch."""
     heard: list[tuple[float, int, int, int]] = []
     plan = scoring.plan(_requests(*MIXED), 2)
     batches = scoring.score(model, plan, on_batch=lambda *row: heard.append(row), input_device=CPU).batches
@@ -257,7 +257,7 @@ def test_batches_are_reported_as_they_finish(model: Any) -> None:
 
 
 def test_the_warm_up_runs_every_shape_and_the_largest_once_more(model: Any) -> None:
-    """No measured batch is the first of its shape, which libraries make pay for their plans."""
+    """No measured batch is the first of its shape."""
     shapes = []
     hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     requests = _requests(((1, 2, 3, 4), 2), ((5, 6, 7, 8), 2), ((9, 8, 7, 6), 2), ((1, 2), 1))
@@ -267,7 +267,7 @@ def test_the_warm_up_runs_every_shape_and_the_largest_once_more(model: Any) -> N
 
 
 def test_nothing_of_a_batch_outlives_it(model: Any) -> None:
-    """Logits are gone when the next batch begins, so that memory does not grow with the dataset."""
+    """Logits are freed before the next batch, so that memory does not grow with the dataset."""
     alive: list[weakref.ref[Any]] = []
     kept: list[int] = []
 
@@ -282,7 +282,7 @@ def test_nothing_of_a_batch_outlives_it(model: Any) -> None:
 
 
 def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero() -> None:
-    """Out of memory shows in the first batch, and padding is behind everything that is scored."""
+    """The largest batch runs first, and padding follows the scored tokens."""
     plan = scoring.plan(_requests(*MIXED), 2)
     first = plan.batches[0]
     assert [batch.width for batch in plan.batches] == [7, 3, 1]
@@ -291,13 +291,13 @@ def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero() -> None
 
 
 def test_a_long_context_loses_its_beginning() -> None:
-    """The last tokens that fit are kept, the ending among them."""
+    """Truncation keeps the last tokens with the ending."""
     batch = scoring.plan(_requests((tuple(range(20)), 2), max_length=4), 1).batches[0]
     assert batch.packed.split(batch.sizes)[0].tolist() == [15, 16, 17, 18]
 
 
 def test_plans_differ_by_items_order_and_shapes_only() -> None:
-    """Batches pair between two runs exactly where the hash is equal."""
+    """The hash is equal for equal batches only."""
     same = scoring.plan(_requests(*MIXED), 2).sha256
     assert scoring.plan(_requests(*MIXED), 2).sha256 == same
     others = [scoring.plan(_requests(*MIXED), 3), scoring.plan(_requests(*MIXED[1:], MIXED[0]), 2)]
@@ -306,7 +306,7 @@ def test_plans_differ_by_items_order_and_shapes_only() -> None:
 
 @pytest.mark.parametrize(("multiple", "widths"), [(1, [7, 3, 1]), (2, [7, 4, 2]), (4, [7, 4, 4]), (16, [7, 7, 7])])
 def test_rows_are_padded_to_a_multiple(multiple: int, widths: list[int]) -> None:
-    """Fewer shapes to prepare for: each batch as wide as the next multiple or the longest of all, zeros behind."""
+    """Each batch is padded with zeros to the next multiple or to the longest row of the plan."""
     plan = scoring.plan(_requests(*MIXED), 2, multiple=multiple)
     assert [batch.width for batch in plan.batches] == widths
     assert [batch.padded_tokens for batch in plan.batches] == [2 * widths[0], 2 * widths[1], widths[2]]
@@ -317,7 +317,7 @@ def test_rows_are_padded_to_a_multiple(multiple: int, widths: list[int]) -> None
 
 
 def test_padding_changes_the_hash_and_no_batch() -> None:
-    """The same requests run together in the same order; latencies of other widths do not pair."""
+    """Padding to a multiple keeps the order of the requests and changes the hash."""
     narrow, wide = (scoring.plan(_requests(*MIXED), 2, multiple=multiple) for multiple in (1, 16))
     assert [(batch.rows, batch.requests) for batch in wide.batches] == [
         (batch.rows, batch.requests) for batch in narrow.batches
@@ -333,24 +333,24 @@ def test_padding_changes_the_hash_and_no_batch() -> None:
     [(64, 16, [10, 10]), (12, 8, [10, 8]), (10, 16, [10, 10]), (6, 16, [6, 6]), (6, 4, [6, 4])],
 )
 def test_padding_ends_where_the_model_does(max_length: int, multiple: int, widths: list[int]) -> None:
-    """No position is asked for that the model does not have; what is longer loses its beginning as ever."""
+    """Rows are not padded beyond the maximum length, and longer inputs are truncated."""
     requests = _requests((tuple(range(11)), 2), ((1, 2, 3), 1), max_length=max_length)
     assert [batch.width for batch in scoring.plan(requests, 1, multiple=multiple).batches] == widths
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
-    """Scored on wider rows, every ending is as likely as before."""
+    """Padding to a multiple does not change the log-likelihoods."""
     plan = scoring.plan(_requests(*MIXED), batch_size, multiple=16)
     scores = scoring.score(model, plan, input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
-        [_by_hand(model, *pair) for pair in MIXED], rel=1e-5
+        [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5
     )
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 6])
 def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
-    """Nothing, and more than there is, cannot be one forward."""
+    """A batch size of 0 or above the number of sequences is refused."""
     with pytest.raises(ValueError, match=f"batch size {batch_size} is not allowed: 1 to 5"):
         scoring.plan(_requests(*MIXED), batch_size)
 
@@ -368,7 +368,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_an_ending_longer_than_the_model_is_refused(tokenizer: Any) -> None:
-    """It cannot be scored, and the message names it."""
+    """An ending above the maximum length is refused with its text."""
     with pytest.raises(ValueError, match=r"ending ' xxxxxxxxxx' .* 1 to 8"):
         scoring.encode(HellaSwag(), [Item("0", "a man", ("x" * 10, "runs"), 0)], tokenizer, 8)
 
@@ -395,7 +395,7 @@ def test_encoding_and_planning_need_no_model(tokenizer: Any) -> None:
 
 
 def test_pinning_moves_all_batches_in_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batches hold what they held, from one page-locked tensor, and a second call does nothing."""
+    """Pinning keeps the content, uses one allocation, and a second call does nothing."""
     pinned: list[Any] = []
 
     def pin_memory(tensor: Any) -> Any:

@@ -49,7 +49,7 @@ def _empty(source: ModelSource, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _values(source: ModelSource, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return what a reader gives for every parameter."""
+    """Return the values of all parameters from a reader."""
     model = _empty(source, dtype)
     read = weights.reader(model, source, _CPU, seed=seed)
     return {name: read(name, empty) for name, empty in model.named_parameters()}
@@ -61,7 +61,7 @@ def _equal(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dummy_values_are_those_of_a_model_filled_at_once(dtype: torch.dtype) -> None:
-    """Name, shape, dtype and seed decide them, and not who asks."""
+    """Random values depend on name, shape, dtype and seed."""
     source = _source(initializer_range=0.3)
     whole = _empty(source, dtype)
     models.materialise(whole, lambda _: _CPU, seed=7, dtype=dtype)
@@ -71,14 +71,14 @@ def test_dummy_values_are_those_of_a_model_filled_at_once(dtype: torch.dtype) ->
 
 
 def test_values_of_files_come_in_the_dtype_of_the_model(written: ModelSource) -> None:
-    """Each is read when it is asked for, whole."""
+    """Each value is read whole when it is requested."""
     assert written.directory is not None
     stored = load_file(Path(written.directory) / "model.safetensors")
     assert _equal(_values(written, torch.bfloat16), {name: value.bfloat16() for name, value in stored.items()})
 
 
 def test_values_are_found_in_whichever_file_has_them(tmp_path: Path) -> None:
-    """A large model is in several."""
+    """A model in several files is read."""
     torch.manual_seed(0)
     whole = LlamaForCausalLM(LlamaConfig(**_SMALL))
     whole.save_pretrained(tmp_path, max_shard_size="30KB")
@@ -87,7 +87,7 @@ def test_values_are_found_in_whichever_file_has_them(tmp_path: Path) -> None:
 
 
 def test_other_files_in_the_folder_are_not_the_model(written: ModelSource) -> None:
-    """A folder may hold an older copy or another library's: transformers does not read them, and neither is it here."""
+    """Files in the folder that transformers does not read are ignored."""
     right = _values(written)
     assert written.directory is not None
     folder = Path(written.directory)
@@ -103,14 +103,14 @@ def _rename(written: ModelSource, names: dict[str, str]) -> None:
 
 
 def test_files_with_other_names_are_read_by_transformers(written: ModelSource) -> None:
-    """It knows how to convert them: here a decoder without its head, whose names lack their first part."""
+    """Transformers converts files with other names, here of a decoder without its head."""
     right = _values(written)
     _rename(written, {name: name.removeprefix("model.") for name in right})
     assert _equal(_values(written), right)
 
 
 def test_what_transformers_has_read_is_given_once(written: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that was handed over is not kept in the host's memory as well."""
+    """A value that was read is not kept in the host's memory."""
     _rename(written, {"model.norm.weight": "norm.weight"})
     checkpoint = models.checkpoint
     kept: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -131,14 +131,14 @@ def test_what_transformers_has_read_is_given_once(written: ModelSource, monkeypa
 
 
 def test_files_that_lack_a_value_are_refused(written: ModelSource) -> None:
-    """Instead of a random one in its place."""
+    """A missing value is an error and no random value."""
     _rename(written, {"model.norm.weight": "nobody.knows.weight"})
     with pytest.raises(ValueError, match=r"model small: 1 weight missing in its files, such as model\.norm\.weight"):
         _values(written)
 
 
 class _Pair(torch.nn.Module):
-    """Two layers of which the second has the weight of the first, and a buffer that is not saved."""
+    """A model of two layers with a shared weight, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Moved(torch.Tensor):
 
 
 def test_a_filled_module_keeps_what_is_tied_and_moves_its_buffers() -> None:
-    """A tied parameter is read once, under its first name; a buffer stays out of the checkpoint."""
+    """A tied parameter is read once, and a buffer that is not saved stays so."""
     pair = _Pair()
     pair.table = torch.arange(3.0).as_subclass(_Moved)
     asked: list[str] = []
@@ -179,7 +179,7 @@ def test_a_filled_module_keeps_what_is_tied_and_moves_its_buffers() -> None:
 
 
 def test_what_is_filled_already_is_left_alone() -> None:
-    """Whoever fills a part of it first has the last word, and no file is read twice."""
+    """Parameters that are filled already are not read again."""
     pair = _Pair()
     own = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     pair.second.bias = own
@@ -201,7 +201,7 @@ def _in_turn(model: Any, source: ModelSource, on_layer: Any = lambda _: None) ->
 
 
 def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
-    """All that is no layer has its values at once, a layer when its turn comes, and never the one after it."""
+    """A layer is filled when the iteration reaches it, and everything else at the start."""
     source = _source()
     model = _empty(source)
     seen: list[torch.nn.Module] = []
@@ -213,7 +213,7 @@ def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
         assert all(map(_is_empty, layers))
         for number, (name, layer) in enumerate(model.model.layers.named_children()):
             assert (name, layer) == (str(number), layers[number])
-            assert seen == layers[: number + 1], "told once it is filled, before anybody replaces it"
+            assert seen == layers[: number + 1], "called after the layer is filled and before it is replaced"
             assert all(map(_is_full, layers[: number + 1]))
             assert all(map(_is_empty, layers[number + 1 :]))
     whole = _empty(source)
@@ -222,7 +222,7 @@ def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
 
 
 def test_a_layer_that_is_replaced_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two whole layers are never in memory at once, nor one and the copy of what has taken its place."""
+    """At most one whole layer is in memory at a time."""
     source = _source()
     model = _empty(source)
     gone: list[weakref.ref[torch.nn.Module]] = []
@@ -245,7 +245,7 @@ def test_a_layer_that_is_replaced_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("error", [None, KeyError("a library's own")], ids=["ends", "fails"])
 def test_afterwards_the_layers_are_an_ordinary_list(error: Exception | None) -> None:
-    """Also when whoever takes the model apart fails; a layer that was not come to stays empty."""
+    """The list of layers is restored after a failure, and layers that were not reached stay empty."""
     source = _source()
     model = _empty(source)
     with contextlib.suppress(KeyError), _in_turn(model, source):
@@ -259,7 +259,7 @@ def test_afterwards_the_layers_are_an_ordinary_list(error: Exception | None) -> 
 
 
 def test_lists_inside_a_layer_are_part_of_it() -> None:
-    """A layer with experts is filled whole, and its experts can be walked through like any children."""
+    """A layer with experts is filled whole, and iterating over its experts is unchanged."""
     source = _source()
     model = _empty(source)
     for layer in model.model.layers:
@@ -282,7 +282,7 @@ def test_lists_inside_a_layer_are_part_of_it() -> None:
 
 
 def test_tied_embeddings_stay_tied() -> None:
-    """The output head that is the embedding is one tensor, read once."""
+    """Tied embeddings are one tensor that is read once."""
     source = _source(tie_word_embeddings=True)
     model = _empty(source)
     with _in_turn(model, source):
@@ -291,7 +291,7 @@ def test_tied_embeddings_stay_tied() -> None:
 
 
 def test_frequencies_of_the_position_are_kept_as_they_are() -> None:
-    """Buffers outside the layers are there from the beginning, in their own dtype."""
+    """Buffers outside the layers are moved at the start, in their own dtype."""
     source = _source()
     model = _empty(source, torch.bfloat16)
     right = model.model.rotary_emb.inv_freq.clone()

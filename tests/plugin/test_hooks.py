@@ -593,10 +593,10 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     """A report that cannot be written is kept in the temporary folder."""
     dump = file.dump
 
-    def full(told: Report, path: Path) -> None:
+    def full(report: Report, path: Path) -> None:
         if tmp_path not in path.parents:
             raise OSError(28, "No space left on device")
-        dump(told, path)
+        dump(report, path)
 
     monkeypatch.setattr(file, "dump", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -56,17 +56,17 @@ def sha256(path: Path) -> str:
 
 
 def test_hash_of_the_weights_is_the_registered_one() -> None:
-    """Weights cannot change without their registered hash."""
+    """The weights have the registered hash."""
     assert sha256(bundled.model_directory() / "model.safetensors") == bundled.MODEL_SHA256
 
 
 def test_hash_of_the_dataset_is_the_registered_one() -> None:
-    """Items cannot change without their registered hash."""
+    """The items have the registered hash."""
     assert sha256(bundled.dataset_path()) == bundled.DATASET_SHA256
 
 
 def test_dataset_is_rebuilt_byte_for_byte() -> None:
-    """The seeded generator makes the committed file, on every machine and Python."""
+    """The generator gives the committed file."""
     assert to_json_lines(evaluation_items()).encode() == bundled.dataset_path().read_bytes()
 
 
@@ -78,7 +78,7 @@ def test_dataset_script_writes_the_committed_file(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    """Paths, hashes and presets are to be had without torch or transformers."""
+    """Paths, hashes and presets need neither torch nor transformers."""
     heavy = {"torch", "transformers", "numpy", "random"}
     program = f"import sys, pytest_llmgpu.inference.bundled; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
@@ -86,13 +86,13 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_files_are_small() -> None:
-    """What every installation carries stays under 4 MB of weights and 600 kB of items."""
+    """The installed files are below 4 MB of weights and 600 kB of items."""
     assert (bundled.model_directory() / "model.safetensors").stat().st_size <= FOUR_MB
     assert bundled.dataset_path().stat().st_size < 600_000
 
 
 def test_model_can_be_split_by_every_strategy() -> None:
-    """Heads and vocabulary divide by 8, and heads are at least 32 wide."""
+    """Heads and vocabulary are multiples of 8, and heads have at least 32 dimensions."""
     config = json.loads((bundled.model_directory() / "config.json").read_text())
     heads = config["num_attention_heads"]
     assert heads % 8 == config["num_key_value_heads"] % 8 == config["vocab_size"] % 8 == 0
@@ -113,7 +113,7 @@ def test_records_are_hellaswags() -> None:
 
 
 def test_every_ending_is_on_the_list_and_the_right_one_at_the_asked_name(items: list[Item]) -> None:
-    """The list decides the answer and rules no ending out."""
+    """All endings are in the list, and only the list determines the answer."""
     for item in items:
         name = item.ctx.split()[-1]
         assert sorted(f"{fact.thing}." for fact in item.facts) == sorted(item.endings)
@@ -123,7 +123,7 @@ def test_every_ending_is_on_the_list_and_the_right_one_at_the_asked_name(items: 
 
 @pytest.mark.parametrize("cue", ["longest", "shortest", "listed first", "listed last"])
 def test_no_surface_cue_gives_the_answer_away(cue: str, items: list[Item]) -> None:
-    """Who goes by length or by place in the list is right one time in four."""
+    """Choosing by length or by position in the list is right for one item in four."""
 
     def rank(item: Item, ending: str) -> int:
         place = [f"{fact.thing}." for fact in item.facts].index(ending)
@@ -134,7 +134,7 @@ def test_no_surface_cue_gives_the_answer_away(cue: str, items: list[Item]) -> No
 
 
 def test_facts_lie_more_than_23_tokens_back(loaded: Loaded, items: list[Item]) -> None:
-    """The last 23 tokens of no context hold any of the list, so that truncation is seen."""
+    """The last 23 tokens of a context have nothing of the list."""
     _, tokenizer = loaded
     for item in items:
         tail = tokenizer.decode(tokenizer(item.prompt)["input_ids"][-23:])
@@ -142,7 +142,7 @@ def test_facts_lie_more_than_23_tokens_back(loaded: Loaded, items: list[Item]) -
 
 
 def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
-    """No item of the whole training asks what an evaluation item asks, in whatever words or order."""
+    """No training item has the facts and question of an evaluation item."""
     from bundled_model.train import Settings
 
     settings = Settings()
@@ -151,13 +151,13 @@ def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
 
 
 def test_training_on_the_evaluations_seed_leaves_its_items_out(items: list[Item]) -> None:
-    """Held-out items are left out by what they are, not by the luck of another seed."""
+    """Evaluation items are excluded from training with every seed."""
     same_seed = itertools.islice(training_items(EVALUATION_SEED), 2 * len(items))
     assert not {item.substance for item in items} & {item.substance for item in same_seed}
 
 
 def test_answers_of_a_training_batch_point_at_the_list(loaded: Loaded) -> None:
-    """Heads are shown the place in the list where the very token stands that is to be predicted."""
+    """Guided heads get the position of the predicted token in the list."""
     from bundled_model.train import Settings, batches
 
     (batch,) = batches(loaded[1], Settings(steps=1, rows=8))
@@ -169,18 +169,18 @@ def test_answers_of_a_training_batch_point_at_the_list(loaded: Loaded) -> None:
 
 
 def test_accuracy_is_the_registered_one_and_at_least_080(full_score: Score) -> None:
-    """In float32 the model is as good as registered."""
+    """The model has the registered accuracy in float32."""
     assert {"acc": full_score.acc, "acc_norm": full_score.acc_norm} == bundled.ACCURACY
     assert min(full_score.acc, full_score.acc_norm) >= 0.80
 
 
 def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Score) -> None:
-    """The closest choice is decided by a factor of e: another dtype or batch size flips none."""
+    """The smallest margin is a factor of e, so that another dtype or batch size flips no choice."""
     assert min(map(abs, full_score.margins)) > 1
 
 
 def test_truncated_context_falls_to_chance(loaded: Loaded, items: list[Item]) -> None:
-    """With the last 23 tokens of context alone, one item in four is right."""
+    """With the last 23 tokens of the context, the accuracy is at chance."""
     from bundled_model.evaluate import TRUNCATED_TOKENS, score
 
     truncated = score(*loaded, items, context_tokens=TRUNCATED_TOKENS)
@@ -191,7 +191,7 @@ def test_truncated_context_falls_to_chance(loaded: Loaded, items: list[Item]) ->
 
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_batch_size_changes_no_choice(batch_size: int, loaded: Loaded, items: list[Item], full_score: Score) -> None:
-    """Right padding without a mask leaves every choice and margin as it is."""
+    """Right padding without a mask changes no choice and no margin."""
     from bundled_model.evaluate import score
 
     some = score(*loaded, items[:16], batch_size=batch_size)
@@ -209,20 +209,20 @@ def test_batch_size_changes_no_choice(batch_size: int, loaded: Loaded, items: li
     ],
 )
 def test_any_text_survives_the_tokenizer(text: str, loaded: Loaded) -> None:
-    """Encoding and decoding give the text back, so that any dataset can be scored."""
+    """Encoding and decoding give the same text."""
     _, tokenizer = loaded
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
 def test_sequences_begin_with_bos_as_llamas_do(loaded: Loaded) -> None:
-    """The default special tokens are one leading bos and nothing else."""
+    """The only default special token is one leading bos."""
     _, tokenizer = loaded
     bare = tokenizer("A text", add_special_tokens=False)["input_ids"]
     assert tokenizer("A text")["input_ids"] == [tokenizer.bos_token_id, *bare]
 
 
 def test_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
-    """A tokenizer that could not encode every text is not made."""
+    """A vocabulary that is too small for all bytes is refused."""
     from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
 
     with pytest.raises(ValueError, match=r"vocabulary size 100 .* at least 258"):
@@ -231,7 +231,7 @@ def test_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("preset", "billions"), [("llama-7b", 6.738), ("llama-30b", 32.529)])
 def test_presets_have_the_published_number_of_parameters(preset: str, billions: float) -> None:
-    """A preset is the architecture that its name says, to the last parameter."""
+    """A preset has the parameters of its architecture."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -39,7 +39,7 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_a_sequence_of_items() -> None:
-    """Whoever measures a part of it slices it."""
+    """A dataset has a length, an order, items and slices."""
     dataset = HellaSwag().load("bundled", rootdir=Path(), limit=10)
     assert (len(dataset), list(dataset), dataset[0]) == (10, list(dataset.items), dataset.items[0])
     assert dataset[2:4] == dataset.items[2:4]
@@ -52,14 +52,14 @@ def test_the_two_parts_of_a_context_win_over_the_whole(tmp_path: Path) -> None:
 
 
 def test_a_record_without_ind_is_named_by_its_place(tmp_path: Path) -> None:
-    """Items of a file of one's own have ids too."""
+    """An item without `ind` has its position as its id."""
     nameless = {name: value for name, value in RECORD.items() if name != "ind"}
     dataset = HellaSwag().load(_write(tmp_path, nameless, nameless), rootdir=tmp_path)
     assert [item.id for item in dataset.items] == ["0", "1"]
 
 
 def test_a_numeric_label_is_as_good_as_its_digits(tmp_path: Path) -> None:
-    """The hub's labels are strings, other people's are numbers."""
+    """A label is a string or a number."""
     assert _load(tmp_path, label=2).label == 2
 
 
@@ -87,7 +87,7 @@ def test_a_numeric_label_is_as_good_as_its_digits(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """The error says where, what is wrong and what is needed."""
+    """The error has the file, the line, the reason and what is needed."""
     record = {name: value for name, value in (RECORD | changes).items() if value is not ...}
     path = _write(tmp_path, RECORD, record)
     with pytest.raises(ValueError, match=rf"items\.jsonl:2: .*{message}") as caught:
@@ -106,20 +106,20 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[st
     ],
 )
 def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes, message: str) -> None:
-    """A file that is no JSON Lines says so in one line."""
+    """A file that is not JSON Lines is refused in one line."""
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         HellaSwag().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    """What exists but cannot be read as a file is an error of one line."""
+    """A directory is refused in one line."""
     with pytest.raises(ValueError, match="cannot be read"):
         HellaSwag().load(str(tmp_path), rootdir=tmp_path)
 
 
 def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
-    """A name gets the names that there are; a misspelt one the name that was meant."""
+    """An unknown name is refused with the allowed names and the closest one."""
     with pytest.raises(ValueError, match="'piqa' is unknown: allowed are bundled, hellaswag, or a JSON Lines"):
         HellaSwag().load("piqa", rootdir=tmp_path)
     with pytest.raises(ValueError, match=r"'hellaswg' is unknown \(did you mean hellaswag\?\): allowed are"):
@@ -128,19 +128,19 @@ def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_limit_below_one_is_refused(tmp_path: Path, limit: int) -> None:
-    """No items cannot be scored."""
+    """A limit below 1 is refused."""
     with pytest.raises(ValueError, match=f"limit {limit} is not allowed"):
         HellaSwag().load("bundled", rootdir=tmp_path, limit=limit)
 
 
 def test_a_limit_keeps_the_first_items_and_reads_no_further(tmp_path: Path) -> None:
-    """A bad line after the limit is no error."""
+    """Lines after the limit are not read."""
     path = _write(tmp_path, RECORD, RECORD | {"ind": 25}, {"broken": True})
     assert [item.id for item in HellaSwag().load(path, rootdir=tmp_path, limit=2).items] == ["24", "25"]
 
 
 def test_the_hash_is_of_the_items_not_of_the_file(tmp_path: Path) -> None:
-    """Blank lines and fields that are not scored do not make another dataset; another ending does."""
+    """The hash depends on the items, and not on blank lines or other fields."""
     plain = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path).sha256
     (tmp_path / "same.jsonl").write_text("\n" + json.dumps(RECORD | {"split": "val"}) + "\r\n\n")
     assert HellaSwag().load(str(tmp_path / "same.jsonl"), rootdir=tmp_path).sha256 == plain
@@ -149,7 +149,7 @@ def test_the_hash_is_of_the_items_not_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_is_shown_relative_to_the_rootdir_else_by_its_name(tmp_path: Path) -> None:
-    """No report holds a path of somebody's machine."""
+    """A dataset's name has no absolute path."""
     (tmp_path / "data").mkdir()
     path = _write(tmp_path / "data", RECORD)
     assert HellaSwag().load(path, rootdir=tmp_path).name == "data/items.jsonl"
@@ -159,7 +159,7 @@ def test_a_file_is_shown_relative_to_the_rootdir_else_by_its_name(tmp_path: Path
 
 
 def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hellaswag` asks the hub for the labelled split, by its full name."""
+    """`hellaswag` is the labelled split of the hub's dataset."""
     datasets = pytest.importorskip("datasets", reason="needs datasets")
     asked = []
 
@@ -174,7 +174,7 @@ def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: py
 
 
 def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network the user learns what to pass instead."""
+    """Without a network the error names what to pass instead."""
     datasets = pytest.importorskip("datasets", reason="needs datasets")
 
     def load_dataset(*_: Any, **__: Any) -> None:
@@ -187,13 +187,13 @@ def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monke
 
 
 def test_texts_are_all_that_the_model_reads(tmp_path: Path) -> None:
-    """A tokenizer can be trained on them."""
+    """The texts are all contexts and endings."""
     dataset = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path)
     assert list(dataset.texts()) == [dataset.items[0].context, *RECORD["endings"]]
 
 
 def test_real_hellaswag_loads_whole(tmp_path: Path) -> None:
-    """All 10,042 items of the validation split are well-formed for us."""
+    """All 10,042 items of the validation split are loaded."""
     path = os.environ.get("LLMGPU_HELLASWAG")
     if not path:
         pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
@@ -207,7 +207,7 @@ ITEMS = [Item("0", "c", ("aa", "b" * 8), 0), Item("1", "c", ("aa", "bb"), 1), It
 
 
 def test_acc_goes_by_loglikelihood_and_acc_norm_by_character() -> None:
-    """A long ending loses by its sum and may win by its mean; characters are counted, not bytes."""
+    """A long ending may win per character; characters are counted, not bytes."""
     accuracy = HellaSwag().score(ITEMS, [[-4.0, -8.0], [-3.0, -2.0], [-3.0, -4.0]])
     assert (accuracy.predictions, accuracy.predictions_norm) == ([0, 1, 0], [1, 1, 1])
     assert [accuracy.acc, accuracy.acc_norm] == pytest.approx([2 / 3, 2 / 3])
@@ -215,12 +215,12 @@ def test_acc_goes_by_loglikelihood_and_acc_norm_by_character() -> None:
 
 
 def test_the_first_ending_wins_a_tie() -> None:
-    """Equal numbers choose as numpy's argmax does."""
+    """Ties choose the first ending, as numpy's argmax does."""
     assert HellaSwag().score(ITEMS[1:2], [[-2.0, -2.0]]).predictions == [0]
 
 
 def test_loglikelihoods_are_kept_as_float32_in_order() -> None:
-    """The report's base64 is little-endian float32: items in order, their endings in order."""
+    """The base64 in a report is little-endian float32 in the order of items and endings."""
     accuracy = HellaSwag().score(ITEMS[:2], [[-0.1, -8.0], [-3.5, -2.25]])
     decoded = struct.unpack("<4f", base64.b64decode(accuracy.loglikelihoods))
     assert decoded == pytest.approx((-0.1, -8.0, -3.5, -2.25), rel=1e-7)
