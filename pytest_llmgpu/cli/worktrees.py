@@ -109,7 +109,7 @@ def _commit(reference: str, folder: Path) -> str:
     try:
         return _git(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
     except ValueError:
-        raise ValueError(f"git has no commit {reference!r} here; fetch it first if it is on a remote") from None
+        raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
 
 
 def _remove(folder: Path, root: Path) -> None:

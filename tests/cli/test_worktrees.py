@@ -90,7 +90,7 @@ def test_commands_run_in_the_users_folder(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "reason"),
-    [("nowhere", "git has no commit 'nowhere'"), ("--all", "'--all' is not a commit"), ("", "'' is not a commit")],
+    [("nowhere", "no commit 'nowhere'"), ("--all", "'--all' is not a commit"), ("", "'' is not a commit")],
 )
 def test_an_unknown_commit_is_refused(repository: Path, reference: str, reason: str) -> None:
     """It is one line, before a worktree is created."""

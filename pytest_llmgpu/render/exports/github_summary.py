@@ -16,7 +16,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
 from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
-from pytest_llmgpu.render.exports.notices import Notice, besides_rows, level, notices
+from pytest_llmgpu.render.exports.notices import Notice, other_notices, level, notices
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
@@ -117,7 +117,7 @@ def _tables(report: Report) -> Iterator[_Table]:
         others = [_verdict_line(severity, row) for severity, row in levels if severity == "info"]
         if noticed:
             yield _Table(["### To look at", "", *_VERDICT_HEADER], noticed)
-        yield _notice_table(besides_rows(report))
+        yield _notice_table(other_notices(report))
         yield _Table(_folded("Cases", HEADER), list(case_lines(report)), ["", "</details>"])
         if others:
             yield _Table(_folded("All other verdicts", _VERDICT_HEADER), others, ["", "</details>"])

@@ -15,7 +15,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-__all__ = ["Level", "Notice", "besides_rows", "level", "notices", "rows_by_id"]
+__all__ = ["Level", "Notice", "other_notices", "level", "notices", "rows_by_id"]
 
 Level = Literal["failure", "warning", "info"]
 """The severity of a notice."""
@@ -42,10 +42,10 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 def notices(report: Report) -> list[Notice]:
     """Return all notices, worst first; unchanged and better rows have none."""
-    return _sorted([*_of_gate(report.verdicts), *_of_rows(report.verdicts), *besides_rows(report)])
+    return _sorted([*_of_gate(report.verdicts), *_of_rows(report.verdicts), *other_notices(report)])
 
 
-def besides_rows(report: Report) -> list[Notice]:
+def other_notices(report: Report) -> list[Notice]:
     """Return the notices except those of rows, worst first: warnings of the comparison, findings and outcomes."""
     warnings = report.verdicts.warnings if report.verdicts is not None else []
     return _sorted([*(Notice(level="warning", title="Comparison", text=text) for text in warnings), *_of_cases(report)])

@@ -187,6 +187,7 @@ def test_the_verdicts_can_be_reproduced(project: _Project, capsys: pytest.Captur
     assert f"\npolicy: built-in\n{conclusion}\n" in out
 
 
+@pytest.mark.slow
 def test_inconclusive_cases_are_measured_again(project: _Project) -> None:
     """Only these cases are measured again, and the error rate is divided by the number of comparisons."""
     project.commit("base", seconds=STEADY)
@@ -315,7 +316,7 @@ def test_unusable_arguments_are_exit_2(project: _Project, capsys: pytest.Capture
     """They are an unknown commit, an unknown command and an option that each launch sets."""
     project.commit("base", seconds=STEADY)
     for refs, command, reason in (
-        (("base", "nowhere"), ["x"], "git has no commit 'nowhere'"),
+        (("base", "nowhere"), ["x"], "no commit 'nowhere'"),
         (("base", "base"), ["no-such-command"], "'no-such-command' cannot be run: No such file"),
         (("base", "base"), ["pytest", "--llmgpu-json=x.json"], "--llmgpu-json: each launch sets its own"),
     ):

@@ -112,6 +112,7 @@ def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> No
     assert charts.of_report(make_report()) == charts.Charts(charts=[], omitted=[])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_every_specification_is_valid_vega_lite() -> None:
     """Altair checks each one with Vega-Lite's schema."""

@@ -51,6 +51,7 @@ def _compare(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 @_NEEDS_PYTEST_BENCHMARK
 def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command finds the cases in both files, pairs them by name, and prints their times."""
@@ -68,6 +69,7 @@ def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pyte
     assert changes.count("+25.0%") == 3
 
 
+@pytest.mark.slow
 @_NEEDS_PYTEST_BENCHMARK
 @pytest.mark.parametrize("report", [make_report(), make_report([make_failed()]), nasty()])
 def test_pytest_benchmark_reads_every_export(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
