@@ -16,7 +16,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
 from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
-from pytest_llmgpu.render.exports.notices import Notice, other_notices, level, notices
+from pytest_llmgpu.render.exports.notices import Notice, level, notices, other_notices
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report

@@ -15,7 +15,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-__all__ = ["Level", "Notice", "other_notices", "level", "notices", "rows_by_id"]
+__all__ = ["Level", "Notice", "level", "notices", "other_notices", "rows_by_id"]
 
 Level = Literal["failure", "warning", "info"]
 """The severity of a notice."""
