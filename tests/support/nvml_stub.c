@@ -13,11 +13,11 @@
  *     NVML_STUB_GPM              1: the devices have GPM; device i answers 10 times the metric's number plus i (0)
  *     NVML_STUB_GPM_REFUSED      numbers of metrics it does not have: "20,21@1" ("")
  *     NVML_STUB_FIELDS           field ids that are supported: "138,139,197@1" ("")
- *     NVML_STUB_FIELD_STEP       what each of a device's fields grows by with every call, in its own unit (1000)
- *     NVML_STUB_RING             samples of utilisation: absent, idle (none at all), or a percentage, one more sample of
+ *     NVML_STUB_FIELD_STEP       the growth of each field of a device with every call, in its own unit (1000)
+ *     NVML_STUB_RING             samples of utilisation: absent, idle (no samples), or a percentage, with one more sample of
  *                                200 ms with every call that reads them (absent)
  *     NVML_STUB_ECC              "1:3": after 3 readings of it device 1 has one uncorrected memory error more each time
- *     NVML_STUB_XID              "1:3": the same of Xid errors, told as events
+ *     NVML_STUB_XID              "1:3": the same for Xid errors, reported as events
  *     NVML_STUB_PROCESSES        how many compute processes: "2@1" on device 1, "0" on each (1)
  *     NVML_STUB_UNSUPPORTED      calls that are not supported: "nvmlDeviceGetPowerUsage,nvmlDeviceGetClockInfo@1",
  *                                @1 on device 1 only
