@@ -1,4 +1,4 @@
-"""From options to cases: everything that can be refused is refused here, before a process or a model is started."""
+"""Turns options into cases, and refuses what cannot work before a process starts or a model loads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.text import gib
 from pytest_llmgpu.session.runner import Request
 from pytest_llmgpu.strategies.protocol import Strategy
 
 __all__ = ["Planner"]
 
 _EXTRAS = ("deepspeed",)
-"""Libraries that an extra of this package brings, in a version that is known to work."""
+"""Libraries that an extra of this package installs, in a version that is known to work."""
 
 
 class Planner:
-    """Turns options into requests; datasets, models and machines are looked up once each.
+    """Turns options into requests; looks up each dataset, model and machine once.
 
-    Every method raises ValueError in one line that names the value and what is allowed.
+    Every method raises ValueError with one line that has the value, its source and what is allowed.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class Planner:
             known_tasks: Tasks by name, likewise (see `tasks.merge`).
         """
         self.known_tasks = known_tasks
-        """Tasks that tests can use, each by the fixture of its name."""
+        """Maps the name of each task, which is the name of its fixture, to its place."""
         self._known = known
-        # A name in a report stands for one place, chosen by it or not: equal cases are compared.
+        # A name in a report stands for one place, since cases of the same name are compared.
         self._places = dict(known)
         self._strategies: dict[str, tuple[str, Strategy]] = {}
         self._rootdir = rootdir
@@ -91,23 +92,19 @@ class Planner:
         *,
         task: str = DEFAULT_TASK,
     ) -> Request:
-        """Return one case with all that is needed to measure it.
+        """Return one case with everything that its measurement needs.
 
         Args:
-            options: Those in force for the test.
-            strategy_name: One of `options.strategy`; the case has the strategy's own name.
+            options: The options in force for the test.
+            strategy_name: One of `options.strategy`; the case has the name that the strategy itself has.
             batch_size: Sequences per forward.
-            items: What to score; None for the items of `task` that the options choose.
-            task: Name of the task where no items are given.
+            items: The items to score; None for the items of `task` that the options choose.
+            task: The name of the task; used where no items are given.
         """
         place, strategy = self._strategy(strategy_name)
         backend, strategy_options = _backend_and_options(strategy, options)
-        if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
-            package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
-            chosen_by = (
-                f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
-            )
-            raise ValueError(f"{chosen_by} needs {backend}: pip install {package}")
+        chosen_by = f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
+        _check_library(backend, chosen_by)
         if items is None:
             chosen = self.dataset(options, task)
         else:
@@ -118,7 +115,7 @@ class Planner:
         sequences = sum(len(its_task.requests(item)) for item in chosen.items)
         if batch_size > sequences:
             limited = f" (--llmgpu-limit={limit})" if limit else ""
-            # With items of its own a test has chosen the number too, and no flag is to blame.
+            # A test with items of its own chose the batch size, too: then no flag helps.
             remedy = f": pass --llmgpu-batch-sizes with at most {sequences}" if items is None else ""
             raise ValueError(
                 f"batch size {batch_size} is more than the {sequences} sequences of {chosen.name}{limited}{remedy}"
@@ -128,7 +125,7 @@ class Planner:
         self._check_processes(options, machine)
 
         def case_of(source: ModelSource) -> Case:
-            # On a CPU devices are processes, and a strategy of one process leaves the others alone.
+            # On a CPU devices are processes, and a strategy of one process uses only one.
             processes = strategy.ranks(machine.devices)
             recorded = options.cuda_graphs == "on" and (processes > 1 or machine.devices == 1)
             return Case(
@@ -154,7 +151,7 @@ class Planner:
             )
 
         if options.load_format != "dummy" and not models.is_preset(options.model):
-            # Asked of the config alone first: what cannot work must not cost a download of weights.
+            # First with the config alone: a model that cannot work must not cost a download of weights.
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
             strategy.check(case_of(outline), outline)
         source = self._source(options, chosen)
@@ -172,7 +169,7 @@ class Planner:
         )
 
     def _strategy(self, written: str) -> tuple[str, Strategy]:
-        """Return the place and the object of a strategy, as `--strategy` has it."""
+        """Return the place and the object of a strategy, from a name or a place as written in `--strategy`."""
         if written in self._strategies:
             return self._strategies[written]
         try:
@@ -181,11 +178,11 @@ class Planner:
         except ValueError as error:
             raise ValueError(f"--strategy: {error}") from None
         if written in self._known and strategy.name != written:
-            raise ValueError(f"--strategy: {place} is registered as {written!r} and names itself {strategy.name!r}")
+            raise ValueError(f"--strategy: {place} is registered as {written!r}, but its name is {strategy.name!r}")
         other = self._places.setdefault(strategy.name, place)
         if other != place:
             raise ValueError(
-                f"--strategy: {place} and {other} are both named {strategy.name!r}; each needs a name of its own"
+                f"--strategy: {place} and {other} are both named {strategy.name!r}; give each a name of its own"
             )
         self._strategies[written] = place, strategy
         return place, strategy
@@ -196,18 +193,18 @@ class Planner:
             place = tasks.find(name, self.known_tasks)
             task = tasks.make(place)
             if task.name != name:
-                raise ValueError(f"task {place} is registered as {name!r} and names itself {task.name!r}")
+                raise ValueError(f"task {place} is registered as {name!r}, but its name is {task.name!r}")
             self._tasks[name] = place, task
         return self._tasks[name]
 
     def _check_processes(self, options: Options, machine: Machine) -> None:
-        """Refuse devices that nobody takes: on a CPU they are processes."""
+        """Refuse more devices than any strategy uses on a CPU, where devices are processes."""
         if machine.device == "cpu" and machine.devices > 1:
             chosen = [self._strategy(name)[1] for name in options.strategy]
             if all(strategy.ranks(machine.devices) == 1 for strategy in chosen):
                 names = ", ".join(strategy.name for strategy in chosen)
                 raise ValueError(
-                    f"--llmgpu-devices={machine.devices}: on a CPU they are processes, and {names} has 1: allowed is 1"
+                    f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
                 )
 
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
@@ -230,8 +227,8 @@ class Planner:
         dummy_preset = models.is_preset(options.model) and options.load_format == "dummy"
         if dummy_preset and machine.device == "cpu" and options.device != "cpu":
             raise ValueError(
-                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch can use none here; "
-                "--llmgpu-device=cpu runs it on the CPU all the same"
+                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch found none; "
+                "pass --llmgpu-device=cpu to run it on the CPU"
             )
         if options.cuda_graphs == "on" and machine.device == "cpu":
             raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
@@ -241,7 +238,7 @@ class Planner:
             )
         cap = options.gpu_memory
         uuids = tuple(gpu.uuid for gpu in machine.gpus)
-        # Asked once, before anything runs: later on, what is in use is our own.
+        # Once, before a rank runs: later the memory in use is that of our own ranks.
         if cap is not None and (cap, uuids) not in self._caps:
             _check_cap(cap, machine)
             self._caps.add((cap, uuids))
@@ -256,14 +253,26 @@ class Planner:
 def _backend_and_options(
     strategy: Strategy, options: Options
 ) -> tuple[str, dict[str, str | int | float | bool | None]]:
-    """Return the library of a strategy and the options that are its alone: those whose names begin with its own.
+    """Return the library of a strategy and its own options: their names begin with the name of the strategy.
 
-    Only strategies of this package have any: another that is called `load` must not take `load_format` for its own.
+    Only strategies of this package have options: another one named `load` must not get `load_format`.
     """
     prefix = f"{strategy.name}_"
     fields = dataclasses.asdict(options) if strategy.name in strategies.BUILT_IN else {}
     own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     return own.pop("backend", strategy.backend), own
+
+
+def _check_library(backend: str, chosen_by: str) -> None:
+    """Refuse a strategy whose library is not installed.
+
+    Args:
+        backend: The library.
+        chosen_by: The flag that chose it, with its value.
+    """
+    if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
+        package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
+        raise ValueError(f"{chosen_by} needs {backend}: pip install {package}")
 
 
 def _flag_of(error: ValueError, options: Options) -> str:
@@ -275,17 +284,17 @@ def _flag_of(error: ValueError, options: Options) -> str:
 
 def _check_cap(cap: int, machine: Machine) -> None:
     if machine.device == "cpu":
-        raise ValueError(f"--llmgpu-gpu-memory={_gib(cap)}: there is no GPU to cap, the run is on the CPU")
+        raise ValueError(f"--llmgpu-gpu-memory={gib(cap)}: a cap needs a GPU, the run is on the CPU")
     used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
     for gpu in machine.gpus:
         if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
             raise ValueError(
-                f"--llmgpu-gpu-memory={_gib(cap)}: more than the {_gib(gpu.memory_bytes)} of GPU {gpu.index}"
+                f"--llmgpu-gpu-memory={gib(cap)}: allowed are at most the {gib(gpu.memory_bytes)} of GPU {gpu.index}"
             )
         if used.get(gpu.uuid, 0) >= cap:
             raise ValueError(
-                f"--llmgpu-gpu-memory={_gib(cap)}: GPU {gpu.index} has {_gib(used[gpu.uuid])} in use already, "
-                "by other programs; a larger cap or an idle GPU is needed"
+                f"--llmgpu-gpu-memory={gib(cap)}: other programs use {gib(used[gpu.uuid])} of GPU {gpu.index}; "
+                "pass a larger cap or use an idle GPU"
             )
 
 
@@ -293,7 +302,3 @@ def _dtype(option: str, device: str) -> str:
     if option != "auto":
         return option
     return "float16" if device == "cuda" else "float32"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

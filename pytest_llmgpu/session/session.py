@@ -88,14 +88,14 @@ class BenchmarkSession:
     def expect(
         self, group: Group, nodeid: str | None, batch_size: int, *, scored: Sequence[str], may_fit_nowhere: bool
     ) -> None:
-        """Check a test that will run, in the order of the run.
+        """Check a test that will run; called in the order of the run.
 
         Args:
-            group: Its strategy and options.
-            nodeid: Of a test that measures, else None.
-            batch_size: Sequences per forward, 1 where the test chooses for itself.
-            scored: Tasks whose items, chosen by the options, the test takes; empty where it brings its own.
-            may_fit_nowhere: Whether it is marked so; a group is excused only if all of its tests are.
+            group: The strategy and the options of the test.
+            nodeid: The test, if it measures; else None.
+            batch_size: Sequences per forward; 1 where the test chooses the batch size.
+            scored: Tasks whose items, chosen by the options, the test scores; empty where the test has its own items.
+            may_fit_nowhere: Whether the test is marked so; a group is excused only if all of its tests are.
 
         Raises:
             ValueError: The test cannot be measured.

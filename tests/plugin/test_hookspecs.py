@@ -199,7 +199,7 @@ def test_a_task_beside_the_benchmarks_is_measured(pytester: pytest.Pytester) -> 
         ({"measure": "right_or_wrong:RightOrWrong"}, "'measure' is not allowed: a fixture of pytest-llmgpu has this"),
         ({"hellaswag": "right_or_wrong:RightOrWrong"}, "task 'hellaswag' is at two places"),
         ({"pairs": "right_or_wrong.RightOrWrong"}, "'right_or_wrong.RightOrWrong', the place of task 'pairs'"),
-        ({"pairs": "right_or_wrong:RightOrWrong"}, "registered as 'pairs' and names itself 'right_or_wrong'"),
+        ({"pairs": "right_or_wrong:RightOrWrong"}, "registered as 'pairs', but its name is 'right_or_wrong'"),
         ({"pairs": "right_or_wrong:Nothing"}, "task right_or_wrong:Nothing cannot be imported: AttributeError"),
         ({"pairs": "right_or_wrong:Item"}, "task right_or_wrong:Item cannot be imported: TypeError"),
         ({"pairs": "json:decoder"}, "task json:decoder lacks name, load, requests, score"),
