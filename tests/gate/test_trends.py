@@ -271,7 +271,7 @@ def test_the_command_prints_the_newest_reports(capsys: pytest.CaptureFixture[str
     assert printed.startswith(f"{H200}, 2 reports\n\ntime (s)\n")
     assert "0001" not in printed
     assert main(["trend", "--last", "0"]) == 2
-    assert capsys.readouterr().err == "llmgpu: --last 0: a number from 1 on is needed\n"
+    assert capsys.readouterr().err == "llmgpu: --last 0: a number of at least 1 is needed\n"
 
 
 def test_the_page_needs_no_network_and_escapes_names() -> None:

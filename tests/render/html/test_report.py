@@ -361,7 +361,7 @@ def test_html_shows_the_verdicts_of_a_file(
     assert "Fails: 1" in Page(Path("page.html").read_text()).text
     capsys.readouterr()
     for more, words in (
-        (["--verdicts", "said.json"], "--verdicts: were made already"),
+        (["--verdicts", "said.json"], "--verdicts: cannot be combined with BASELINE"),
         (["--policy", "x.toml"], "--policy: is for BASELINE"),
     ):
         arguments = ["html", "head.json", *(["base.json"] if "--verdicts" in more else []), *more]
