@@ -362,7 +362,7 @@ def test_html_shows_the_verdicts_of_a_file(
     capsys.readouterr()
     for more, words in (
         (["--verdicts", "said.json"], "--verdicts: cannot be combined with BASELINE"),
-        (["--policy", "x.toml"], "--policy: is for BASELINE"),
+        (["--policy", "x.toml"], "--policy: has an effect only with BASELINE"),
     ):
         arguments = ["html", "head.json", *(["base.json"] if "--verdicts" in more else []), *more]
         assert main(arguments) == 2
