@@ -41,7 +41,7 @@ class KernelInjection:
 
     def __init__(self) -> None:
         self._min_tokens: int | None = None
-        self._room = (0, 0)
+        self._allocated = (0, 0)
         """The workspace was allocated for this many rows and tokens."""
         self._causal = False
         """Each token of the running forward attends to all tokens before it, and to no mask."""
@@ -140,7 +140,7 @@ class KernelInjection:
         least = min(self._min_tokens or tokens, tokens)
         # If fewer tokens than necessary are allowed, the workspace has the default size of DeepSpeed.
         most = max(tokens, _DEFAULT_MAX_OUT_TOKENS) if least < tokens else tokens
-        self._room = (batch_size, tokens)
+        self._allocated = (batch_size, tokens)
         layers = list(_layers(loaded))
         try:
             granted = workspace.allocate(layers, batch_size, tokens, least=least, most=most)
@@ -157,8 +157,8 @@ class KernelInjection:
 
         given: Any = arguments[0] if arguments else named.get("input_ids", named.get("inputs_embeds"))
         rows, tokens = given.shape[:2]
-        if rows > self._room[0] or tokens > self._room[1]:
-            self.prepare(loaded, max(rows, self._room[0]), max(tokens, self._room[1]))
+        if rows > self._allocated[0] or tokens > self._allocated[1]:
+            self.prepare(loaded, max(rows, self._allocated[0]), max(tokens, self._allocated[1]))
         # Without a reset the kernels take a single token as the continuation of the previous text.
         BaseOp.inference_module.reset_cache()
 

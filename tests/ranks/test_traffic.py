@@ -324,7 +324,7 @@ def test_each_rank_counts_its_own_transfers(load: Callable[..., RankGroup]) -> N
 
 
 def test_ranks_without_traffic_are_an_error(load: Callable[..., RankGroup]) -> None:
-    """Otherwise a model that each rank holds as a whole would be measured as a split one."""
+    """A model that each rank holds as a whole must not be measured as a split one."""
     seen = _run(load(_TP), ranks.of_each_for_itself)
     with pytest.raises(ValueError, match="rank 0 of 2"):
         traffic.check(seen)
