@@ -142,7 +142,7 @@ def test_a_case_is_scored_by_its_workload(
         decode(lean["accuracy"]["loglikelihoods"]), rel=1e-5
     )
     assert full["accuracy"]["predictions"] == lean["accuracy"]["predictions"]
-    assert full["execution_choice"].startswith("no CUDA graphs: ")
+    assert "--llmgpu-scoring=harness" in full["execution_choice"]
 
 
 def test_missing_files_are_refused(measured: tuple[Path, Case], run: Run) -> None:
