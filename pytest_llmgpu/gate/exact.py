@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from typing import Literal
 
-from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, moved
+from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
 from pytest_llmgpu.gate.policy import MemoryRule
 from pytest_llmgpu.gate.timing.comparable_launches import other_execution
 from pytest_llmgpu.report import disturbances
@@ -77,10 +77,12 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
     assert then.link is not None
     assert now is not None
     assert now.link is not None
-    if (words := moved(then, now)) is None:
+    if not has_moved(then, now):
         return Row.of(head, "path", "OK", f"traffic goes over {NAMES[now.link]} as before.", gated=gated)
     slower = FASTEST_FIRST.index(now.link) > FASTEST_FIRST.index(then.link)
-    return Row.of(head, "path", "REGRESSED" if slower else "IMPROVED", f"traffic {words}.", gated=gated)
+    return Row.of(
+        head, "path", "REGRESSED" if slower else "IMPROVED", f"traffic {describe_move(then, now)}.", gated=gated
+    )
 
 
 def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
