@@ -1,1 +1,1 @@
-"""Factories, stand-ins and functions that ranks import."""
+"""Factories, emulations and functions that ranks import."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's transformer_inference extension on the CPU: what kernel injection does to a LLaMA, without a GPU.
+"""An emulation of DeepSpeed's transformer_inference extension on the CPU: kernel injection of a LLaMA without a GPU.
 
 Put an `EmulatedInference` at `deepspeed.ops.transformer.inference.op_binding.base.BaseOp.inference_module` before the
 injection. Offsets, strides and the order of the steps are those of DeepSpeed 0.19.8 (csrc/transformer/inference:
@@ -30,7 +30,7 @@ _CANNOT = "Workspace can't be allocated"
 def workspace_elements(
     *, layers: int, heads: int, hidden: int, batch: int, tp: int, max_out: int
 ) -> tuple[int, int, int]:
-    """Return what one token of the workspace costs: elements of activations, attention scores, and keys and values."""
+    """Return the elements per token of the workspace: activations, attention scores, and keys and values."""
     head = hidden // heads
     padded = head if head > 128 else 32 if head <= 32 else 64 if head <= 64 else 128
     return 10 * heads * padded * batch, batch * (heads // tp) * max_out, layers * batch * (heads * padded // tp) * 2
@@ -47,7 +47,7 @@ def granted_tokens(
     max_out: int = 1024,
     element_bytes: int = 2,
 ) -> int:
-    """Return the tokens per sequence that DeepSpeed makes room for; -1 where it has not even the reserve.
+    """Return the tokens per sequence that DeepSpeed allocates; -1 if the memory is below its reserve.
 
     Args:
         free_bytes: Free on the device when the first workspace of the process is made.
@@ -75,7 +75,7 @@ def free_bytes_granting(
     max_out: int = 1024,
     element_bytes: int = 2,
 ) -> int:
-    """Return the least free memory for which `granted_tokens` gives so many."""
+    """Return the smallest free memory for which `granted_tokens` returns this number."""
     elements = workspace_elements(layers=layers, heads=heads, hidden=hidden, batch=batch, tp=tp, max_out=max_out)
     size = tokens * sum(elements) * element_bytes
     free_bytes = size + _reserve(0, elements[1])
@@ -83,7 +83,7 @@ def free_bytes_granting(
 
 
 def _reserve(free_bytes: int, scores: int) -> int:
-    # Elements of the scores are added as if they were bytes: so it is in GenWorkSpace.
+    # GenWorkSpace adds the elements of the scores as if they were bytes.
     return scores + (500 if free_bytes > _GIB else 100) * _MIB
 
 
@@ -91,7 +91,7 @@ class EmulatedInference:
     """The extension's functions, and the state that the extension keeps for the process (`InferenceContext`)."""
 
     def __init__(self, free_bytes: int = 64 * _GIB, *, capacity_bytes: int | None = None) -> None:
-        """Begin as a fresh process does.
+        """Start in the state of a new process.
 
         Args:
             free_bytes: What cudaMemGetInfo calls free; asked once, so that setting it later changes nothing.
@@ -100,11 +100,11 @@ class EmulatedInference:
         self.free_bytes = free_bytes
         self.capacity_bytes = capacity_bytes
         self.max_tokens = 0
-        """Tokens granted per sequence, also where they were then refused as too few."""
+        """The tokens granted per sequence, also if they were then refused as too few."""
         self.batch_size = 0
-        """Sequences of the forward for which a workspace was asked last."""
+        """The sequences of the forward of the last request for a workspace."""
         self.mallocs = 0
-        """Times that cudaMalloc was called."""
+        """The number of calls of cudaMalloc."""
         self._free_bytes_read = 0
         self._block: torch.Tensor | None = None
         self._size_bytes = 0
@@ -116,7 +116,7 @@ class EmulatedInference:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that are allocated: at times more than the last forward asked for."""
+        """The allocated bytes, which may be more than the last forward requested."""
         return 0 if self._block is None else self._block.numel()
 
     def release_workspace(self) -> None:
@@ -124,14 +124,14 @@ class EmulatedInference:
         self._block = None
 
     def retake_workspace(self) -> bool:
-        """Allocate as much as there was before, and return whether there is a workspace."""
+        """Allocate the size before, and return whether a workspace exists."""
         if self._block is None and self._size_bytes:
             self._malloc(self._size_bytes)
             return self._block is not None
         return True
 
     def reset_cache(self) -> None:
-        """Forget the sequences seen so far: the next input of one token begins new ones."""
+        """Forget the sequences before: the next input of one token begins new ones."""
         self._tokens = 1
 
     def rms_norm(self, input_BSH: torch.Tensor, gamma_H: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -188,7 +188,7 @@ class EmulatedInference:
             print(f"Setting maximum total tokens (input + output) to {granted} ", flush=True)
         if self._block is None:
             raise RuntimeError("Workspace is null.")
-        # A smaller demand keeps the block and forgets its size: the next larger one allocates anew though it would fit.
+        # A smaller request keeps the block and forgets its size: the next larger one allocates again even if it fits.
         self._size_bytes = size
         self._scores_byte = size - scores * granted * dtype.itemsize
 
@@ -196,7 +196,7 @@ class EmulatedInference:
         self.mallocs += 1
         self._block = None
         if 0 < size_bytes <= (math.inf if self.capacity_bytes is None else self.capacity_bytes):
-            # Not as a tensor of inference mode, which nothing outside that mode could write to.
+            # A tensor of inference mode could not be written to outside that mode.
             with torch.inference_mode(mode=False):
                 self._block = torch.zeros(size_bytes, dtype=torch.uint8)
 
@@ -306,7 +306,7 @@ class EmulatedInference:
         B, S, width = qkv.shape
         D = width // (3 * heads)
         H, R = heads * D, B * heads
-        # By its length alone a prompt is known: one token continues what there was before.
+        # Only the length identifies a prompt: one token continues the sequences before.
         first = 0 if S > 1 else self._tokens - 1
         T = self._tokens = S if S > 1 else self._tokens
         room, buffer = self.max_tokens, B * S * H
@@ -339,7 +339,7 @@ class EmulatedInference:
         return [output, keys, values]
 
     def _store(self, rows_RSD: torch.Tensor, offset: int, *, by_token: bool) -> None:
-        """Write each head's tokens where its part of the cache begins, whether they fit in it or not.
+        """Write the tokens of each head at the start of its part of the cache, without a bounds check.
 
         Where two heads write to one place, that of the later token wins, or that of the later head: the order in which
         the blocks of the kernel start.
@@ -371,7 +371,7 @@ def _rotate(rows_RSD: torch.Tensor, *, first: int, dim: int, theta: float) -> to
 
 
 def _mask(mask: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> torch.Tensor | None:
-    """Return what the kernel adds to the scores: the bytes from the mask's first on, whatever its dtype and strides.
+    """Return the values that the kernel adds to the scores: the bytes of the mask, without its dtype and strides.
 
     Bytes after those of the mask belong to somebody else; here they are zeros.
     """
@@ -397,6 +397,6 @@ def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, *, causal: bool) -
         scores = scores.masked_fill(torch.ones(S, T, dtype=torch.bool).triu(1), _HIDDEN)
     largest = scores.amax(-1, keepdim=True).clamp_min(_HIDDEN)
     weights = (scores - largest).exp_()
-    # Threads without a score of their own count as hidden ones.
+    # Threads without a score count as masked scores.
     idle = 4 * max(32, 1 << (math.ceil(T / 4) - 1).bit_length()) - T
     return weights.div_(weights.sum(-1, keepdim=True) + idle * (_HIDDEN - largest).exp_() + 1e-6)

@@ -1,4 +1,4 @@
-"""Reports with everything that an export has to say, and with text that would break a careless one."""
+"""Reports with all figures of an export, and with text that needs escaping."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from support.report_factory import GIB, make_accuracy, make_failed, make_memory,
 NASTY = (
     "<script>alert(1)</script> | a`b` *c* _d_ $x$ @team #7 https://evil.test www.evil.test\n::error::%0A \x1b[31m\u202e"
 )
-"""A name that a user could give, with what each format takes for its own."""
+"""A name with the special characters of each format."""
 
 TODAY = datetime.date(2026, 1, 2)
 
 
 def without_traffic() -> Report:
-    """Return a report whose first case does not know its traffic."""
+    """Return a report whose first case has no traffic."""
     report = two_strategies()
     report.cases[0].traffic = None
     return report
 
 
 def two_strategies(factor: float = 1.0, *, sent: float = 40e6, oom: Sequence[int] = (64,)) -> Report:
-    """Return a report of mp and tp at sizes 8 and 64, the sizes of `oom` out of memory under tp."""
+    """Return a report of mp and tp at batch sizes 8 and 64; the sizes in `oom` are out of memory with tp."""
     results: list[CaseResult] = []
     for strategy in ("mp", "tp"):
         for size in (8, 64):
@@ -82,7 +82,7 @@ def row(verdict: Verdict, metric: MetricName = "time", *, id: str = "mp-bs8", re
 
 
 def verdicts(rows: Sequence[Row], *, gated: int = 1) -> Verdicts:
-    """Return verdicts of these rows, by a policy of no words."""
+    """Return verdicts of these rows, with an empty policy."""
     return Verdicts(
         baseline=Baseline(name="base.json"),
         policy="",

@@ -1,4 +1,4 @@
-"""Runs of pytest in which cases are measured at once, by whoever writes the test: no process is started."""
+"""Runs of pytest with stubbed measurements: a test sets the results, and no process starts."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _BATCHES = 10
 
 @dataclasses.dataclass
 class FakedRuns:
-    """Runs of pytest, and what they measure."""
+    """Runs of pytest and their stubbed measurements."""
 
     pytester: pytest.Pytester
     seconds: Callable[[int], float] = float
-    """Batch size to the seconds of a batch."""
+    """The seconds per batch by batch size."""
     outcome: Callable[[int], Outcome] = lambda _: "completed"
-    """Batch size to how its case ends."""
+    """The outcome by batch size."""
     right: Callable[[int], int] = lambda _: tiny_model.ITEMS
-    """Batch size to the items that are answered right."""
+    """The items with a right answer by batch size."""
     did: list[str] = dataclasses.field(default_factory=list)
-    """Ids of the cases that were measured and ends of all processes, in order."""
+    """The ids of measured cases and the ends of all processes, in order."""
 
     def __call__(self, *arguments: str, sizes: str = "1,4,8", cached: bool = False) -> pytest.RunResult:
         """Run pytest."""
@@ -51,11 +51,11 @@ class FakedRuns:
         return self.pytester.runpytest_inprocess(*([] if cached else ["-p", "no:cacheprovider"]), *flags, *arguments)
 
     def report(self, path: str = ".llmgpu/last.json") -> Report:
-        """Read what a run has written."""
+        """Read the report of a run."""
         return file.load(self.pytester.path / path)
 
     def start(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Take the place of the runner, torch's probe and NVML."""
+        """Replace the runner, torch's probe and NVML."""
         monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
         monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
         monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))

@@ -1,4 +1,4 @@
-"""Reports as a gate finds them on disk, for the tests of the commands that judge."""
+"""Reports on disk for the tests of the commands that judge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.verdict_factory import BATCHES, make_traffic, with_launches
 
 
 def timed(*levels: float, calls: int = 64, **fields: Any) -> CaseResult:
-    """Return a result with traffic, and a launch for each level, 1 without any: how slow it was."""
+    """Return a result with traffic and one launch per level, which multiplies its time."""
     result = with_launches(levels or (1.0,), **fields)
     for launch in result.launches:
         for name in ("sequences", "tokens", "padded_tokens"):
@@ -23,7 +23,7 @@ def timed(*levels: float, calls: int = 64, **fields: Any) -> CaseResult:
 
 
 def on_h200(cases: Sequence[CaseResult] = (), sha: str = "a" * 40, **fields: Any) -> Report:
-    """Return a report of a whole run on four H200, of one case unless some are named."""
+    """Return a report of a complete run on four H200, with one case by default."""
     defaults: dict[str, Any] = {
         "created": "2026-01-02T03:04:05Z",
         "plugin_version": None,

@@ -1,4 +1,4 @@
-"""Reports of launches that differ by chance, for the tests of what is known of their noise."""
+"""Reports with launches that differ by chance, for the tests of the noise estimate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.verdict_factory import with_launches
 
 
 def on_h200(*cases: CaseResult, seen: str = "NVIDIA H200") -> Report:
-    """Return a report of these cases, measured on four H200 or what else was seen."""
+    """Return a report of these cases, measured on four H200 by default."""
     machine = Environment(python="3.12", platform="Linux", gpus=gpus(*[seen] * 4))
     return Report(
         created="2026-01-02T03:04:05Z",

@@ -50,7 +50,7 @@ class ProseFiles:
 
 
 class Prose:
-    """What one test compares texts with: `assert prose == text`."""
+    """The kept texts of one test: `assert prose == text`."""
 
     __hash__ = None  # type: ignore[assignment]  # it is compared, never kept
 

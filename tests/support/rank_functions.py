@@ -55,12 +55,12 @@ def interrupt_yourself(_state: RankState) -> str:
 
 
 def fail(_state: RankState) -> NoReturn:
-    """Raise what does not unpickle."""
+    """Raise an exception that does not unpickle."""
     raise CannotPickleError("first line\nsecond", "line")
 
 
 def run_out(_state: RankState) -> NoReturn:
-    """Raise as torch does when the host has no memory left."""
+    """Raise the error of torch for a host without free memory."""
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
 
 
@@ -75,12 +75,12 @@ def die(_state: RankState, number: int) -> None:
 
 
 def unreadable(_state: RankState) -> RaisesWhenUnpickled:
-    """Return what does not unpickle."""
+    """Return a value that does not unpickle."""
     return RaisesWhenUnpickled()
 
 
 def unsendable(_state: RankState) -> object:
-    """Return what does not pickle."""
+    """Return a value that does not pickle."""
     return threading.Lock()
 
 
@@ -109,7 +109,7 @@ def hang_in_a_collective(_state: RankState) -> None:
 
 
 def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
-    """Behave as a strategy of which one rank fails."""
+    """Behave as a strategy in which one rank fails."""
     if os.environ["RANK"] == "0":
         hang_in_a_collective(state)
     raise ValueError("the layer is broken")

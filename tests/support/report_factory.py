@@ -1,4 +1,4 @@
-"""Reports and their parts for tests: a small default for everything, so that a test names only what it is about."""
+"""Reports and their parts with small defaults, so that a test names only the fields it depends on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PAPER_S = {
     "tp": {1: 6548, 2: 5084, 4: 4538, 8: 4280, 16: 4164, 32: 4087, 64: 4079},
     "iok": {1: 4959, 2: 4171, 4: 4250, 8: 4152, 16: 4027, 32: 4201},
 }
-"""Table 2 of the study: strategy and batch size to seconds for HellaSwag. iok ran out of memory at 64."""
+"""Table 2 of Shin et al. 2024: strategy and batch size to seconds for HellaSwag. iok ran out of memory at 64."""
 
 
 def make_case(**fields: Any) -> Case:
@@ -76,7 +76,7 @@ def make_accuracy(
 
 
 def make_answers(right: Sequence[bool], loglikelihoods: Sequence[float] | None = None) -> Accuracy:
-    """Return an accuracy record with labels, from whether each item was answered right, or else by the next ending."""
+    """Return an accuracy record with labels; an item that is not right has the next ending as its answer."""
     labels = [number % 4 for number in range(len(right))]
     chosen = [label if hit else (label + 1) % 4 for label, hit in zip(labels, right, strict=True)]
     plain = make_accuracy(sum(right) / len(right), len(right), chosen, loglikelihoods)
@@ -114,13 +114,13 @@ def make_profile(
 
 
 def make_traffic(ranks: int = 4, wire_bytes_per_sequence: float = 40e6) -> Traffic:
-    """Return what ranks that all-reduce send, each the same."""
+    """Return the traffic of ranks that all-reduce equal amounts."""
     sent = Collective(collective="all_reduce", calls=960, payload_bytes=1 << 30, wire_bytes=3 << 29)
     return Traffic(ranks=[[sent]] * ranks, wire_bytes_per_sequence=wire_bytes_per_sequence)
 
 
 def make_memory(devices: int = 4, *, peak: float = 16 * GIB, used: float = 18 * GIB) -> list[DeviceMemory]:
-    """Return the memory of each device, the last one fuller by 1 GiB."""
+    """Return the memory of each device; the last one uses 1 GiB more."""
     extra = [GIB if devices > 1 and index == devices - 1 else 0 for index in range(devices)]
     return [
         DeviceMemory(
@@ -222,7 +222,7 @@ def make_document(report: Report) -> Any:
 
 
 def paper_results() -> list[CaseResult]:
-    """Return the study's Table 2 as results, with figures of its communication and memory."""
+    """Return Table 2 of Shin et al. 2024 as results, with figures of communication and memory."""
     results = []
     for strategy, seconds_by_size in PAPER_S.items():
         traffic = {"mp": 0.085e9, "tp": 6.7e9, "iok": 6.5e9}[strategy]

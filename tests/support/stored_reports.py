@@ -1,4 +1,4 @@
-"""Reports as a store holds them, for the tests of what reads it."""
+"""Reports of a store, for the tests of its readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_llmgpu.report.report import Report, Session
 from support.report_factory import make_failed, make_report, make_result
 
 H200 = "4x-NVIDIA-H200-140GiB"
-"""Folder of the reports that `measured` makes without more."""
+"""The folder of the default report of `measured`."""
 
 
 def gpus(*names: str, memory_bytes: int | None = 150754820096) -> list[Gpu]:
@@ -23,7 +23,7 @@ def gpus(*names: str, memory_bytes: int | None = 150754820096) -> list[Gpu]:
 def measured(
     sha: str | None = "3b1f09ac" * 5, seen: Sequence[Gpu] | None = None, cpu: str | None = None, **case: Any
 ) -> Report:
-    """Return a complete report of a case that completed and one that did not, on four H200 or what else was seen."""
+    """Return a complete report with a completed and a failed case, on four H200 by default."""
     report = make_report([make_result(**case), make_failed("oom", strategy="tp", **case)])
     report.commit = Commit(sha=sha, branch="main", dirty=False)
     report.session = Session(complete=True)

@@ -1,4 +1,4 @@
-"""A model and a dataset that cost next to nothing, for tests in which it does not matter what the model answers."""
+"""A tiny model and dataset, for tests that do not depend on the model's answers."""
 
 from __future__ import annotations
 

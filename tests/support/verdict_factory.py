@@ -1,4 +1,4 @@
-"""Results with launches of their own, for tests of what is said of them."""
+"""Results with given launches, for tests of verdicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCHES = 20
 
 
 def with_launches(levels: Sequence[float], **fields: Any) -> CaseResult:
-    """Return a completed result, one launch a level: the seconds of its first batch; the k-th takes k times that."""
+    """Return a completed result with one launch per level: batch k takes k times the level, in seconds."""
     result = make_result(**fields)
     launches = []
     for level in levels:
@@ -36,7 +36,7 @@ def with_latencies(launches: Sequence[Sequence[float]], **fields: Any) -> CaseRe
 
 
 def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> None:
-    """Give a launch evidence that its window does not speak for the case alone, and the clock of its one GPU."""
+    """Add disturbances to a launch, and set the clock of its GPU."""
     clock = {} if mhz is None else {"sm_clock_mhz": Metric(mean=mhz, max=mhz, coverage=1.0, method="seen")}
     launch.profile = Profile(
         period_s=0.1,
@@ -50,7 +50,7 @@ def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> No
 
 
 def make_busy(result: CaseResult, *pct: float, samples: int = 20) -> CaseResult:
-    """Give the launches of a result that utilisation of one GPU, from so many readings; return it."""
+    """Set the utilisation of one GPU in the launches of a result, with its number of readings; return the result."""
     for launch, mean in zip(result.launches, pct, strict=True):
         busy = Metric(mean=mean, max=100.0, coverage=1.0, method="seen")
         launch.profile = Profile(
@@ -65,7 +65,7 @@ def make_busy(result: CaseResult, *pct: float, samples: int = 20) -> CaseResult:
 
 
 def make_traffic(calls: int = 64, ranks: int = 2, *, link: str | None = None, kind: str = "all_reduce") -> Traffic:
-    """Return traffic of one kind, of 1 KiB a call and rank; no call is no entry."""
+    """Return traffic of one kind, with 1 KiB per call and rank; without calls it is empty."""
     entry = {"collective": kind, "calls": calls, "payload_bytes": 1024 * calls, "wire_bytes": 1024 * calls}
     sent = [msgspec.convert(entry, Collective)] if calls else []
     path = {"link": link, "expected_bytes": 1024 * calls * ranks, "text": "as counted"}

@@ -1,4 +1,4 @@
-"""What the tests of work passes have ranks do: functions that a rank imports by name."""
+"""Functions of the tests of work passes, which ranks import by name."""
 
 from __future__ import annotations
 
