@@ -130,6 +130,7 @@ def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: SideBySi
     assert max(len(batch.requests) for batch in plan.batches if batch.longest == 1) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_bundled_items_score_as_in_lm_eval(batch_size: int) -> None:
     """The bundled model gives the same numbers and choices on its own dataset."""

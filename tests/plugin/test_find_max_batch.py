@@ -252,6 +252,7 @@ def test_each_strategy_is_searched_by_itself(pytester: pytest.Pytester, run: Run
     assert ran == [(dtype, *case) for dtype in ("float16", "float32") for case in each]
 
 
+@pytest.mark.slow
 def test_real_processes_start_again_for_each_probe(pytester: pytest.Pytester, run: Run) -> None:
     """On a CPU without a prediction the search halves the interval."""
     pytester.makepyfile(

@@ -136,6 +136,7 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
     assert str(pytester.path) not in (pytester.path / ".llmgpu" / "last.json").read_text()
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_expected_and_ends_the_larger_sizes(pytester: pytest.Pytester, run: Run) -> None:
     """Batch sizes that fit pass, the others are shown as OOM with the reason, and nothing fails."""
     pytester.makepyfile(test_it=_misbehave("oom", rows=4, applied="[1]"))
@@ -154,6 +155,7 @@ def test_out_of_memory_is_expected_and_ends_the_larger_sizes(pytester: pytest.Py
     assert _report(pytester).cases[3].launches == []
 
 
+@pytest.mark.slow
 def test_a_series_of_which_nothing_fits_fails(pytester: pytest.Pytester, run: Run) -> None:
     """A run in which every batch size is out of memory fails."""
     pytester.makepyfile(test_it=_misbehave("oom"))
@@ -162,6 +164,7 @@ def test_a_series_of_which_nothing_fits_fails(pytester: pytest.Pytester, run: Ru
     result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
 
 
+@pytest.mark.slow
 def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, run: Run) -> None:
     """With `expect_oom` no batch size needs to complete."""
     pytester.makepyfile(test_it=_misbehave("oom", marker="@pytest.mark.llmgpu(expect_oom=True)"))
@@ -170,6 +173,7 @@ def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, run: Run
     result.stdout.fnmatch_lines(["*3 oom*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "outcome", "complaint"),
     [
@@ -193,6 +197,7 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
     assert "hook" in (failure.log_tail or ""), "the log shows where"
 
 
+@pytest.mark.slow
 def test_wrong_answers_fail(pytester: pytest.Pytester, run: Run) -> None:
     """An accuracy below the baseline fails the test."""
     pytester.makepyfile(test_it=_misbehave("wrong answers", applied="[1]"))
@@ -205,6 +210,7 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, run: Run) -> None:
     assert case.accuracy_check.ok is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, signal: str) -> None:
     """The report of an interrupted run has the finished cases, and the finished batches of the last one."""
@@ -304,6 +310,7 @@ def test_a_bad_marker_is_refused_in_one_line(pytester: pytest.Pytester, marker: 
     assert not (pytester.path / ".llmgpu").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
@@ -329,6 +336,7 @@ def test_a_wrong_argument_fails_before_a_model_loads(
     assert "ValueError" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, run: Run) -> None:
     """An error on a rank fails the test, and out of memory is shown as OOM."""
     pytester.makepyfile(
@@ -355,6 +363,7 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
     assert "pytest_llmgpu/fixtures.py" not in text
 
 
+@pytest.mark.slow
 def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) -> None:
     """Tests can score without recording, run functions on ranks, profile, and score their own items."""
     pytester.makepyfile(
@@ -387,6 +396,7 @@ def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) ->
     result.stdout.fnmatch_lines(["*llm.run needs a function at the top level of a module*"])
 
 
+@pytest.mark.slow
 def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None:
     """A suite's own fixture `llm` or `batch_size` wins, and this plugin does nothing."""
     pytester.makepyfile(
@@ -412,6 +422,7 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
     assert not (pytester.path / ".llmgpu").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "shown"),
     [
@@ -432,6 +443,7 @@ def test_listing_starts_nothing(
     assert not (pytester.path / ".llmgpu").exists()
 
 
+@pytest.mark.slow
 def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, run: Run) -> None:
     """The report has the tests that -k deselected."""
     pytester.makepyfile(test_it=_BENCHMARK)
@@ -468,6 +480,7 @@ def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> No
     run("-n", "1", in_process=False).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_a_live_line_and_a_pipe_does_not(pytester: pytest.Pytester, run: Run, model: Path) -> None:
     """Finished batches and the remaining time are shown while a case runs, also with pytest's capture."""
     pytester.makepyfile(
@@ -511,6 +524,7 @@ def _read_all(descriptor: int) -> str:
     return b"".join(chunks).decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run, model: Path) -> None:
     """`python -m pytest_llmgpu.ranks REPORT CASE` measures one case in one process, for a debugger."""
     pytester.makepyfile(test_it=_BENCHMARK)
@@ -541,6 +555,7 @@ def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run
     assert unknown.stderr.strip() == "'mp-bs9' is no case of .llmgpu/last.json: it has mp-bs8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["measure", "llm.run"])
 def test_a_series_whose_last_test_does_not_measure_is_still_judged(
     pytester: pytest.Pytester, run: Run, where: str
@@ -571,6 +586,7 @@ def test_a_series_whose_last_test_does_not_measure_is_still_judged(
     result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -587,6 +603,7 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
     result.stdout.fnmatch_lines(["*batch size*mp*", "*1 passed*"])
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -608,6 +625,7 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     result.stdout.fnmatch_lines([f"FAILED *: No space left on device; the report is {kept}"])
 
 
+@pytest.mark.slow
 def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, run: Run) -> None:
     """With `-p no:terminal` the report is the only output."""
     pytester.makepyfile(test_it=_BENCHMARK)

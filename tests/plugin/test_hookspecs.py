@@ -70,6 +70,7 @@ def _write_the_example(hook: Callable[..., object], folder: Path) -> list[str]:
     return files[::2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_a_strategy_beside_the_benchmarks_is_measured_by_name_and_by_place(pytester: pytest.Pytester) -> None:
     """The example of the documentation runs, and a place needs no hook."""
@@ -85,6 +86,7 @@ def test_a_strategy_beside_the_benchmarks_is_measured_by_name_and_by_place(pytes
     ]
 
 
+@pytest.mark.slow
 def test_a_strategy_of_an_installed_package_is_measured(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
     result.stdout.no_fnmatch_line("*launch * of *")
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_once_a_launch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes start again for each launch, are shared by its cases, and give equal answers."""
     monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
