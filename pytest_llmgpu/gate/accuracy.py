@@ -1,7 +1,7 @@
-"""Whether answers got worse: the items that flipped, by McNemar's exact test, and the floor under the accuracy.
+"""Accuracy: items that flipped, by McNemar's exact test; the floor of the policy; log-likelihoods.
 
-A model that is sure of its answers keeps them under a wrong kernel, and random weights answer by chance: therefore the
-log-likelihoods are compared too, and those of random weights alone.
+A trained model keeps its answers under a slightly wrong kernel, and random weights answer by chance. Therefore the
+log-likelihoods are compared as well, and for random weights they alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.reference import largest_difference
 from pytest_llmgpu.analysis.sign_test import by_chance, written
@@ -18,77 +18,88 @@ from pytest_llmgpu.gate.stats.distributions import net_loss
 from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult
+from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.verdicts import Row, Verdict
 
 __all__ = ["Answered", "answered", "below_floor", "predictions_row", "rows"]
 
-_DISAGREE = "The candidate's launches answer differently, and the baseline's all alike: the same batches should agree."
-
-_ROUNDING = 1e-9  # a floor may be a hair above the same fraction in binary
+_ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
 
 class Answered(NamedTuple):
-    """The answers of one case against its baseline's, not yet judged: that takes all cases."""
+    """The answers of one case and of its baseline, before a verdict: that needs all cases."""
 
     before: CaseResult
     result: CaseResult
     rule: AccuracyRule
     items: int
     base: float
+    """Accuracy of the baseline, as a fraction."""
     head: float
+    """Accuracy of the candidate, as a fraction."""
     lost: list[int]
+    """Items that were right and are wrong now."""
     won: list[int]
+    """Items that were wrong and are right now."""
     other: int
-    """Items answered otherwise that are in neither list: wrong both times, or all of them where there are no labels."""
+    """Items with another answer in neither list: wrong both times, or all of them where there are no labels."""
     labelled: bool
+    """Whether the right answers are known."""
     difference: float | None
-    """Typical difference of the log-likelihoods, as a fraction of the baseline's, of the launch in which it is largest;
-    None where a side's are not known."""
+    """Typical difference of the log-likelihoods, as a fraction of the baseline's, in the launch where it is largest.
+
+    None where a report lacks them, infinite where only the candidate's are not finite."""
     largest: float | None
-    """Largest such difference of one of them; None likewise, and for other than random weights."""
+    """Largest difference of one log-likelihood, as a fraction; None likewise, and for trained weights."""
     changed: int
-    """Most items that any launch answers otherwise."""
-    odd: str | None
-    """Which launch the items are of, in a few words, where the candidate's launches disagree and the baseline's do
-    not; None where they are of the typical one."""
-    looks: int
-    """Launches among which that one is the worst; 1 for the typical one."""
+    """Most items that one launch answers differently."""
+    odd_launch: int | None
+    """The launch that `lost` and `won` are of, counted from 1, where the candidate's launches differ and the baseline's
+    agree; None where they are of the launch with the median accuracy."""
+    launches: int
+    """Launches of the candidate with answers."""
 
     @property
-    def by_chance(self) -> bool:
-        """Whether the answers are: those of random weights."""
+    def random_weights(self) -> bool:
+        """Whether the weights are random, so that the answers are chance."""
         return self.result.case.load_format == "dummy"
 
     @property
+    def looks(self) -> int:
+        """Launches among which the judged one is the worst; 1 for the median one."""
+        return 1 if self.odd_launch is None else self.launches
+
+    @property
     def allowed(self) -> float:
-        """The typical difference that is let pass."""
+        """Typical difference of log-likelihoods that is allowed, as a fraction."""
         return explained(self.result.case.dtype) if self.rule.difference is None else self.rule.difference
 
     @property
     def allowed_largest(self) -> float:
-        """What one number may differ by: each side may be off by as much as rounding explains."""
+        """Difference of one log-likelihood that is allowed: rounding can move both reports."""
         return 2 * self.allowed
 
 
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
-    """Compare the answers of two results of one case: of the launch with the typical accuracy on each side.
+    """Compare the answers of two results of one case, in the launch with the median accuracy of each report.
 
-    Greedy scoring answers the same each time. Where the candidate's launches do not agree, and the baseline's do, the
-    worst of them is compared: what is wrong in a minority of launches is wrong.
+    Greedy scoring gives equal answers in every launch. Where the candidate's launches differ and the baseline's agree,
+    the worst launch is compared: a wrong minority of launches is wrong.
 
     Returns:
-        What `rows` judges; a row where comparing is impossible; or, in a few words, why there is nothing to compare.
+        The input of `rows`; a row where no comparison is possible; or the reason why there is nothing to compare.
     """
     thens, nows = _scored(base), _scored(head)
     if thens and not nows:
-        return Row.of(head, "accuracy", "MISSING", "only the baseline scored items.", gated=rule.gate)
+        return Row.of(head, "accuracy", "MISSING", "Only the baseline scored items.", gated=rule.gate)
     if not thens or not nows:
         return "accuracy is new" if nows else "no items were scored"
-    then, now = _typical(thens, rule.metric), _typical(nows, rule.metric)
-    befores, afters = ([predictions_of(one, rule.metric) for one in side] for side in (thens, nows))
+    then, now = _median(thens, rule.metric), _median(nows, rule.metric)
+    befores, afters = ([predictions_of(one, rule.metric) for one in scored] for scored in (thens, nows))
     before, labels = predictions_of(then, rule.metric), now.labels or then.labels
     if any(len(one) != len(before) for one in (*afters, *([labels] if labels is not None else []))):
-        return Row.of(head, "accuracy", "NOT_COMPARABLE", "the numbers of scored items differ.", gated=rule.gate)
+        reason = f"The numbers of scored items differ: {len(afters[0]):,}, were {len(before):,}."
+        return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
     counts = [len(_flips(before, after)) for after in afters]
     odd = not _agree(afters) and _agree(befores)
     if odd:
@@ -101,71 +112,74 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     dummy = head.case.load_format == "dummy"
     largest = [found for one in nows if dummy and (found := _largest_difference(then, one)) is not None]
     return Answered(
-        base,
-        head,
-        rule,
-        len(after),
-        value_of(then, rule.metric),
-        value_of(now, rule.metric),
-        lost,
-        won,
-        len(flips) - len(lost) - len(won),
-        labels is not None,
-        max(differences, default=None),
-        max(largest, default=None),
-        max(counts),
-        f"in launch {nows.index(now) + 1} of {len(nows)}" if odd else None,
-        len(nows) if odd else 1,
+        before=base,
+        result=head,
+        rule=rule,
+        items=len(after),
+        base=value_of(then, rule.metric),
+        head=value_of(now, rule.metric),
+        lost=lost,
+        won=won,
+        other=len(flips) - len(lost) - len(won),
+        labelled=labels is not None,
+        difference=max(differences, default=None),
+        largest=max(largest, default=None),
+        changed=max(counts),
+        odd_launch=nows.index(now) + 1 if odd else None,
+        launches=len(nows),
     )
 
 
 def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
-    """Return in a sentence how the answers are wrong whatever the baseline's are; None where they are not."""
+    """Return why the answers are wrong whatever the baseline's are; None where they are not."""
     values = [value_of(accuracy, rule.metric) for accuracy in _scored(result)]
     if values and rule.floor is not None and result.case.load_format != "dummy":
         worst = min(values)
         if worst < rule.floor - _ROUNDING:
             where = "" if worst == max(values) else f" in launch {values.index(worst) + 1} of {len(values)}"
-            return f"accuracy ({rule.metric}) is {_pct(worst)}{where}, below the policy's floor of {_pct(rule.floor)}."
+            return (
+                f"Accuracy ({rule.metric}) {percent(worst, 2)}{where}, below the policy's floor of "
+                f"{percent(rule.floor, 2)}."
+            )
     check = result.accuracy_check
     return f"{check.text}." if check is not None and check.ok is False else None
 
 
 def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
-    """Judge the answers of all cases: those that are gated as one family, the others as one of their own.
+    """Judge the answers of all cases. The gated cases are one family of tests, the others another.
 
-    p is McNemar's, exact and one-sided: of at least so many lost among the items lost or won, by even odds, adjusted
-    over the cases by Holm's method. REGRESSED where it is at most 1 - confidence or where the answers are below a
-    floor, IMPROVED likewise for items won, OK where a loss of the margin is ruled out, else INCONCLUSIVE. The
-    worst of launches that disagree has its p multiplied by their number; what is not REGRESSED then is INCONCLUSIVE.
+    p is McNemar's, exact and one-sided: the probability of at least as many lost among the items lost or won, at even
+    odds, adjusted over the cases by Holm's method. The verdict is REGRESSED where p is at most 1 - confidence or the
+    answers are below a floor, IMPROVED likewise for items won, OK where a loss of the threshold is ruled out, else
+    INCONCLUSIVE. The worst of several launches that differ has its p multiplied by their number; it is never OK.
 
-    Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are; IMPROVED where
-    the baseline's own check says that its answers were wrong, and the candidate's does not.
+    Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
+    where the baseline failed its own check and the candidate passes it.
     """
-    tested = [case for case in cases if not case.by_chance]
+    tested = [case for case in cases if not case.random_weights]
     gates = [case.rule.gate for case in tested]
-    together = Counter(gates)
+    family = Counter(gates)
     worse = holm([min(1.0, case.looks * by_chance(len(case.lost), len(case.won))) for case in tested], gates)
     better = holm([by_chance(len(case.won), len(case.lost)) for case in tested], gates)
     chances = iter(zip(worse, better, strict=True))
     return [
-        _row_of_numbers(case, note)
-        if case.by_chance
-        else _row(case, *next(chances), confidence, note, among=together[case.rule.gate])
+        _row_of_random_weights(case, note)
+        if case.random_weights
+        else _row(case, *next(chances), confidence, note, family_size=family[case.rule.gate])
         for case in cases
     ]
 
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
-    """Judge whether any item is answered otherwise in any launch, for the better or not."""
+    """Judge whether a launch answers any item differently, whether right or wrong."""
     flipped = case.changed
     return Row.of(
         case.result,
         "predictions",
         "REGRESSED" if flipped else "OK",
-        f"{flipped:,} of {case.items:,} items are answered otherwise ({case.rule.metric})."
+        f"{flipped:,} of {case.items:,} items have another answer ({case.rule.metric})."
         if flipped
-        else f"all {case.items:,} items are answered as before.",
+        else f"All {case.items:,} items have the same answer.",
         gated=gated,
         base=0.0,
         head=flipped / case.items if case.items else 0.0,
@@ -173,91 +187,132 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
     )
 
 
-def _row(case: Answered, worse: float, better: float, confidence: float, note: str, *, among: int) -> Row:
-    lost, won, rule = len(case.lost), len(case.won), case.rule
-    low, high = net_loss(lost, won, case.items, confidence)
-    change = f"accuracy ({rule.metric}) is {_pct(case.head)}{f' {case.odd}' if case.odd else ''}, was {_pct(case.base)}"
-    flips = f"{lost:,} items lost and {won:,} won of {case.items:,} ({written(better if won > lost else worse)})"
-    verdict: Verdict
-    if (floor := below_floor(case.result, rule)) is not None:
-        verdict, reason = "REGRESSED", floor
-        if not lost + won + case.other:
-            reason += "\nThe baseline answered the same."
-        elif case.labelled:
-            reason += f"\nAgainst the baseline: {flips}."
-    elif _foreign(case):
-        verdict, reason = _of_foreign(case)
-        reason += f"\n{change}: {flips}." if case.labelled else ""
+_Cause = Literal["floor", "numbers", "unlabelled", "lost", "disagree", "won", "ruled_out", "not_ruled_out"]
+"""Why a verdict on the answers is what it is."""
+
+
+def _row(case: Answered, worse: float, better: float, confidence: float, note: str, *, family_size: int) -> Row:
+    low, high = net_loss(len(case.lost), len(case.won), case.items, confidence)
+    floor = below_floor(case.result, case.rule)
+    if floor is not None:
+        verdict: Verdict = "REGRESSED"
+        cause: _Cause = "floor"
+    elif _numbers_differ(case):
+        verdict, cause = _verdict_on_numbers(case), "numbers"
     else:
-        verdict, reason = _of_items(case, worse, better, confidence, change, flips)
+        verdict, cause = _verdict_on_items(case, worse, better, high, 1 - confidence)
+    chance = better if len(case.won) > len(case.lost) else worse
+    reason = _reason(case, cause, floor, chance)
     if note and verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason += f"\n{note}"
     alone: Verdict | None = None
-    if verdict in {"OK", "INCONCLUSIVE"} and case.labelled and not case.odd and among > 1:
+    if verdict in {"OK", "INCONCLUSIVE"} and case.labelled and case.odd_launch is None and family_size > 1:
         alone = "REGRESSED" if low > 0 else "IMPROVED" if high < 0 else None
     return Row.of(
         case.result,
         "accuracy",
         verdict,
         reason,
-        gated=rule.gate,
+        gated=case.rule.gate,
         base=case.base,
         head=case.head,
         low=low,
         high=high,
-        margin=rule.margin,
-        p=(better if won > lost else worse) if case.labelled else None,
+        margin=case.rule.margin,
+        p=chance if case.labelled else None,
         alone=alone,
         lost=case.lost,
         won=case.won,
     )
 
 
-def _of_items(
-    case: Answered, worse: float, better: float, confidence: float, change: str, flips: str
-) -> tuple[Verdict, str]:
-    """Return the verdict on items lost and won, and the reason."""
-    lost, won, alpha = len(case.lost), len(case.won), 1 - confidence
+def _verdict_on_items(
+    case: Answered, worse: float, better: float, largest_loss: float, alpha: float
+) -> tuple[Verdict, _Cause]:
+    """Return the verdict on items lost and won; `largest_loss` is the upper end of the net loss's interval."""
     if not case.labelled:
-        reason = f"{case.other:,} of {case.items:,} items are answered otherwise; the right answers were not kept."
-        return ("INCONCLUSIVE", reason) if case.other or case.odd else ("OK", reason)
+        return ("INCONCLUSIVE" if case.other or case.odd_launch is not None else "OK"), "unlabelled"
     if worse <= alpha:
-        return "REGRESSED", f"{change}: {flips}.\n{_listed('lost', case.lost)}"
-    if case.odd:
-        return "INCONCLUSIVE", f"{change}: {flips}.\n{_DISAGREE}"
+        return "REGRESSED", "lost"
+    if case.odd_launch is not None:
+        return "INCONCLUSIVE", "disagree"
     if better <= alpha:
-        return "IMPROVED", f"{change}: {flips}."
-    if net_loss(lost, won, case.items, confidence)[1] <= case.rule.margin:
-        return "OK", f"{change}: {flips}." if lost + won else f"{change}: no item was lost or won."
-    ruled = f"That does not rule out a loss of {100 * case.rule.margin:.2g} points; more items would."
-    return "INCONCLUSIVE", f"{change}: {flips}.\n{ruled}"
+        return "IMPROVED", "won"
+    return ("OK", "ruled_out") if largest_loss <= case.rule.margin else ("INCONCLUSIVE", "not_ruled_out")
 
 
-def _row_of_numbers(case: Answered, note: str) -> Row:
-    """Judge random weights, which answer by chance: the same inputs have to give the same numbers."""
+def _reason(case: Answered, cause: _Cause, floor: str | None, chance: float) -> str:
+    where = "" if case.odd_launch is None else f" in launch {case.odd_launch} of {case.launches}"
+    change = f"Accuracy ({case.rule.metric}) {percent(case.head, 2)}{where}, was {percent(case.base, 2)}"
+    flips = f"{len(case.lost):,} items lost, {len(case.won):,} won of {case.items:,} ({written(chance)})"
+    if cause == "floor":
+        assert floor is not None
+        same = not (case.lost or case.won or case.other)
+        compared = f"\nCompared with the baseline: {flips}." if case.labelled else ""
+        return floor + ("\nThe baseline has the same answers." if same else compared)
+    if cause == "numbers":
+        return _reason_of_numbers(case) + (f"\n{change}: {flips}." if case.labelled else "")
+    if cause == "unlabelled":
+        return f"{case.other:,} of {case.items:,} items have another answer; the report lacks the right answers."
+    more = {
+        "lost": f"\nItems lost: {listed(case.lost)}.",
+        "disagree": "\nThe candidate's launches differ in their answers; the baseline's agree.",
+        "not_ruled_out": f"\nA loss of {100 * case.rule.margin:.2g} points is not ruled out: score more items.",
+    }
+    return f"{change}: {flips if case.lost or case.won else 'no item was lost or won'}.{more.get(cause, '')}"
+
+
+def _row_of_random_weights(case: Answered, note: str) -> Row:
+    """Judge random weights, whose answers are chance: equal inputs have to give equal log-likelihoods."""
     verdict: Verdict
     if (floor := below_floor(case.result, case.rule)) is not None:
         verdict, reason = "REGRESSED", floor
     elif case.difference is None:
-        verdict, reason = "INCONCLUSIVE", "the baseline has no log-likelihoods to compare those of random weights with."
-    elif _foreign(case):
-        verdict, reason = _of_foreign(case)
-        reason += f"\n{note}" if note else ""
-    elif case.largest is not None and case.largest > case.allowed_largest:
-        # No answer tells of a kernel that is wrong for some inputs only.
-        verdict, reason = _told_foreign(case, f"differ by up to {_share(case.largest)}", case.allowed_largest)
-        reason += f"\n{note}" if note else ""
+        verdict, reason = "INCONCLUSIVE", "The baseline has no log-likelihoods to compare with."
+    elif _numbers_differ(case) or (case.largest is not None and case.largest > case.allowed_largest):
+        verdict = _verdict_on_numbers(case)
+        reason = _reason_of_numbers(case) + (f"\n{note}" if note else "")
     else:
         verdict = "OK"
-        reason = f"log-likelihoods of random weights are the baseline's (typically within {case.difference:.1e})."
+        reason = f"Log-likelihoods of random weights typically differ by {case.difference:.1e} from the baseline's."
     return Row.of(case.result, "accuracy", verdict, reason, gated=case.rule.gate)
+
+
+def _numbers_differ(case: Answered) -> bool:
+    return case.difference is not None and case.difference > case.allowed
+
+
+def _verdict_on_numbers(case: Answered) -> Verdict:
+    """Return the verdict on log-likelihoods that differ: a baseline that failed its own check was the wrong one."""
+    wrong, still_wrong = (
+        result.accuracy_check is not None and result.accuracy_check.ok is False for result in (case.before, case.result)
+    )
+    return "IMPROVED" if wrong and not still_wrong else "REGRESSED"
+
+
+def _reason_of_numbers(case: Answered) -> str:
+    assert case.difference is not None
+    wrong = ": the baseline failed its own accuracy check" if _verdict_on_numbers(case) == "IMPROVED" else ""
+    if not math.isfinite(case.difference):
+        return f"Log-likelihoods are not finite, and the baseline's are{wrong}."
+    if _numbers_differ(case):
+        how, difference, allowed = "typically differ by", case.difference, case.allowed
+    else:
+        assert case.largest is not None
+        how, difference, allowed = "differ by up to", case.largest, case.allowed_largest
+    threshold = (
+        f"rounding in {case.result.case.dtype} explains" if case.rule.difference is None else "the policy allows"
+    )
+    return (
+        f"Log-likelihoods {how} {100 * difference:.2g} % from the baseline's; {threshold} {100 * allowed:.2g} %{wrong}."
+    )
 
 
 def _scored(result: CaseResult) -> list[Accuracy]:
     return [launch.accuracy for launch in result.launches if launch.accuracy is not None]
 
 
-def _typical(scored: Sequence[Accuracy], metric: str) -> Accuracy:
+def _median(scored: Sequence[Accuracy], metric: str) -> Accuracy:
     """Return the answers with the median accuracy, the lower of two."""
     return sorted(scored, key=lambda accuracy: value_of(accuracy, metric))[(len(scored) - 1) // 2]
 
@@ -267,7 +322,7 @@ def _agree(predictions: Sequence[Sequence[int]]) -> bool:
 
 
 def _flips(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Return the numbers of the items that are answered otherwise."""
+    """Return the numbers of the items whose answer changed."""
     if before == after:
         return []
     return [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
@@ -275,7 +330,7 @@ def _flips(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 def _difference(before: Accuracy, after: Accuracy) -> float | None:
     """Return the typical difference of log-likelihoods; infinite where only the later ones are not finite."""
-    if before.loglikelihoods == after.loglikelihoods:  # of most launches: nothing to decode
+    if before.loglikelihoods == after.loglikelihoods:  # most launches: nothing to decode
         return 0.0 if before.loglikelihoods else None
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     if not expected or len(expected) != len(values) or not all(map(math.isfinite, expected)):
@@ -290,43 +345,3 @@ def _largest_difference(before: Accuracy, after: Accuracy) -> float | None:
     if len(before.loglikelihoods) != len(after.loglikelihoods):
         return None
     return largest_difference(after.loglikelihoods, before.loglikelihoods)
-
-
-def _foreign(case: Answered) -> bool:
-    return case.difference is not None and case.difference > case.allowed
-
-
-def _of_foreign(case: Answered) -> tuple[Verdict, str]:
-    """Return the verdict on log-likelihoods that are not the baseline's, and the reason."""
-    assert case.difference is not None
-    if not math.isfinite(case.difference):
-        return _told_foreign(case, None, case.allowed)
-    return _told_foreign(case, f"typically differ by {_share(case.difference)}", case.allowed)
-
-
-def _told_foreign(case: Answered, differ: str | None, allowed: float) -> tuple[Verdict, str]:
-    """Return verdict and reason; `differ` says by how much they do, None where they are not finite."""
-    bar = f"{case.result.case.dtype} explains" if case.rule.difference is None else "the policy allows"
-    reason = (
-        f"log-likelihoods {differ} from the baseline's, and {bar} {_share(allowed)}"
-        if differ is not None
-        else "log-likelihoods are not finite, and the baseline's are"
-    )
-    checks = [result.accuracy_check for result in (case.before, case.result)]
-    wrong, mended = (check is not None and check.ok is False for check in checks)
-    if wrong and not mended:
-        return "IMPROVED", f"{reason}: the baseline's were wrong, by its own check."
-    return "REGRESSED", f"{reason}."
-
-
-def _share(fraction: float) -> str:
-    return f"{100 * fraction:.2g} %"
-
-
-def _listed(word: str, numbers: Sequence[int], most: int = 12) -> str:
-    rest = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
-    return f"Items {word}: {', '.join(map(str, numbers[:most]))}{rest}."
-
-
-def _pct(fraction: float) -> str:
-    return f"{100 * fraction:.2f} %"

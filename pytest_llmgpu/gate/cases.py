@@ -1,4 +1,4 @@
-"""What is said of each case: its outcome first, then each metric of those that completed, then the series."""
+"""The verdicts on all cases: the outcome first, then each metric of a completed case, then the series."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row, Verdict
 
-__all__ = ["Said", "said"]
+__all__ = ["Judged", "judged"]
 
-_BROKEN = {"timeout": "ran into its time limit", "crashed": "crashed", "error": "ended with an error"}
+_BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
 
 _NAMED = 3
 """Most differences that a reason names."""
@@ -33,26 +33,26 @@ _WIDTH = 200
 """Most characters of a failure's message in a reason."""
 
 
-class Said(NamedTuple):
-    """What was said of all cases, and what was not."""
+class Judged(NamedTuple):
+    """The verdicts on all cases, and the reasons where there is none."""
 
     rows: list[Row]
     unarmed: Counter[str]
-    """Why a metric of a case has no row, to how often."""
+    """Reason why a metric of a case has no row, to the number of such metrics."""
     gated_unarmed: int
-    """Of those, the ones of metrics that are gated."""
+    """Number of those metrics that the policy gates."""
     left_out: Counter[str]
-    """Why a case has no row at all, to how often."""
+    """Reason why a case has no row at all, to the number of such cases."""
 
 
-def said(base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> Said:
-    """Hold every case of a report against a baseline's; None: there is no baseline."""
-    court = _Court(base, head, policy, calibration)
-    return Said(court.rows(), court.unarmed, court.gated_unarmed, court.left_out)
+def judged(base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> Judged:
+    """Compare every case of a report with the baseline's; None: there is no baseline."""
+    comparison = _Comparison(base, head, policy, calibration)
+    return Judged(comparison.rows(), comparison.unarmed, comparison.gated_unarmed, comparison.left_out)
 
 
-class _Court:
-    """One comparison under way: rows that are settled, cases to be judged as a family, and what is left out."""
+class _Comparison:
+    """One comparison in progress: finished rows, cases that are judged as a family, and what is left out."""
 
     def __init__(self, base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> None:
         self.base, self.head, self.policy, self.calibration = base, head, policy, calibration
@@ -89,7 +89,7 @@ class _Court:
         for key, series in now.items():
             if key in then and not self._hardware[_device(series.result)]:
                 self._entries += series_rows(then[key], series, self._rules(series.result))
-        return self._judged()
+        return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
         rules = self._rules(head)
@@ -97,35 +97,35 @@ class _Court:
         if head.outcome in _BROKEN:
             also = ", as in the baseline" if base is not None and base.outcome == head.outcome else ""
             message = f"\n{head.failure.message}" if head.failure is not None else ""
-            self._outcome(head, "FAILED", f"{_BROKEN[head.outcome]}{also}.{_one_line(message)}")
+            self._outcome(head, "FAILED", f"The case {_BROKEN[head.outcome]}{also}.{_one_line(message)}")
         elif head.outcome == "interrupted":
-            self._outcome(head, "INVALID", "was interrupted.")
+            self._outcome(head, "INVALID", "The case was interrupted: measure it again.")
         elif base is None:
             nothing = self.base is None
-            reason = "there is no baseline." if nothing else "the baseline does not have this case."
+            reason = "There is no baseline." if nothing else "The baseline lacks this case."
             self._alone(head, rules, "NO_BASELINE" if nothing else "NEW", reason)
         elif differing or hardware:
             text = "; ".join([*differing, *hardware][:_NAMED])
-            self._alone(head, rules, "NOT_COMPARABLE", f"another measurement than the baseline's: {text}.")
+            self._alone(head, rules, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
         elif base.outcome in OUT_OF_MEMORY or head.outcome in OUT_OF_MEMORY:
             self._capacity(base, head, rules)
         elif base.outcome != "completed":
-            reason = f"the baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
+            reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
             self._alone(head, rules, "NO_BASELINE", reason)
         else:
             self._metrics(base, head, rules)
 
     def _capacity(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         if head.outcome == "completed":
-            self._alone(head, rules, "CAPACITY_IMPROVED", "fits in memory now; the baseline's did not.")
+            self._alone(head, rules, "CAPACITY_IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome == "completed":
-            how = "is out of memory" if head.outcome == "oom" else "was left out since a smaller batch is out of memory"
+            how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
             message = f"\n{head.failure.message}" if head.failure is not None else ""
-            self._outcome(head, "CAPACITY_REGRESSED", f"{how}; the baseline's completed.{_one_line(message)}")
+            self._outcome(head, "CAPACITY_REGRESSED", f"{how}; in the baseline the case completed.{_one_line(message)}")
         elif base.outcome in OUT_OF_MEMORY:
-            self._outcome(head, "OK", "is out of memory as in the baseline.")
+            self._outcome(head, "OK", "Out of memory, as in the baseline.")
         else:
-            self._outcome(head, "NO_BASELINE", "is out of memory; the baseline's case had failed.")
+            self._outcome(head, "NO_BASELINE", "Out of memory; the baseline's case failed.")
 
     def _metrics(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
@@ -149,7 +149,7 @@ class _Court:
             self._entries.append(found)
 
     def _alone(self, head: CaseResult, rules: Rules, verdict: Verdict, reason: str) -> None:
-        """Say why a case has no baseline; its answers may be wrong by themselves."""
+        """Add why a case is not compared; its answers can be wrong by themselves."""
         self._outcome(head, verdict, reason)
         self._floor(head, rules)
 
@@ -165,28 +165,30 @@ class _Court:
         if (excuse := self._excuse(result.nodeid)) is not None:
             self.left_out[excuse] += 1
         elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
-            self.left_out["the baseline's case had failed and is gone"] += 1
+            self.left_out["the baseline's case failed and is absent"] += 1
         else:
             ended = "; the run was interrupted" if session.interrupted else ""
-            self._outcome(result, "MISSING", f"the baseline has this case and the candidate does not{ended}.")
+            self._outcome(
+                result, "MISSING", f"The baseline has this case and the candidate does not{ended}: measure it again."
+            )
 
     def _excuse(self, nodeid: str | None) -> str | None:
-        """Return what took a test out of the run; None where nothing did, and where it ran."""
+        """Return the reason why a test was not in the run; None where there is none, and where it ran."""
         if nodeid is not None and nodeid in self._deselected:
             return "deselected in this run"
         if nodeid is None or nodeid in self._ran:
             return None
-        # What has no `::` is no node id: it narrowed the run without naming what it took out.
+        # An entry without `::` is no node id: it narrowed the run without a name for each test.
         entries = [entry for entry in self.head.session.deselected if "::" not in entry]
         if nodeid.partition("[")[0] in {(ran or "").partition("[")[0] for ran in self._ran}:
-            # Its function was named as a whole: only a named parameter, or --lf, leaves others out.
+            # The function was named as a whole: only a named parameter, or --lf, leaves others out.
             entries = [entry for entry in entries if not entry.startswith("tests not named")]
         return next((f"left out: {entry}" for entry in entries), None)
 
     def _rules(self, result: CaseResult) -> Rules:
         return self.policy if self._plain else self.policy.rules(result)
 
-    def _judged(self) -> list[Row]:
+    def _finished(self) -> list[Row]:
         note = self._note()
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
         answered = [entry for entry in self._entries if isinstance(entry, Answered)]
@@ -210,5 +212,5 @@ def _device(result: CaseResult) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a failure's message as the second line of a reason."""
+    """Return a failure's message as the second line of a reason, shortened."""
     return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""

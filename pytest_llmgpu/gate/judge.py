@@ -1,6 +1,7 @@
-"""What a report is worth against a baseline: every case and metric gets a verdict, and all of them an exit status.
+"""Compare a report with a baseline: every metric of every case gets a verdict.
 
-Outcome before numbers: a case that no longer fits in memory is a regression even where every number improved.
+The outcome comes before the numbers: a case that no longer fits in memory is a regression even where every number
+improved.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu.analysis.environment_differences import software_differences
-from pytest_llmgpu.gate import cases as case_verdicts
-from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate import cases, policy_file
 from pytest_llmgpu.gate.matching import other_devices
 from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.gate.timing.calibration import Calibration
@@ -35,15 +35,15 @@ def judge(
     calibration: Calibration | None = None,
     baseline: Baseline | None = None,
 ) -> Verdicts:
-    """Hold a report against a baseline. The same arguments give the same verdicts, to the byte.
+    """Compare a report with a baseline. Equal arguments give equal verdicts, to the byte.
 
     Args:
-        base: the baseline; None where there is none.
-        head: the candidate.
-        policy: margins and what is allowed.
-        today: day on which known regressions expire.
-        calibration: noise between launches of this runner; None: as `assumed_sd` has it.
-        baseline: where `base` came from; None: only its commit is named.
+        base: The baseline; None where there is none.
+        head: The candidate.
+        policy: Thresholds and known regressions.
+        today: The day that decides whether a known regression expired.
+        calibration: Noise between launches of this machine; None: the assumed one.
+        baseline: Where `base` came from; None: only its commit is named.
     """
     with paused():
         return _judge(base, head, policy, today, calibration or Calibration(), baseline)
@@ -57,23 +57,23 @@ def _judge(
     calibration: Calibration,
     baseline: Baseline | None,
 ) -> Verdicts:
-    said = case_verdicts.said(base, head, policy, calibration)
-    cases = [*(base.cases if base is not None else []), *head.cases]
-    known, warnings = _known(said.rows, policy, today)
-    warnings += idle_overrides(policy, cases)
+    judged = cases.judged(base, head, policy, calibration)
+    results = [*(base.cases if base is not None else []), *head.cases]
+    known, warnings = _known(judged.rows, policy, today)
+    warnings += idle_overrides(policy, results)
     if base is not None:
-        warnings += _strangers(policy, cases)
+        warnings += _unmatched(policy, results)
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
         other = other_devices(base.cases, head.cases)
         warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *warnings]
-    unarmed = said.unarmed + said.left_out
+    unarmed = judged.unarmed + judged.left_out
     unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
     armed = Armed(
         compared=sum(row.verdict in COMPARED for row in known),
         gated=sum(row.verdict in COMPARED and row.gated for row in known),
         unarmed=dict(sorted(unarmed.items())),
-        gated_unarmed=said.gated_unarmed + sum(row.verdict not in COMPARED and row.gated for row in known),
+        gated_unarmed=judged.gated_unarmed + sum(row.verdict not in COMPARED and row.gated for row in known),
     )
     return Verdicts(
         baseline=baseline if base is not None else None,
@@ -88,28 +88,28 @@ def _judge(
 
 
 def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
-    """Mark the rows that the policy knows; an entry that expired or that nothing needs is named.
+    """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
 
-    What is inconclusive may be the known regression, in noise that hides it.
+    An inconclusive row can be the known regression, hidden by noise.
     """
     warnings = []
     reasons: dict[tuple[str, str], str] = {}
     for entry in policy.known:
         name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
-        told = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric)]
-        open_rows = [row for row in told if row.verdict in _MAY_BE_KNOWN]
+        about = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric)]
+        open_rows = [row for row in about if row.verdict in _MAY_BE_KNOWN]
         grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
         if entry.expires < today:
             warnings.append(f"{name} expired on {entry.expires}: it counts again")
         elif entry.up_to is not None and grown > entry.up_to:
             warnings.append(
-                f"{name} is +{100 * grown:,.0f} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+                f"{name} grew by {100 * grown:,.0f} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
             )
         elif open_rows:
             reasons[entry.case, entry.metric] = entry.reason
-        elif any(row.verdict in {*BETTER, "OK"} for row in told or _of_completed(rows, entry)):
-            # Not of a case that was left out, or could not be compared: there it may still be.
-            warnings.append(f"{name} was not seen: take it out of the policy")
+        elif any(row.verdict in {*BETTER, "OK"} for row in about or _of_completed(rows, entry)):
+            # A case that was left out, or could not be compared, can still have it.
+            warnings.append(f"{name} was not found: remove it from the policy")
     marked = [
         msgspec.structs.replace(row, known=reasons[row.id, row.metric])
         if row.verdict in _MAY_BE_KNOWN and (row.id, row.metric) in reasons
@@ -120,12 +120,12 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
 
 
 def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
-    """Return a case's rows where its outcome is what is known: one that completed has a row for each metric alone."""
+    """Return a case's rows where its outcome is the known regression: a completed case has rows of its metrics only."""
     return [row for row in rows if row.id == entry.case] if entry.metric == "outcome" else []
 
 
-def _strangers(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
-    """Return a line for each known regression of a case that neither report has: a name that is misspelt."""
+def _unmatched(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
+    """Return a line for each known regression whose case neither report has: its name may be misspelt."""
     names = {name for result in cases for name in (result.id, result.case.strategy)}
     return [
         f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"

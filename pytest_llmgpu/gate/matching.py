@@ -1,4 +1,4 @@
-"""Which result of a baseline a result is held against, and whether the machines allow it."""
+"""Which result of a baseline a result is compared with."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Pair", "other_devices", "pairs"]
 
 
 class Pair(NamedTuple):
-    """A result of each side, at least one of them."""
+    """A result of the baseline and one of the candidate; one of them can be absent."""
 
     base: CaseResult | None
     head: CaseResult | None
     differing: list[str]
-    """What makes them different measurements in spite of the same id: `dtype float16 -> bfloat16`."""
+    """Fields that make them different measurements in spite of the same id: `dtype float16 -> bfloat16`."""
 
 
 def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
-    """Match results: by key and test, by key alone what is left, the second of a key with the second; then by id.
+    """Match results by key and test, then by key, then by id; the second of a key with the second.
 
-    Results of one id whose cases differ are matched too, and say in what. In the candidate's order; what only the
-    baseline has comes last.
+    Results of one id whose cases differ are matched as well, with the differing fields. The pairs are in the
+    candidate's order; results that only the baseline has come last.
     """
     left = list(base)
     matched: dict[int, CaseResult] = {}
@@ -49,12 +49,12 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
 
 
 def other_devices(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[str]:
-    """Return in a line that two reports measured other kinds of devices; nothing where they have one in common."""
+    """Return a line where two reports measured different kinds of devices; nothing where they share one."""
     then, now = ({result.case.device for result in cases} for cases in (base, head))
     if not then or not now or then & now:
         return []
     was, is_now = (" and ".join(sorted(devices)) for devices in (then, now))
-    return [f"the baseline was measured on {was} and the candidate on {is_now}: they do not compare"]
+    return [f"the baseline was measured on {was} and the candidate on {is_now}: they cannot be compared"]
 
 
 def _key_and_test(result: CaseResult) -> Hashable:
@@ -70,7 +70,7 @@ def _id(result: CaseResult) -> Hashable:
 
 
 def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:
-    """Return each result's name and how many had it before."""
+    """Return each result's name with the number of earlier results of that name."""
     counts: Counter[Hashable] = Counter()
     numbered = []
     for name in map(name_of, results):
@@ -81,6 +81,6 @@ def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Has
 
 def _differing(base: Case, head: Case) -> list[str]:
     then, now = msgspec.structs.asdict(base), msgspec.structs.asdict(head)
-    # `execution` is an answer and no part of the key. Keys may also differ because an older version knew fewer fields.
+    # `execution` is no part of the key. Keys can also differ because an older version had fewer fields.
     names = [name for name in then if then[name] != now[name] and name != "execution"]
     return [f"{name} {shortened(then[name])} -> {shortened(now[name])}" for name in names]

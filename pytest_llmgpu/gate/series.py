@@ -130,18 +130,20 @@ def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
         verdict = "CAPACITY_IMPROVED"
     else:
         verdict = "OK"
-    now = f"{head.fits} sequences fit" + (f" and {head.fails} do not" if head.fails is not None else "")
-    then = f"{base.fits} did" + (f" and {base.fails} did not" if base.fails is not None else "")
     return _row(
         head,
         "largest_batch",
         verdict,
-        f"{now}; in the baseline {then}.",
+        f"Largest batch size {_reach(head)}, was {_reach(base)}.",
         gated=gated,
         base=float(base.fits),
         head=float(head.fits),
         ratio=head.fits / base.fits if base.fits else None,
     )
+
+
+def _reach(series: Series) -> str:
+    return f"{series.fits}" + (f" (out of memory at {series.fails})" if series.fails is not None else "")
 
 
 def _row(of: Series, metric: MetricName, verdict: Verdict, reason: str, **figures: Any) -> Row:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.prose import Prose
 from support.report_factory import GIB, make_memory, make_result
 from support.verdict_factory import make_invalid, make_traffic
 
@@ -23,42 +24,20 @@ def _row(found: Row | str) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("head", "verdict", "reason"),
+    ("head", "verdict"),
     [
-        (make_traffic(64), "OK", "sends exactly what the baseline sends."),
-        (
-            make_traffic(65),
-            "REGRESSED",
-            (
-                "sends more than the baseline: all_reduce 128 -> 130 calls; "
-                "all_reduce 131,072 -> 133,120 payload bytes; "
-                "all_reduce 131,072 -> 133,120 wire bytes."
-            ),
-        ),
-        (
-            make_traffic(63),
-            "IMPROVED",
-            (
-                "sends less than the baseline: all_reduce 128 -> 126 calls; "
-                "all_reduce 131,072 -> 129,024 payload bytes; "
-                "all_reduce 131,072 -> 129,024 wire bytes."
-            ),
-        ),
-        (
-            make_traffic(64, kind="all_gather"),
-            "REGRESSED",
-            (
-                "sends other things than the baseline: all_gather 0 -> 128 calls; "
-                "all_gather 0 -> 131,072 payload bytes; "
-                "all_gather 0 -> 131,072 wire bytes; and 3 more figures."
-            ),
-        ),
+        (make_traffic(64), "OK"),
+        (make_traffic(65), "REGRESSED"),
+        (make_traffic(63), "IMPROVED"),
+        (make_traffic(64, kind="all_gather"), "REGRESSED"),
     ],
+    ids=["equal", "more", "less", "another collective"],
 )
-def test_any_change_of_traffic_is_a_change(head: Traffic, verdict: str, reason: str) -> None:
-    """One call in 64 more or less, or another kind: no margin, one run is enough."""
+def test_any_change_of_traffic_is_a_change(head: Traffic, verdict: str, prose: Prose) -> None:
+    """One call in 64 more or less, or another collective, counts: the threshold is zero and one run is enough."""
     row = _row(traffic_row(_sending(make_traffic(64)), _sending(head), gated=True))
-    assert (row.verdict, row.reason) == (verdict, reason)
+    assert row.verdict == verdict
+    assert prose == row.reason
     sent = float(sum(entry.wire_bytes for rank in head.ranks for entry in rank))
     assert (row.base, row.head) == (2.0 * 64 * 1024, sent)
     assert row.ratio == sent / (2 * 64 * 1024)
@@ -70,7 +49,7 @@ def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
     for result, memory in ((base, 16.0), (head, 17.0)):
         result.launches[0].memory = make_memory(peak=memory * GIB)
     head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
-    words = "The forwards ran as CUDA graphs, the baseline's eagerly: measure both with --llmgpu-cuda-graphs=on or off."
+    words = "--llmgpu-cuda-graphs"
     assert _row(traffic_row(base, head, gated=True)).verdict == "REGRESSED", "the batches are the same"
     head.launches[0].plan_sha256 = "0" * 64
     rows = [_row(traffic_row(base, head, gated=True)), _row(memory_row(base, head, MemoryRule()))]
@@ -82,27 +61,25 @@ def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
     assert _row(memory_row(base, head, MemoryRule())).verdict == "REGRESSED"
 
 
-def test_work_that_moves_between_ranks_is_a_change() -> None:
+def test_work_that_moves_between_ranks_is_a_change(prose: Prose) -> None:
     """The sums are equal and a rank sends more; the order of a rank's entries says nothing."""
     one, two = make_traffic(64), make_traffic(32)
     moved = Traffic(ranks=[make_traffic(96).ranks[0], two.ranks[0]], wire_bytes_per_sequence=1.0)
     row = _row(traffic_row(_sending(one), _sending(moved), gated=True))
-    assert (row.verdict, row.reason) == (
-        "REGRESSED",
-        "sends other things than the baseline: the ranks share it out otherwise.",
-    )
+    assert row.verdict == "REGRESSED"
+    assert prose == row.reason
     both = [*one.ranks[0], *make_traffic(1, kind="broadcast").ranks[0]]
     there, back = (Traffic(ranks=[kinds], wire_bytes_per_sequence=1.0) for kinds in (both, both[::-1]))
     assert _row(traffic_row(_sending(there), _sending(back), gated=True)).verdict == "OK"
 
 
-def test_a_figure_that_is_gone_is_missing() -> None:
+def test_a_figure_that_is_gone_is_missing(prose: Prose) -> None:
     """What the baseline knew and the candidate does not is said with its reason; the reverse is new."""
     head = _sending(None)
     head.why["traffic"] = "counting was switched off"
     row = _row(traffic_row(_sending(make_traffic()), head, gated=True))
     assert row.verdict == "MISSING"
-    assert row.reason == "traffic is known for the baseline only: counting was switched off."
+    assert prose == row.reason
     assert traffic_row(head, _sending(make_traffic()), gated=True) == "traffic is new"
     assert traffic_row(head, head, gated=True) == "traffic was not measured"
 
@@ -125,7 +102,7 @@ def test_a_slower_link_is_a_row_of_its_own(base: str, head: str | None, verdict:
     assert (row.metric, row.verdict) == ("path", verdict)
 
 
-def test_a_path_that_moved_is_told_with_its_figures() -> None:
+def test_a_path_that_moved_is_told_with_its_figures(prose: Prose) -> None:
     """Both links by name, and what was counted then and now."""
     sides = []
     for link, counted in (("nvlink", 131072.0), ("pcie", 0.0)):
@@ -135,11 +112,9 @@ def test_a_path_that_moved_is_told_with_its_figures() -> None:
         sides.append(_sending(msgspec.structs.replace(traffic, path=path)))
     base, head = sides
     row = _row(path_row(base, head, gated=True))
-    assert row.reason == (
-        "traffic moved from NVLink to PCIe: NVLink carried 131.1 kB for 131.1 kB sent, now 0 bytes for 131.1 kB."
-    )
+    assert prose == row.reason
     row = _row(path_row(head, head, gated=True))
-    assert row.reason == "traffic goes over PCIe as before."
+    assert prose == row.reason
 
 
 def test_what_a_rank_receives_is_not_sent_again() -> None:
@@ -182,12 +157,12 @@ def test_the_fullest_device_decides(head: float, verdict: str) -> None:
     assert row.head == pytest.approx((head + 1) * GIB, abs=1)
 
 
-def test_bytes_may_be_allowed_where_the_margin_is_less() -> None:
+def test_bytes_may_be_allowed_where_the_margin_is_less(prose: Prose) -> None:
     """And the reason has both in MiB."""
     rule = MemoryRule(absolute_bytes=2 * GIB)
     row = _row(memory_row(_using(16.0), _using(17.0), rule))
     assert row.verdict == "OK"
-    assert row.reason == "peak of the fullest device is 18.00 GiB, was 17.00 GiB (+1,024 MiB, margin 2,048 MiB)."
+    assert prose == row.reason
 
 
 @pytest.mark.parametrize(
@@ -202,7 +177,8 @@ def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, ve
         (launch,) = result.launches
         launch.memory = [msgspec.structs.replace(device, nvml_used_max_bytes=seen) for device in launch.memory]
     row = _row(memory_row(base, head, MemoryRule()))
-    assert (row.verdict, "NVML saw 20.10 GiB in use, was 18.20" in row.reason) == (verdict, verdict == "REGRESSED")
+    assert row.verdict == verdict
+    assert ("20.10 GiB in use, was 18.20 GiB" in row.reason) == (verdict == "REGRESSED")
     assert _row(memory_row(base, head, MemoryRule(used_margin=0.5))).verdict == "OK"
     make_invalid(head.launches[0], "programs of others at work: GPU 0")
     assert _row(memory_row(base, head, MemoryRule())).verdict == "OK", "it is somebody else's"
