@@ -94,8 +94,8 @@ def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: F
             "*test_it.py::test_hellaswag?mp-bs8? OOM*",
             "*llmgpu gate::*mp-bs8? CAPACITY_REGRESSED*",
             "*llmgpu gate::the whole run CAPACITY_REGRESSED*",
-            "mp-bs8: outcome CAPACITY_REGRESSED: is out of memory; the baseline's completed.*",
-            "mp: largest_batch CAPACITY_REGRESSED: 4 sequences fit and 8 do not; in the baseline 8 did.",
+            "mp-bs8: outcome CAPACITY_REGRESSED: Out of memory; *",
+            "mp: largest_batch CAPACITY_REGRESSED: Largest batch size 4 (out of memory at 8), was 8.",
         ]
     )
 
@@ -137,7 +137,7 @@ def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
     result = runs("-v", _COMPARE, sizes="1,4")
     assert result.ret == 1
     result.stdout.fnmatch_lines(
-        ["*llmgpu gate::the whole run MISSING*", "mp-bs8: outcome MISSING: the baseline has this case*"]
+        ["*llmgpu gate::the whole run MISSING*", "mp-bs8: outcome MISSING: Only the baseline has this case*"]
     )
     assert runs(_COMPARE, "--llmgpu-allow-missing", sizes="1,4").ret == 0
 

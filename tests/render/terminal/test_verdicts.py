@@ -83,7 +83,7 @@ def test_every_row_that_is_not_ok_has_its_reason() -> None:
     broken = [make_failed("crashed", failure, batch_size=size) for size in (1, 2)]
     text = table(_judge([*sizes, _full(batch_size=4)], [*broken, _full(calls=65, batch_size=4)])[0])
     reasons = text.split("\n\n")[1].splitlines()
-    assert reasons[:3] == ["FAILED  mp-bs1 and 1 more case: outcome", "    crashed.", "    gone"]
+    assert reasons[:3] == ["FAILED  mp-bs1 and 1 more case: outcome", "    The case crashed.", "    gone"]
     assert reasons[3] == "REGRESSED  mp-bs4: traffic"
     assert "all_reduce 128 -> 130 calls" in reasons[4]
     assert "OK  " not in text.split("\n\n")[1]
