@@ -1,1 +1,1 @@
-"""What one run says by itself."""
+"""What one run states by itself, without a baseline; `assess.assess` is the entry point."""

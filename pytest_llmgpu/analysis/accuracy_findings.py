@@ -65,7 +65,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is a failure; else it is a warning."""
     cause: Cause | None = None
     """The cause, for `accuracy-collapsed` and for `loglikelihood-mismatch` of dummy weights."""
-    witness: CaseResult | None = None
+    better_case: CaseResult | None = None
     """A case of the same model that answers better, for `accuracy-collapsed`."""
     not_finite: int = 0
     """Number of log-likelihoods that are not finite, for `accuracy-collapsed`."""
@@ -132,7 +132,7 @@ def _decide_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[Ca
     return Decision()
 
 
-def _guesses(result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, witnesses: Sequence[CaseResult]) -> bool:
+def _guesses(result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, others: Sequence[CaseResult]) -> bool:
     """Return whether the answers are guesses although another case or the baseline is better, or none is there."""
     chance = _chance(accuracy)
     threshold = chance + max(0.05, 2 * math.sqrt(chance * (1 - chance) / accuracy.items))
@@ -140,8 +140,8 @@ def _guesses(result: CaseResult, accuracy: Accuracy, check: AccuracyCheck, witne
         return False
     if check.ok is False:
         return True
-    if witnesses:
-        return max(_value(witness, check.metric) for witness in witnesses) > threshold + 0.05
+    if others:
+        return max(_value(other, check.metric) for other in others) > threshold + 0.05
     return check.ok is None and (accuracy.items >= _ENOUGH_ITEMS or _clamp(result) is not None)
 
 
@@ -150,17 +150,17 @@ def _decide_collapse(
 ) -> Decision:
     not_finite = sum(not math.isfinite(value) for value in decode(accuracy.loglikelihoods))
     better = value_of(accuracy, check.metric) + 0.1
-    witness = next((one for one in (smallest, mp) if one is not None and _value(one, check.metric) > better), None)
+    better_case = next((one for one in (smallest, mp) if one is not None and _value(one, check.metric) > better), None)
     cause: Cause = "inputs"
     if not_finite:
         cause = "overflow"
-    elif witness is not None:
-        cause = "batch_size" if witness is smallest else "strategy"
+    elif better_case is not None:
+        cause = "batch_size" if better_case is smallest else "strategy"
     return Decision(
         code="accuracy-collapsed",
         fails=cause != "inputs" or check.ok is False or _clamp(result) is not None,
         cause=cause,
-        witness=witness,
+        better_case=better_case,
         not_finite=not_finite,
     )
 
@@ -255,14 +255,14 @@ def _text(decision: Decision, result: CaseResult) -> str:
 
 def _describe_cause(decision: Decision, result: CaseResult, check: AccuracyCheck, accuracy: Accuracy) -> str:
     """Return why a model guesses, without a full stop."""
-    witness = decision.witness
+    better_case = decision.better_case
     if decision.cause == "overflow":
         numbers = f"{decision.not_finite:,} of {len(decode(accuracy.loglikelihoods)):,}"
         return f"{numbers} log-likelihoods are not finite: numbers overflow in {result.case.dtype}"
-    if witness is None:
+    if better_case is None:
         return "weights, tokenizer and prompts do not belong together, or the model is untrained"
     loser = "the batch size" if decision.cause == "batch_size" else result.case.strategy
-    return f"{witness.id} had {percent(_value(witness, check.metric))}, so {loser} loses the answers"
+    return f"{better_case.id} had {percent(_value(better_case, check.metric))}, so {loser} loses the answers"
 
 
 def _advice(decision: Decision, result: CaseResult) -> str:

@@ -58,7 +58,7 @@ def test_a_good_case_has_no_finding() -> None:
     assert [_codes(result) for result in results] == [[], [], []]
 
 
-def test_the_results_of_the_study_have_their_findings(prose: Prose) -> None:
+def test_the_results_of_shin_et_al_have_their_findings(prose: Prose) -> None:
     """The accuracy that fused kernels lose is a failure; a batch size that is too slow or too large is information."""
     results = _assess([*paper_results(), make_failed("crashed", batch_size=128)])
     by_id = {result.id: _codes(result) for result in results if result.findings}

@@ -19,9 +19,9 @@ _UNCOUNTED = "the counter was not read at the window's start"
 def _traffic(sent: int = 10 * GB, kind: CollectiveKind = "all_reduce", ranks: int = 2, *, calls: int = 1000) -> Traffic:
     """Return traffic that the ranks share equally."""
     one = Collective(collective=kind, calls=calls, payload_bytes=sent // ranks, wire_bytes=sent // ranks)
-    heard = Collective(collective="recv", calls=1, payload_bytes=7, wire_bytes=7)
+    received_one = Collective(collective="recv", calls=1, payload_bytes=7, wire_bytes=7)
     return Traffic(
-        ranks=[([one] if kind == "peer_copy" else [one, heard]) if sent else [] for _ in range(ranks)],
+        ranks=[([one] if kind == "peer_copy" else [one, received_one]) if sent else [] for _ in range(ranks)],
         wire_bytes_per_sequence=1.0,
     )
 

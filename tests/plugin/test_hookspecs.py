@@ -120,7 +120,11 @@ def test_a_strategy_of_an_installed_package_is_measured(
             "pytest_llmgpu_strategies: strategy 'mp' is at two places, near:Near and *LayerParallel",
         ),
         ({"near": "near.Near"}, [], "pytest_llmgpu_strategies: 'near.Near', the place of strategy 'near', is not *"),
-        ({"close": "near:Near"}, ["--strategy=close"], "--strategy: near:Near is registered as 'close' and names *"),
+        (
+            {"close": "near:Near"},
+            ["--strategy=close"],
+            "--strategy: near:Near is registered as 'close', but its name *is*",
+        ),
         (
             {"near": "near:Nix"},
             ["--strategy=near"],

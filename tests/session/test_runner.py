@@ -471,11 +471,11 @@ class Building(LayerParallel):
             raise RuntimeError("error: no such header")
 
 
-def _builder(launcher: _FakeLauncher, said: list[str], monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> Runner:
+def _builder(launcher: _FakeLauncher, lines: list[str], monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> Runner:
     monkeypatch.setattr(_Building, "builds", [])
     monkeypatch.setattr(_Building, "broken", broken)
     profiler = _FakeProfiler()
-    return Runner(launcher, lambda _machine: profiler, lambda *_: None, said.append)
+    return Runner(launcher, lambda _machine: profiler, lambda *_: None, lines.append)
 
 
 def _built(case: Case) -> Request:
@@ -486,11 +486,11 @@ def test_a_strategy_is_built_once_before_its_ranks_start(
     recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load time excludes the build, and another model of the same strategy does not repeat it."""
-    launcher, said = _FakeLauncher(_reply), list[str]()
-    runner = _builder(launcher, said, monkeypatch, broken=False)
+    launcher, lines = _FakeLauncher(_reply), list[str]()
+    runner = _builder(launcher, lines, monkeypatch, broken=False)
     runner.run(_built(_case(1)), recorded.append)
     runner.run(_built(_case(2, model="another")), recorded.append)
-    assert (len(_Building.builds), said) == (1, ["compiling ..."])
+    assert (len(_Building.builds), lines) == (1, ["compiling ..."])
     assert [result.outcome for result in recorded] == ["completed", "completed"]
     assert len(launcher.environments) == 2
 
