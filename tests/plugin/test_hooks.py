@@ -427,7 +427,7 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
     ("flags", "shown"),
     [
         (["--collect-only", "-q"], ["test_it.py::test_hellaswag?mp-bs1?", "test_it.py::test_hellaswag?mp-bs8?"]),
-        (["--fixtures"], ["llm -- *", "    The model under the chosen strategy*", "measure -- *"]),
+        (["--fixtures"], ["llm -- *", "measure -- *", "hellaswag -- *", "*--llmgpu-dataset*"]),
         (["--setup-plan"], ["*llm?*mp*"]),
     ],
 )
