@@ -149,7 +149,7 @@ def test_an_inconclusive_report_is_refused_with_a_remedy(capsys: pytest.CaptureF
     default_path(Path(".llmgpu"), H200).unlink()
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     objection, remedy = capsys.readouterr().err.splitlines()
-    assert "noise assumed" in objection
+    assert "Noise assumed" in objection
     assert "llmgpu calibrate" in remedy
 
 

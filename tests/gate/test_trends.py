@@ -123,7 +123,7 @@ def test_the_table_has_a_column_a_report_and_says_what_changed() -> None:
     assert lines[1].split() == ["case", "0001", "0002"]
     assert lines[2].split() == ["00000001", "00000002"]
     assert lines[4].split(maxsplit=2) == ["mp-bs1", "210", "! 315 (+50.0 %)"]
-    assert re.fullmatch(r"! 0002 mp-bs1 time: time changed by \+50\.0 % .*", lines[-1])
+    assert re.fullmatch(r"! 0002 mp-bs1 time: Time \+50\.0 % .*", lines[-1])
 
 
 def test_nothing_changed_is_said() -> None:
@@ -306,7 +306,7 @@ def test_a_change_has_one_mark_in_the_chart_and_in_the_list() -> None:
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level))
     page = render([_trend()], "x")
-    assert "<li>\N{BLACK UP-POINTING TRIANGLE} 0002 mp-bs1: time changed by +50.0 %" in page
+    assert "<li>\N{BLACK UP-POINTING TRIANGLE} 0002 mp-bs1: Time +50.0 %" in page
     assert "<li>!" not in page
 
 

@@ -45,9 +45,9 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "*llmgpu gate::test_it.py::test_hellaswag?mp-bs4? REGRESSED*",
             "*llmgpu gate::the whole run OK*100%*",
             "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
-            "mp-bs4: time REGRESSED: time changed by +300.0 % *",
+            "mp-bs4: time REGRESSED: Time +300.0 % *",
             "*mp-bs4*time*REGRESSED*",
-            "noise: at most 20 % assumed, less where five launches a side tell (llmgpu calibrate)",
+            "noise: at most 20 % assumed, less with at least five launches in each report (llmgpu calibrate)",
             "policy: built-in",
             "REGRESSED: 1 row of 1 case fails the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
@@ -307,8 +307,8 @@ def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.P
     runs(_COMPARE, "--junitxml=out.xml")
     text = (pytester.path / "out.xml").read_text()
     assert text.count("<testcase ") == 7
-    assert "mp-bs4: time REGRESSED: time changed by" in text
-    assert '<property name="llmgpu.verdict.time" value="REGRESSED: time changed by' in text
+    assert "mp-bs4: time REGRESSED: Time +" in text
+    assert '<property name="llmgpu.verdict.time" value="REGRESSED: Time +' in text
     assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in text
 
 

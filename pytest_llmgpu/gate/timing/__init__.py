@@ -1,1 +1,1 @@
-"""How time is compared."""
+"""Comparison of times: noise of a machine, usable launches, change of each case, verdicts."""

@@ -1,4 +1,4 @@
-"""Which launches of two results compare in time: of the same batches, undisturbed, held alike by power and heat."""
+"""The launches of two results whose times can be compared: same batches, undisturbed, equally throttled."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from pytest_llmgpu.report.verdicts import Verdict
 
 __all__ = ["Refusal", "Sides", "comparable", "other_execution"]
 
-_HARDLY = 0.01
-"""A clock that is lower by no more than this can change a time by no more, half of the usual margin."""
+_IGNORED_CLOCK = 0.01
+"""A relative difference of clocks up to this is ignored: it changes a time by at most half of the default threshold."""
 
 Sides = tuple[list[Launch], list[Launch]]
-"""Launches of the baseline and of the candidate, at least one of each."""
+"""The launches of the baseline and of the candidate, at least one of each."""
 
 
 class Refusal(NamedTuple):
-    """Why there are none."""
+    """The reason why no launches can be compared."""
 
     verdict: Verdict | None
-    """None: there is nothing to compare with."""
+    """The verdict of the case; None if the baseline has no time."""
     reason: str
 
 
 def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
-    """Return the launches of two completed results of one case whose times compare, or why none do."""
+    """Return the launches of two completed results of one case that can be compared, or the reason why none can."""
     sides = []
     for name, result in (("baseline", base), ("candidate", head)):
         measured = [launch for launch in result.launches if launch.batches.latency_s]
         valid = [launch for launch in measured if disturbances.untimed(launch) is None]
         if not measured and result is head:
-            return Refusal("MISSING", "no batch was timed.")
+            return Refusal("MISSING", "No batch was timed.")
         if not measured:
             return Refusal(None, "no batch of the baseline was timed")
         if not valid:
-            against = disturbances.untimed(measured[0])
-            return Refusal("INVALID", f"the {name}'s time does not speak for the case: {against}.")
+            disturbance = disturbances.untimed(measured[0])
+            return Refusal("INVALID", f"The launches of the {name} were disturbed: {disturbance}.")
         sides.append(valid)
-    alike = _held_alike(*sides)
+    alike = _equally_throttled(*sides)
     if isinstance(alike, str):
         return Refusal("INVALID", alike)
     if (reason := _unpaired([*alike[0], *alike[1]])) is not None:
@@ -50,9 +50,9 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
 
 
 def other_execution(base: CaseResult, head: CaseResult) -> str | None:
-    """Return in a sentence that the forwards of two results were run in another way, and what to do; None if alike.
+    """Return a sentence if one result ran its forwards as CUDA graphs and the other eagerly; else None.
 
-    Where the run chooses (`--llmgpu-cuda-graphs=auto`), it may choose otherwise the next time.
+    With `--llmgpu-cuda-graphs=auto` the choice can change between runs.
     """
     was, now = base.case.execution, head.case.execution
     if was == now:
@@ -64,52 +64,54 @@ def other_execution(base: CaseResult, head: CaseResult) -> str | None:
     )
 
 
-def _held_alike(base: list[Launch], head: list[Launch]) -> Sides | str:
-    """Return the launches of both sides that compare: all, or those that were free; or in a sentence why none do.
+def _equally_throttled(base: list[Launch], head: list[Launch]) -> Sides | str:
+    """Return the launches of both results that can be compared, or a sentence if there are none.
 
-    All where power or heat held down as large a share of one side as of the other: that is how this machine runs. Else
-    what was held down by no more than `_HARDLY` counts as free: a batch that hardly keeps its GPU busy meets its limit
-    in some launches and in others not, at much the same clock. Launches of which nobody knows how long they were held
-    down count where the others are alike, and are left out where they are not; a side that has no other counts as free,
-    unless all of the other side was held down.
+    All launches are returned if power or heat throttled an equal share of both results, because that is the normal
+    state of the machine. Otherwise the unthrottled launches are returned. A launch whose clock is lower by at most
+    `_IGNORED_CLOCK` counts as unthrottled: a GPU at the edge of its limit is throttled in some launches, at almost the same
+    clock. Launches whose throttling is not known are used if the other launches are equally throttled. A result
+    with only such launches counts as unthrottled, unless all launches of the other result were throttled.
     """
-    if not any(_held_down(launch, None) for side in (base, head) for launch in side):
+    if not any(_throttled(launch, None) for side in (base, head) for launch in side):
         return base, head
-    told = [_telling(side) or side for side in (base, head)]
-    clocks = [_clock_mhz(launch) for side in told for launch in side]
+    sides = [_with_known_throttling(side) or side for side in (base, head)]
+    clocks = [_clock_mhz(launch) for side in sides for launch in side]
     known = [mhz for mhz in clocks if mhz is not None]
     free: Sides = ([], [])
-    for slower_than_mhz in (None, max(known) * (1 - _HARDLY) if len(known) == len(clocks) else None):
-        of_base, of_head = ([launch for launch in side if not _held_down(launch, slower_than_mhz)] for side in told)
-        if len(of_base) * len(told[1]) == len(of_head) * len(told[0]):
+    for slower_than_mhz in (None, max(known) * (1 - _IGNORED_CLOCK) if len(known) == len(clocks) else None):
+        of_base, of_head = ([launch for launch in side if not _throttled(launch, slower_than_mhz)] for side in sides)
+        if len(of_base) * len(sides[1]) == len(of_head) * len(sides[0]):
             return base, head
         free = of_base, of_head
     if all(free):
         return free
     (one, other), rest, side = (
-        (("baseline", "candidate"), free[1], told[1]) if not free[0] else (("candidate", "baseline"), free[0], told[0])
+        (("baseline", "candidate"), free[1], sides[1])
+        if not free[0]
+        else (("candidate", "baseline"), free[0], sides[0])
     )
-    if not _telling(side):
-        return f"power or heat held down the {one}, and of the {other} nobody knows (`profile.devices`)."
+    if not _with_known_throttling(side):
+        return f"Power or heat throttled the {one}; for the {other} it is not known (`profile.devices`)."
     if len(rest) == len(side):
-        return f"only the {one} was held down by power or heat (`profile.invalid`)."
+        return f"Power or heat throttled only the {one} (`profile.invalid`). Measure again with cooler GPUs."
     counted = f"{len(side) - len(rest)} of {len(side)}"
-    return f"power or heat held down every launch of the {one}, and {counted} of the {other}'s (`profile.invalid`)."
+    return f"Power or heat throttled all launches of the {one} and {counted} of the {other} (`profile.invalid`)."
 
 
-def _telling(side: list[Launch]) -> list[Launch]:
-    """Return the launches of which it is known for how long power or heat held them down."""
+def _with_known_throttling(side: list[Launch]) -> list[Launch]:
+    """Return the launches whose throttling by power or heat is known."""
 
-    def tells(launch: Launch) -> bool:
+    def is_known(launch: Launch) -> bool:
         devices = [] if launch.profile is None else launch.profile.devices
         read = [device.throttled_s is not None or "throttled_s" not in device.why for device in devices]
-        return (bool(read) and all(read)) or _held_down(launch, None)
+        return (bool(read) and all(read)) or _throttled(launch, None)
 
-    return [launch for launch in side if tells(launch)]
+    return [launch for launch in side if is_known(launch)]
 
 
-def _held_down(launch: Launch, slower_than_mhz: float | None) -> bool:
-    """Return whether power or heat held a launch down; with a clock, to less than that."""
+def _throttled(launch: Launch, slower_than_mhz: float | None) -> bool:
+    """Return whether power or heat throttled a launch, and to less than a clock if one is given."""
     if launch.profile is None or not any(map(disturbances.is_power, launch.profile.invalid)):
         return False
     mhz = _clock_mhz(launch)
@@ -121,13 +123,13 @@ def _clock_mhz(launch: Launch) -> float | None:
 
 
 def _unpaired(launches: Sequence[Launch]) -> str | None:
-    """Return why the launches' batches cannot be compared one by one; None where they can."""
+    """Return the reason why batches cannot be compared one by one; None if they can."""
     plans = {launch.plan_sha256 for launch in launches}
     counts = {len(launch.batches.latency_s) for launch in launches}
     if None in plans:
-        return "a launch does not say which batches it ran, so that they cannot be paired."
+        return "The batches cannot be paired: a launch does not record them (plan_sha256)."
     if len(plans) > 1:
-        return "the batches differ (plan_sha256), so that they cannot be paired."
+        return "The batches cannot be paired: they differ (plan_sha256)."
     if len(counts) > 1:
-        return f"a launch has {min(counts)} batches and another {max(counts)} of one plan."
+        return f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
     return None

@@ -156,7 +156,7 @@ def test_a_slower_commit_is_regressed(project: _Project, capsys: pytest.CaptureF
     assert _ab("--launches", "2", _quiet(project)) == 1
     out = capsys.readouterr().out
     assert "CAPACITY_REGRESSED" in out
-    assert "time changed by +10.0 %" in out
+    assert "Time +10.0 %" in out
     project.untouched()
 
 

@@ -100,7 +100,7 @@ def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFix
     assert conclusion.startswith("REGRESSED")
     assert main(["compare", "base.json", "head.json"]) == 0
     assert capsys.readouterr().out.splitlines() == table
-    assert "time changed by +300.0 %" in "\n".join(table)
+    assert "Time +300.0 %" in "\n".join(table)
 
 
 def test_json_has_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +317,9 @@ def test_the_noise_estimate_is_named(capsys: pytest.CaptureFixture[str]) -> None
         assert len(lines) == 2
         return set(lines)
 
-    assert noises() == {"noise: at most 20 % assumed, less where five launches a side tell (llmgpu calibrate)"}
+    assert noises() == {
+        "noise: at most 20 % assumed, less with at least five launches in each report (llmgpu calibrate)"
+    }
     for path in ([], ["--output", "mine.json"]):
         assert main(["calibrate", "launches.json", *path]) == 0
     capsys.readouterr()
@@ -336,7 +338,7 @@ def test_calibrate_takes_several_reports_of_one_launch(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "1 case with fewer than 10 launches" in printed
     assert "left out: 1 case with fewer than 2 undisturbed launches" in printed
-    assert "within one session only" in printed
+    assert "in one session only" in printed
 
 
 def test_in_turn_ignores_the_noise_between_sessions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,7 +370,7 @@ def test_reports_of_several_days_give_the_noise_between_sessions(capsys: pytest.
     assert 0.02 < noise.session_sd < 0.04
     printed = capsys.readouterr().out
     assert "between sessions" in printed
-    assert "within one session only" not in printed
+    assert "in one session only" not in printed
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_the_gate_reads_the_calibration_of_the_machine(tmp_path: Path) -> None:
 def test_the_noise_in_force_is_said_in_a_line(tmp_path: Path) -> None:
     """The file without its folder, and how many launches it rests on; else that the noise is assumed."""
     head = on_h200(noisy(0.03, strategy="tp"), noisy(0.01, launches=4))
-    assumed = "noise: at most 20 % assumed, less where five launches a side tell"
+    assumed = "noise: at most 20 % assumed, less with at least five launches in each report"
     assert in_words(tmp_path, head) == f"{assumed} (llmgpu calibrate)"
     path = default_path(tmp_path, H200)
     dump(measure(head), path)
@@ -75,7 +75,7 @@ def test_a_calibration_of_another_machine_is_refused(tmp_path: Path) -> None:
     path = default_path(tmp_path, H200)
     dump(Measured(machine="CPU-x", time={}), path)
     for given in (None, path):
-        with pytest.raises(ValueError, match="is of CPU-x, and the report of 4x-NVIDIA-H200-140GiB"):
+        with pytest.raises(ValueError, match="was measured on CPU-x, the report on 4x-NVIDIA-H200-140GiB"):
             in_force(tmp_path, head, given)
 
 
@@ -100,7 +100,7 @@ def _written(**noise: Any) -> str:
     return json.dumps({"machine": H200, "time": {"k": {"id": "mp-bs1", "sd": 0.01, "launches": 10, **noise}}})
 
 
-def test_a_calibration_of_before_sessions_were_told_apart_is_read(tmp_path: Path) -> None:
+def test_a_calibration_of_before_sessions_were_recorded_is_read(tmp_path: Path) -> None:
     """It knows no noise between them."""
     (tmp_path / "old.json").write_text(_written())
     old = in_force(tmp_path, on_h200(noisy(0.01)), tmp_path / "old.json")
@@ -115,19 +115,19 @@ def test_a_calibration_of_before_sessions_were_told_apart_is_read(tmp_path: Path
         ("", "Input data was truncated"),
         ("[" * 1000, "Expected `object`, got `array`"),
         ("{}", "missing required field `machine`"),
-        (_written(sd=-0.01), "Expected a number from 0 to 2, got -0.01 - at `$.time['k'].sd`"),
-        (_written(sd=1e308), "Expected a number from 0 to 2, got 1e+308 - at `$.time['k'].sd`"),
-        (_written(sd=2.001), "Expected a number from 0 to 2, got 2.001 - at `$.time['k'].sd`"),
+        (_written(sd=-0.01), "expected a number from 0 to 2, got -0.01 - at `$.time['k'].sd`"),
+        (_written(sd=1e308), "expected a number from 0 to 2, got 1e+308 - at `$.time['k'].sd`"),
+        (_written(sd=2.001), "expected a number from 0 to 2, got 2.001 - at `$.time['k'].sd`"),
         (_written(sd=math.nan), "JSON is malformed"),
         (_written().replace("0.01", "1e999"), "Number out of range"),
         (_written(sd="x"), "Expected `float`, got `str`"),
         (_written(sessions=2, session_sd=-0.1), "from 0 to 2, got -0.1 - at `$.time['k'].session_sd`"),
         (_written(sessions=2, session_sd=1e308), "from 0 to 2, got 1e+308 - at `$.time['k'].session_sd`"),
-        (_written(session_sd=0.1), "sessions and their noise do not belong together - at `$.time['k']`"),
-        (_written(sessions=11, session_sd=0.1), "do not belong together"),
-        (_written(sessions=0), "do not belong together"),
-        (_written(launches=1), "Expected 2 launches or more, got 1 - at `$.time['k'].launches`"),
-        (_written().replace("{", '{"calibration_version": 2, ', 1), "calibration_version 2 is unknown"),
+        (_written(session_sd=0.1), "the number of sessions does not fit launches and session_sd - at `$.time['k']`"),
+        (_written(sessions=11, session_sd=0.1), "does not fit"),
+        (_written(sessions=0), "does not fit"),
+        (_written(launches=1), "expected 2 launches or more, got 1 - at `$.time['k'].launches`"),
+        (_written().replace("{", '{"calibration_version": 2, ', 1), "calibration_version 2 is not supported"),
     ],
 )
 def test_a_broken_calibration_is_one_line(text: str, said: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     old = Measured(machine=H200, time={"k": Noise(id="mp-bs1", sd=2.0, launches=10)})
     dump(old, path)
     with pytest.raises(
-        ValueError, match=r"calibration .*: Expected a number from 0 to 2, got 2.5 - at `\$.time\['k'\].sd`"
+        ValueError, match=r"calibration .*: expected a number from 0 to 2, got 2.5 - at `\$.time\['k'\].sd`"
     ):
         dump(Measured(machine=H200, time={"k": Noise(id="mp-bs1", sd=2.5, launches=10)}), path)
     assert load(path)[0] == old

@@ -37,7 +37,7 @@ def test_batches_of_another_plan_are_not_compared() -> None:
     short = with_latencies([[1.0] * (BATCHES - 1)])
     row = timed(with_launches([1.0]), short, TimeRule(), None)
     assert isinstance(row, Row)
-    assert "has 19 batches and another 20" in row.reason
+    assert "one launch has 19, another 20" in row.reason
 
 
 def test_a_launch_with_evidence_against_it_does_not_count() -> None:
@@ -50,7 +50,7 @@ def test_a_launch_with_evidence_against_it_does_not_count() -> None:
         found = timed(*sides, TimeRule(), None)
         assert isinstance(found, Row)
         assert found.verdict == "INVALID"
-        assert found.reason.endswith("does not speak for the case: GPU 0 was throttled for 2 s.")
+        assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
     found = timed(with_launches([1.0]), with_launches([0.0]), TimeRule(), None)
     assert isinstance(found, Row)
     assert found.verdict == "INVALID"
@@ -137,17 +137,20 @@ def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_other
             found = timed(*sides, TimeRule(), None)
             assert isinstance(found, Row)
             assert found.verdict == "INVALID"
-            assert found.reason.startswith("power or heat held down the {}, and of the {} nobody".format(*names))
+            assert found.reason.startswith("Power or heat throttled the {}; for the {} it is not known".format(*names))
 
 
 def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
     """Unless the other is the same; the reason names both."""
     whole = _held((1.08, True), (1.08, True))
     for other, words in (
-        (_held((1.0, False)), "only the {} was held down by power or heat (`profile.invalid`)."),
+        (
+            _held((1.0, False)),
+            "Power or heat throttled only the {} (`profile.invalid`). Measure again with cooler GPUs.",
+        ),
         (
             _held((1.0, False), (1.08, True)),
-            "power or heat held down every launch of the {}, and 1 of 2 of the {}'s (`profile.invalid`).",
+            "Power or heat throttled all launches of the {} and 1 of 2 of the {} (`profile.invalid`).",
         ),
     ):
         for sides, names in (((other, whole), ("candidate", "baseline")), ((whole, other), ("baseline", "candidate"))):

@@ -229,7 +229,7 @@ def test_the_page_compares_with_a_baseline() -> None:
     page = Page(html_report.render(head, base))
     assert f"Baseline: commit {'b' * 40}." in page.text
     assert "Fails: 3" in page.text
-    assert "REGRESSED time: 3 mp-bs1 time changed by +400.0 %" in page.text
+    assert "REGRESSED time: 3 mp-bs1 Time +400.0 %" in page.text
     assert "2.11.0 baseline: 2.10.0" in page.text
     assert page.text.startswith("Fail")
 

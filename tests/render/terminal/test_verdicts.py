@@ -102,7 +102,7 @@ def test_a_change_per_batch_is_marked_if_the_sum_differs() -> None:
     found = judge(make_report([with_latencies([[1.0] * 20])]), make_report([head]), Policy(), today=TODAY)
     text = table(found)
     assert "-10.0 % per batch" in _lines(text, "time")[0]
-    assert "Time in all changed by +0.0 %: not all batches changed alike." in " ".join(text.split())
+    assert "All batches +0.0 %: the batches did not change by the same factor." in " ".join(text.split())
 
 
 def test_a_verdict_that_the_correction_changed_is_noted() -> None:
