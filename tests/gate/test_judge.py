@@ -403,7 +403,7 @@ def test_a_limit_that_one_side_met_is_no_verdict() -> None:
     make_invalid(head.launches[0], _HELD_DOWN)
     (row,) = [row for row in _judge([base], [head]).rows if row.metric == "time"]
     assert row.verdict == "INVALID"
-    assert "only the candidate was held down" in row.reason
+    assert "only the candidate" in row.reason
 
 
 def test_a_parameter_that_is_gone_from_a_named_test_is_missing() -> None:

@@ -1,6 +1,6 @@
-"""What noise between launches is on one runner: how it is measured from reports, and how it counts.
+"""Noise of times between launches on one machine: its measurement from reports, and its use.
 
-Only time has such noise: traffic is exact, accuracy is judged by its own items, and memory by its margin.
+Only time has such noise. Traffic is exact, accuracy is judged by its items, and memory by its threshold.
 """
 
 from __future__ import annotations
@@ -22,94 +22,96 @@ from pytest_llmgpu.store import store
 __all__ = ["ENOUGH", "LEAST", "VERSION", "Calibration", "Measured", "Noise", "as_it_counts", "measure"]
 
 VERSION = 1
-"""Of the shape of `Measured`."""
+"""Version of the format of `Measured`."""
 
 LEAST = 2
-"""Launches of a case without which nothing is known of its noise."""
+"""Least number of launches of a case to estimate its noise."""
 
 ENOUGH = 10
-"""Launches of a case that tell its noise to about a quarter."""
+"""Recommended number of launches of a case: they estimate its noise to about a quarter."""
 
-_SURE = 0.975
-_LUCK = 0.01  # probability with which any case of a calibration counts as quieter than it is
+_QUANTILE = 0.975
+_CHANCE = 0.01  # probability that the noise of any case of a calibration is underestimated
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one case."""
+    """The noise of one case."""
 
     id: str
+    """Id of the case, such as `tp-bs8`."""
     sd: float
-    """Standard deviation, between launches, of the logarithm of the time."""
+    """Standard deviation of the logarithm of the time between launches."""
     launches: int
-    """Launches that it was taken from."""
+    """Number of launches that were measured."""
     sessions: int = 1
-    """Sessions that these launches are of."""
+    """Number of sessions that these launches are from."""
     session_sd: float | None = None
-    """Standard deviation, between sessions, of the mean of that logarithm; None with one session."""
+    """Standard deviation of the mean of the logarithm of the time between sessions; None with one session."""
 
     @property
     def cautious(self) -> float:
-        """The deviation as it counts: larger, by how unsure so few launches leave it."""
+        """The deviation that is used: larger than the measured one, because few launches estimate it badly."""
         return self.sd * _wider(self.launches - self.sessions or self.launches - 1)
 
     @property
     def cautious_session(self) -> float | None:
-        """The deviation between sessions as it counts, likewise; None with one session."""
+        """The deviation between sessions that is used, also larger; None with one session."""
         return None if self.session_sd is None else self.session_sd * _wider(self.sessions - 1)
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The calibration of a machine: the whole object of the JSON file."""
+    """The calibration of a machine: the object in the JSON file."""
 
     calibration_version: int = VERSION
+    """Version of the format."""
     machine: str
-    """As the store names it: `4x-NVIDIA-H200-140GiB`."""
+    """Name of the machine in the store, such as `4x-NVIDIA-H200-140GiB`."""
     commit: str | None = None
-    """What the launches measured."""
+    """Commit that the launches measured."""
     time: dict[str, Noise]
-    """Key of a case to the noise of its time."""
+    """Noise of the time for each key of a case."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Noise between launches on one runner, from launches of the same thing, as a gate reckons with it."""
+    """The noise on one machine that a gate uses."""
 
     sd: dict[str, float] = {}
-    """Key of a case to the standard deviation of its log times between launches."""
+    """Standard deviation of the log times between launches for each key of a case."""
     typical: float | None = None
-    """For cases that were not calibrated; None: they count as uncalibrated."""
+    """Standard deviation between launches for other cases; None if these are treated as not calibrated."""
     session_sd: dict[str, float] = {}
-    """Key of a case to the standard deviation of its log times between sessions, whatever their launches: more of them
-    do not average it out. Empty where one session alone was measured."""
+    """Standard deviation of the log times between sessions for each key of a case. More launches do not reduce it.
+    Empty if only one session was measured."""
     typical_session: float = 0.0
-    """For cases of which that is not known."""
+    """Standard deviation between sessions for other cases."""
     sha256: str | None = None
-    """Of the file that it was read from."""
+    """SHA-256 of the calibration file."""
 
     def of(self, key: str) -> float | None:
-        """Return the standard deviation of a case's log times; None where it is not known."""
+        """Return the standard deviation of the log times of a case; None if it is not known."""
         return self.sd.get(key, self.typical)
 
     def between_sessions(self, key: str) -> float:
-        """Return the standard deviation of a case's log times between sessions; 0 where it is not known."""
+        """Return the standard deviation of the log times of a case between sessions; 0 if it is not known."""
         return self.session_sd.get(key, self.typical_session)
 
     def of_one_session(self) -> Calibration:
-        """Return the noise of sides that are launched in turn: what differs between sessions is alike for both."""
+        """Return the noise without the part between sessions, for reports whose launches alternated."""
         return msgspec.structs.replace(self, session_sd={}, typical_session=0.0)
 
 
 def measure(*sessions: Report) -> Measured:
-    """Return the noise between the launches of each case, and between sessions where there are several.
+    """Return the noise between the launches of each case, and between sessions if there are several.
 
-    Launches of one session share what lasts for hours, such as heat, clocks and neighbours: those of another day differ
-    by more, however many they are. Launches that were disturbed, or ran other batches than the first, do not count; nor
-    does a case with one launch.
+    Launches of one session share conditions that last for hours, such as temperature, clocks and other load. Launches
+    of different days differ by more. Disturbed launches and launches with other batches than the first are left out,
+    and so are cases with one launch.
 
     Args:
-        sessions: one report for each, as `launch_merging` makes it of the session's launches.
+        sessions: One merged report for each session (`launch_merging`).
 
     Raises:
-        ValueError: no case has two launches, or one launch is there twice.
+        ValueError: No case has two launches, or a launch is there twice.
     """
     time: dict[str, Noise] = {}
     by_key = [{result.key: result for result in reversed(session.cases)} for session in sessions]
@@ -120,22 +122,23 @@ def measure(*sessions: Report) -> Measured:
                 time[key] = _noise(result.id, parts)
     if not time:
         raise ValueError(
-            f"no case has {LEAST} undisturbed launches of the same batches, the least for a calibration; {ENOUGH} tell "
-            "enough: measure with --llmgpu-launches, or name several reports"
+            f"no case has {LEAST} undisturbed launches of the same batches, the minimum of a calibration; {ENOUGH} are "
+            "recommended: measure with --llmgpu-launches, or name several reports"
         )
     return Measured(machine=store.hardware(sessions[0]), commit=sessions[0].commit.sha, time=time)
 
 
 def as_it_counts(measured: Measured, sha256: str | None = None) -> Calibration:
-    """Return the noise to judge with.
+    """Return the noise that a gate uses.
 
-    A case counts as no quieter than half of the calibrated ones, unless it surely is: among many, some look quiet by
-    luck, and would give false alarms; and a batch size that keeps its GPU busy is far quieter than one that waits for
-    the CPU. One that was not calibrated counts as such, and as no quieter than the noisiest that was.
+    The noise of a case is raised to the median of all cases, unless it is smaller with statistical significance: among
+    many cases some show little noise by chance and would cause false alarms, but a batch size that keeps its GPU busy
+    has much less noise than one that waits for the CPU. A case that was not calibrated gets the noise without a
+    calibration, or the largest calibrated noise if that is larger.
 
     Args:
-        measured: the calibration.
-        sha256: of the file that it was read from.
+        measured: The calibration.
+        sha256: SHA-256 of the calibration file.
     """
     sd = {key: noise.cautious for key, noise in measured.time.items()}
     session_sd = {key: wide for key, noise in measured.time.items() if (wide := noise.cautious_session) is not None}
@@ -156,20 +159,20 @@ def as_it_counts(measured: Measured, sha256: str | None = None) -> Calibration:
 
 
 def _noise(case_id: str, sessions: Sequence[Sequence[Sequence[float]]]) -> Noise:
-    """Return the noise of a case; ValueError where a launch is there twice.
+    """Return the noise of a case; ValueError if a launch is there twice.
 
     Args:
-        case_id: of the case.
+        case_id: Id of the case.
         sessions: [sessions, launches, batches] latencies.
     """
     launches = [launch for session in sessions for launch in session]
     if len(set(map(tuple, launches))) < len(launches):
-        raise ValueError(f"{case_id}: two launches took the same time to the last digit: a report is there twice")
+        raise ValueError(f"{case_id}: two launches have identical times: name each report once")
     found = iter(levels(launches))
     parts = [list(itertools.islice(found, len(session))) for session in sessions]
     means = [statistics.fmean(part) for part in parts]
     degrees = len(launches) - len(parts)
-    # Sessions of one launch each do not tell one noise from the other: either may be all of it.
+    # With one launch in each session the two kinds of noise cannot be separated: each gets all of it.
     squares = math.fsum((level - mean) ** 2 for part, mean in zip(parts, means, strict=True) for level in part)
     between = statistics.stdev(means) if len(parts) > 1 else None
     sd = math.sqrt(squares / degrees) if degrees else statistics.stdev(means)
@@ -177,7 +180,7 @@ def _noise(case_id: str, sessions: Sequence[Sequence[Sequence[float]]]) -> Noise
 
 
 def _paired(results: Sequence[CaseResult]) -> list[list[list[float]]]:
-    """Return the latencies of the launches that count, and that ran the batches of the first of them, by session."""
+    """Return the latencies of the undisturbed launches with the batches of the first of them, by session."""
     counting = [
         [launch for launch in result.launches if launch.batches.latency_s and disturbances.untimed(launch) is None]
         for result in results
@@ -197,16 +200,16 @@ def _paired(results: Sequence[CaseResult]) -> list[list[list[float]]]:
 
 
 def _no_quieter(cautious: dict[str, float], seen: dict[str, tuple[float, int]]) -> dict[str, float]:
-    """Return deviations of which none is less than the median, or than the most that luck explains.
+    """Return deviations that are at least the median, or the largest that is compatible with the measured one.
 
     Args:
-        cautious: key to the deviation as it counts by itself.
-        seen: key to the deviation that was measured, and its degrees of freedom.
+        cautious: The deviation that is used, for each key.
+        seen: The measured deviation and its degrees of freedom, for each key.
     """
-    least, luck = statistics.median(cautious.values()) if cautious else 0.0, _LUCK / max(1, len(cautious))
-    return {key: max(min(least, largest_sd(*seen[key], luck)), value) for key, value in cautious.items()}
+    least, chance = statistics.median(cautious.values()) if cautious else 0.0, _CHANCE / max(1, len(cautious))
+    return {key: max(min(least, largest_sd(*seen[key], chance)), value) for key, value in cautious.items()}
 
 
 def _wider(degrees: int) -> float:
-    """Return how many times Student's t is wider than the normal distribution: 6.5 with two launches, 1.15 with ten."""
-    return t_quantile(degrees, _SURE) / statistics.NormalDist().inv_cdf(_SURE)
+    """Return the quantile of Student's t divided by the normal one: 6.5 with two launches, 1.15 with ten."""
+    return t_quantile(degrees, _QUANTILE) / statistics.NormalDist().inv_cdf(_QUANTILE)

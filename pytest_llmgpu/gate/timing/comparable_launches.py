@@ -69,8 +69,8 @@ def _equally_throttled(base: list[Launch], head: list[Launch]) -> Sides | str:
 
     All launches are returned if power or heat throttled an equal share of both results, because that is the normal
     state of the machine. Otherwise the unthrottled launches are returned. A launch whose clock is lower by at most
-    `_IGNORED_CLOCK` counts as unthrottled: a GPU at the edge of its limit is throttled in some launches, at almost the same
-    clock. Launches whose throttling is not known are used if the other launches are equally throttled. A result
+    `_IGNORED_CLOCK` counts as unthrottled: a GPU at the edge of its limit is throttled in some launches, at almost the
+    same clock. Launches whose throttling is not known are used if the other launches are equally throttled. A result
     with only such launches counts as unthrottled, unless all launches of the other result were throttled.
     """
     if not any(_throttled(launch, None) for side in (base, head) for launch in side):

@@ -1,4 +1,4 @@
-"""The time of one case against its baseline's, batch against batch, and how many launches it takes."""
+"""Comparison of the times of one case, batch by batch, and the minimum number of launches."""
 
 from __future__ import annotations
 
@@ -17,64 +17,65 @@ from pytest_llmgpu.report.verdicts import Row
 __all__ = ["FEWEST", "OWN_NOISE", "PROMISED", "SUM", "TYPICAL", "Timed", "launches_asked", "launches_for", "timed"]
 
 OWN_NOISE = 3
-"""Launches a side whose spread says how sure their sums are: calibrated is the noise of the typical batch."""
+"""Launches in each report from which the noise of the sum of all batches is estimated. A calibration has only the noise
+of the typical batch."""
 
 FEWEST = 5
-"""Launches a side that are asked for at least, however quiet they are: they have outliers that no normal distribution
-has. Of 30 on four H200 that differed by 0.9 % one was 9 % slow: three a side showed 10 % in 85 % of pairs, five in 99 %
-(benchmarks/gate)."""
+"""Least number of launches in each report that is recommended, because launches have outliers that no normal
+distribution has. One of 30 launches on four H200, which differed by 0.9 %, was 9 % slow: three launches in each report
+detected 10 % in 85 % of the pairs, five in 99 % (benchmarks/gate)."""
 
 PROMISED = 0.02
-"""How far above the margin a slowdown is that the launches asked for show: one equal to the margin is never shown."""
+"""Distance above the threshold of the slowdown that the recommended launches detect. No number of launches detects a
+slowdown equal to the threshold."""
 
 SUM = 0.1
-"""Weight of a case's sum among the tests of a family. It is for what a few batches do, which is seldom little; the more
-it had, the more launches the typical batch would take."""
+"""Weight of the sum of a case among the tests of a family. The sum detects large changes of a few batches. A larger
+weight would require more launches for the typical batch."""
 
 _STALL_S = 0.03
-"""What a single launch may have lost to the machine, unseen. Of 30 launches of 0.36 s on four H200, which differed by
-0.9 %, one lost 0.035 s in its last batches: a false alarm, however quiet the others were."""
+"""Time that a single launch can lose in an undetected stall. One of 30 launches of 0.36 s on four H200, which differed
+by 0.9 %, lost 0.035 s in its last batches."""
 
 _READINGS = 20
-"""Readings of the GPUs' utilisation without which nothing is said of it: of a few, many are of a window's edges."""
+"""Least number of readings of the GPU utilisation: with fewer, many are at the edges of the window."""
 
 _IDLER = 0.2
-"""By how much, as a logarithm, the busy part of the time has to change: less is what equal launches differ by."""
+"""Least change of the logarithm of the utilisation: equal launches differ by less."""
 
 TYPICAL = 1 - SUM
-"""Weight of its typical batch."""
+"""Weight of the typical batch of a case among the tests of a family."""
 
 
 class Timed(NamedTuple):
-    """The time of one case against its baseline's, not yet judged: that takes all cases."""
+    """The compared times of one case. The verdict needs all cases."""
 
     result: CaseResult
     rule: TimeRule
     change: Change
-    """Of the typical batch."""
+    """The change of the typical batch."""
     total: Change
-    """Of the sum of all batches, which a few that are much slower move and the typical one does not."""
+    """The change of the sum of all batches. A few slow batches change the sum, but not the typical batch."""
     margin: float
-    """The bar as a fraction, the absolute one included."""
+    """The threshold as a fraction: the larger of the relative and the absolute one."""
     base_s: float
     head_s: float
     launches: tuple[int, int]
-    """That count."""
+    """Number of used launches of the baseline and of the candidate."""
     left_out: tuple[int, int]
-    """That do not: disturbed, or held down where the other side's were not."""
+    """Number of launches that are not used: disturbed, or throttled unlike the other report."""
     sd: float | None
-    """Calibrated noise; None: nobody measured it."""
+    """Calibrated noise between launches; None if it is not calibrated."""
     assumed: float
-    """What counts then."""
+    """Noise between launches that is assumed without a calibration."""
     session_sd: float
-    """Calibrated noise between sessions; 0 where nobody measured it."""
+    """Calibrated noise between sessions; 0 if it is not calibrated."""
     busy: tuple[float, float] | None = None
-    """Fraction of the time for which the GPUs were at work, in the mean over them: the baseline's and the candidate's.
-    None where one is not known."""
+    """Mean utilisation of the GPUs as a fraction, of the baseline and of the candidate; None if one is not known."""
 
     @property
     def waited(self) -> bool:
-        """Whether a change of time is mostly one of how long the GPUs had nothing to do, and not of their work."""
+        """Whether the time changed mostly by waiting of the GPUs, not by their work."""
         if self.busy is None or not all(self.busy):
             return False
         slower, busier = math.log(self.head_s / self.base_s), math.log(self.busy[1] / self.busy[0])
@@ -82,18 +83,18 @@ class Timed(NamedTuple):
 
     @property
     def known(self) -> float:
-        """The noise between launches that is calibrated, or assumed."""
+        """The calibrated noise between launches, or else the assumed one."""
         return self.assumed if self.sd is None else self.sd
 
     @property
     def noise(self) -> float:
-        """The noise of one launch as it counts: the known one, or what these launches show where that is more."""
+        """The noise of one launch: the larger of the known noise and the spread of these launches."""
         # Two groups differ by sqrt(1/n + 1/m) times the noise of one launch.
         return max(self.known, (self.change.observed_error or 0.0) / math.sqrt(sum(1 / n for n in self.launches)))
 
     @property
     def sums_decide(self) -> bool:
-        """Whether there are launches enough to know the noise of their sums."""
+        """Whether there are enough launches to estimate the noise of the sum."""
         return min(self.launches) >= OWN_NOISE
 
 
@@ -103,15 +104,14 @@ def timed(
     """Compare the times of two completed results of one case.
 
     Args:
-        base: the baseline's.
-        head: the candidate's.
-        rule: the bar.
-        sd: calibrated noise between launches, None where it is not known.
-        session_sd: calibrated noise between sessions, 0 where it is not known or the sides were launched in turn.
+        base: The result of the baseline.
+        head: The result of the candidate.
+        rule: The threshold.
+        sd: Calibrated noise between launches; None if it is not calibrated.
+        session_sd: Calibrated noise between sessions; 0 if it is not calibrated or the launches of both alternated.
 
     Returns:
-        What `time_verdicts` judges; a row where comparing is impossible; or, in a few words, why there is nothing to
-        compare.
+        The input of `verdicts.rows`; a row if the times cannot be compared; or a phrase if there is nothing to compare.
     """
     sides = comparable(base, head)
     if isinstance(sides, Refusal):
@@ -146,16 +146,16 @@ def _timed(result: CaseResult) -> int:
 
 
 def launches_for(case: Timed, slowdown: float, confidence: float, cases: int, *, least: int = FEWEST) -> int | None:
-    """Return how many launches a side show a slowdown of a case at its noise; None above 1,000.
+    """Return how many launches in each report detect a slowdown of a case at its noise; None above 1,000.
 
     Args:
-        case: as it was measured.
-        slowdown: the true one, as a fraction.
-        confidence: of each end of an interval.
-        cases: that are judged with it as a family, itself too.
-        least: as of `launches_asked`.
+        case: The compared times.
+        slowdown: The true slowdown as a fraction.
+        confidence: The confidence of each end of an interval.
+        cases: The number of cases in the family, with this one.
+        least: The smallest number to return.
     """
-    # Rounded, so that cases of much the same noise share one calculation.
+    # Rounded, because cases of similar noise then share one cached computation.
     sd, session_sd = _rounded_up(case.noise), _rounded_up(case.session_sd)
     return launches_asked(slowdown, case.margin, sd, confidence, cases, session_sd, least=least)
 
@@ -170,17 +170,17 @@ def launches_asked(
     *,
     least: int = FEWEST,
 ) -> int | None:
-    """Return how many launches a side show a slowdown of one of several cases; None above 1,000.
+    """Return how many launches in each report detect a slowdown of one of several cases; None above 1,000.
 
-    The arguments are those of `statistics.launches_needed`, and `least`: never fewer are asked for. The case's sum is
-    reckoned with as a test beside that of the typical batch, which it is from `OWN_NOISE` launches on.
+    The arguments are those of `intervals.launches_needed`; `least` is the smallest number to return. The family also
+    has the test of the sum, which exists from `OWN_NOISE` launches on.
     """
     needed = launches_needed(slowdown, margin, sd, confidence, cases / TYPICAL, session_sd)
     return None if needed is None else max(least, needed)
 
 
 def _busy(launches: Sequence[Launch]) -> float | None:
-    """Return the median launch's mean utilisation over its GPUs, as a fraction; None where it is not known."""
+    """Return the utilisation of the median launch as a fraction, the mean over its GPUs; None if it is not known."""
     found = []
     for launch in launches:
         devices = [] if launch.profile is None or launch.profile.samples < _READINGS else launch.profile.devices
@@ -193,7 +193,7 @@ def _busy(launches: Sequence[Launch]) -> float | None:
 
 
 def _rounded_up(value: float) -> float:
-    """Return a noise with two significant digits, not smaller."""
+    """Return a noise rounded up to two significant digits."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

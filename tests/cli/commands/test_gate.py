@@ -377,7 +377,7 @@ def test_reports_of_several_days_give_the_noise_between_sessions(capsys: pytest.
     ("others", "text"),
     [
         ([], "no case has 2 undisturbed launches"),
-        (["head.json"], "the same time to the last digit"),
+        (["head.json"], "two launches have identical times"),
         (["commit.json"], "measured commit"),
         (["none.json"], "cannot be read"),
     ],

@@ -40,7 +40,7 @@ def test_only_launches_that_can_be_compared_count() -> None:
 @pytest.mark.parametrize("cases", [(), (noisy(0.01, 1),)])
 def test_one_launch_is_no_calibration(cases: tuple[CaseResult, ...]) -> None:
     """It is refused, with what to do."""
-    with pytest.raises(ValueError, match=r"no case has 2 undisturbed launches .* 10 tell enough"):
+    with pytest.raises(ValueError, match=r"no case has 2 undisturbed launches .* 10 are recommended"):
         measure(on_h200(*cases))
 
 
@@ -48,7 +48,7 @@ def test_one_launch_twice_is_no_calibration() -> None:
     """A report that is given twice would say that there is no noise."""
     result = noisy(0.01, 3)
     result.launches.append(result.launches[0])
-    with pytest.raises(ValueError, match="mp-bs1: two launches took the same time to the last digit"):
+    with pytest.raises(ValueError, match="mp-bs1: two launches have identical times"):
         measure(on_h200(result))
 
 
@@ -80,7 +80,7 @@ def test_a_case_of_fewer_sessions_is_measured_in_those() -> None:
     ]
 
 
-def test_the_gate_reckons_with_sessions() -> None:
+def test_the_gate_uses_the_noise_between_sessions() -> None:
     """By case, no quieter than half of them but for luck; a calibration of one session has none."""
     loud, quiet = (measure(*sessions(5, sd, 0.001, 3, strategy=name)).time for name, sd in (("tp", 0.02), ("mp", 0.01)))
     found = as_it_counts(Measured(machine=H200, time={**loud, **quiet}))
@@ -93,7 +93,7 @@ def test_the_gate_reckons_with_sessions() -> None:
     assert one.between_sessions(noisy(0.01).key) == 0.0
 
 
-def test_a_case_that_surely_is_quieter_counts_as_that() -> None:
+def test_a_case_with_significantly_less_noise_keeps_it() -> None:
     """One that keeps its GPU busy beside two that wait for the CPU: by as much as luck may have made it look quiet."""
     loud, usual, quiet = noisy(0.3, strategy="tp"), noisy(0.2, strategy="iok"), noisy(0.005)
     measured = measure(on_h200(loud, usual, quiet))
@@ -133,7 +133,7 @@ def test_an_empty_calibration_is_none() -> None:
 def test_false_alarms_stay_rare_on_a_calibrated_runner() -> None:
     """In simulation: of runs of 21 cases in which nothing changed, at most 1 % are REGRESSED.
 
-    With one launch a side and a noise of 6 % that no more than five launches told.
+    With one launch a side and a noise of 6 % that five launches estimated.
     """
     chance, alarms, runs = random.Random(1), 0, 300
     for _ in range(runs):

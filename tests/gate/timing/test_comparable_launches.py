@@ -21,8 +21,8 @@ def _compared(base: CaseResult, head: CaseResult) -> Timed:
 def test_batches_of_another_plan_are_not_compared() -> None:
     """Other items or shapes, a plan that nobody wrote down, or batches that are missing."""
     for change, words in (
-        ({"plan_sha256": "0" * 64}, "batches differ"),
-        ({"plan_sha256": None}, "does not say which batches"),
+        ({"plan_sha256": "0" * 64}, "they differ"),
+        ({"plan_sha256": None}, "does not record them"),
     ):
         head = with_launches([1.0, 1.0])
         head.launches[1].plan_sha256 = change["plan_sha256"]

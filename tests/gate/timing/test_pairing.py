@@ -47,7 +47,7 @@ def test_one_short_launch_may_have_met_a_stall() -> None:
             assert found.total.noise_error == pytest.approx(math.log1p(stall), rel=0.01)
 
 
-def test_launches_asked_for_reckon_with_both_figures() -> None:
+def test_launches_asked_for_count_both_tests() -> None:
     """The typical batch is a test of the family by its weight, and one launch alone may be an outlier."""
     assert launches_asked(0.04, 0.02, 0.01, 0.95, 7) == launches_needed(0.04, 0.02, 0.01, 0.95, 7 / TYPICAL)
     assert launches_needed(0.04, 0.02, 0.002, 0.95, 1 / TYPICAL) == 1
