@@ -11,7 +11,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis import accuracy_check, capacity, findings, launch_findings, reference, traffic_path
+from pytest_llmgpu.analysis import (
+    accuracy_check,
+    bound,
+    capacity,
+    findings,
+    launch_findings,
+    reference,
+    traffic_path,
+    work_findings,
+)
 from pytest_llmgpu.analysis.launch_merging import merge_results
 from pytest_llmgpu.report import derived
 from pytest_llmgpu.report.capacity import Capacity
@@ -51,6 +60,7 @@ def assess(
     located = [_with_path(launch, environment) for launch in launches]
     result = merge_results(located) if len(located) > 1 else located[0]
     derived.derive(result)
+    result = _with_bound(result, environment)
     result = _with_comparison(result, earlier, options.accuracy_metric)
     result.accuracy_check = accuracy_check.check(
         result,
@@ -61,6 +71,7 @@ def assess(
     )
     result.findings = [
         *findings.findings(result, earlier, searching=options.find_max_batch),
+        *(work_findings.of_work(result, earlier) if result.outcome == "completed" else ()),
         *launch_findings.disagreements(located),
     ]
     return Assessment(result=result, capacity=capacity.capacities([*earlier, result, *later], environment.gpus))
@@ -72,6 +83,16 @@ def _with_path(launch: CaseResult, environment: Environment) -> CaseResult:
     if traffic is not None and profile is not None:
         traffic = msgspec.structs.replace(traffic, path=traffic_path.of_case(traffic, profile, environment))
     return msgspec.structs.replace(launch, traffic=traffic)
+
+
+def _with_bound(result: CaseResult, environment: Environment) -> CaseResult:
+    """Return a result with the shortest time that the machine allows, or with the reason why it is unknown."""
+    why = {name: reason for name, reason in result.why.items() if name != "bound"}
+    work = result.launches[-1].work if result.launches else None
+    found = bound.bound(result, work, environment.ceilings)
+    if isinstance(found, str):
+        return msgspec.structs.replace(result, bound=None, why={**why, "bound": found})
+    return msgspec.structs.replace(result, bound=found, why=why)
 
 
 def _with_comparison(result: CaseResult, earlier: Sequence[CaseResult], metric: str) -> CaseResult:

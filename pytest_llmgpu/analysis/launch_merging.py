@@ -17,8 +17,9 @@ from pytest_llmgpu.analysis.launch_findings import disagreements
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding, Outcome, Traffic
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding, Launch, Outcome, Traffic
 from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.work import renumbered
 
 __all__ = ["extend", "merge", "merge_results"]
 
@@ -56,6 +57,7 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
     if not reports:
         raise ValueError("no report was given: at least one report is needed to merge launches")
     called = names or [f"launch {number + 1}" for number in range(len(reports))]
+    reports = _with_common_kernel_names(reports)
     first = _by_name(reports[0])
     for report, name in zip(reports[1:], called[1:], strict=True):
         _refuse_other_source(reports[0], report, called[0], name)
@@ -76,6 +78,7 @@ def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
         ValueError: The later run is of another commit or machine.
     """
     _refuse_other_source(report, again, "the report", "the later run")
+    report, again = _with_common_kernel_names([report, again])
     found = {name: result for name, result in _by_name(again).items() if name.key in keys}
     cases = [_compared([result, found[name]]) if name in found else result for name, result in _by_name(report).items()]
     return _merged([report, again], cases, again_in_part=True)
@@ -105,6 +108,8 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
         tokens_per_s=None,
         acc=None,
         acc_norm=None,
+        energy_j_per_sequence=None,
+        energy_j_per_token=None,
         accuracy_check=_check(results),
         comparison=next((result.comparison for result in results if result.comparison is not None), None),
         traffic=traffic,
@@ -113,7 +118,28 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     )
     merged.why = {name: text for name, text in merged.why.items() if getattr(merged, name, None) is None}
     derive(merged)
+    if merged.bound is not None and merged.inference_s:
+        merged.bound = msgspec.structs.replace(merged.bound, share=merged.bound.bound_s / merged.inference_s)
     return merged
+
+
+def _with_common_kernel_names(reports: Sequence[Report]) -> list[Report]:
+    """Return reports whose rows of kernels refer to one list of names: that of the first, extended."""
+    names: dict[str, int] = {}
+    found = []
+    for report in reports:
+        numbers = [names.setdefault(name, len(names)) for name in report.environment.kernel_names]
+        cases = [
+            msgspec.structs.replace(result, launches=[_renumbered(launch, numbers) for launch in result.launches])
+            for result in report.cases
+        ]
+        found.append(msgspec.structs.replace(report, cases=cases))
+    environment = msgspec.structs.replace(found[0].environment, kernel_names=list(names))
+    return [msgspec.structs.replace(found[0], environment=environment), *found[1:]]
+
+
+def _renumbered(launch: Launch, numbers: Sequence[int]) -> Launch:
+    return launch if launch.work is None else msgspec.structs.replace(launch, work=renumbered(launch.work, numbers))
 
 
 def _compared(results: Sequence[CaseResult]) -> CaseResult:

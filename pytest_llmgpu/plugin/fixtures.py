@@ -313,6 +313,8 @@ def _find_max_batch(
     record: Callable[[CaseResult], None],
 ) -> None:
     """Measure batch sizes below one that ran out of memory, until the largest one that fits is known."""
+    import msgspec
+
     from pytest_llmgpu.analysis import capacity
 
     def probe(batch_size: int) -> CaseResult | None:
@@ -320,7 +322,8 @@ def _find_max_batch(
             request = session.planner.request(llm.options, llm.strategy, batch_size, items)
         except ValueError:
             return None  # a strategy of the user may refuse some batch sizes
-        return session.runner.run(request, record)
+        # The search is for what fits: work passes would only make it longer.
+        return session.runner.run(msgspec.structs.replace(request, work=False), record)
 
     report = session.recorder.report
     assert report is not None, "it has the case that ran out of memory"

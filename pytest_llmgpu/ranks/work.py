@@ -102,19 +102,26 @@ def measure(
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(loaded.devices):
         counted = ops.count(run)
-    with _recorded(loaded.devices, ranges=True) as attribution, _module_ranges(loaded.model):
-        run()
-    modules = kernel_records.modules(attribution.records) if attribution.why is None else None
-    passes, seconds, device_why = _passes(loaded, execution, run)
-    why = {} if attribution.why is None else dict.fromkeys(_HOST_FIGURES, attribution.why)
-    if device_why is not None:
-        why |= dict.fromkeys(_DEVICE_FIGURES, device_why)
-    if not loaded.dispatched:
-        why["flops"] = _BYPASSED
     figures = RankWork(
         uuids=_uuids(loaded.devices),
         ops=counted.ops,
         flops=counted.flops if loaded.dispatched else None,
+        why={} if loaded.dispatched else {"flops": _BYPASSED},
+    )
+    if loaded.devices[0].type != "cuda":
+        why = {**figures.why, **dict.fromkeys((*_DEVICE_FIGURES, *_HOST_FIGURES), _ON_CPU)}
+        return WorkReply(batches=numbers, work=msgspec.structs.replace(figures, why=why))
+    with _recorded(loaded.devices, ranges=True) as attribution, _module_ranges(loaded.model):
+        run()
+    modules = kernel_records.modules(attribution.records) if attribution.why is None else None
+    passes, seconds, device_why = _passes(loaded, execution, run)
+    why = dict(figures.why)
+    if attribution.why is not None:
+        why |= dict.fromkeys(_HOST_FIGURES, attribution.why)
+    if device_why is not None:
+        why |= dict.fromkeys(_DEVICE_FIGURES, device_why)
+    figures = msgspec.structs.replace(
+        figures,
         runtime_calls=None if modules is None else modules.runtime_calls,
         host_syncs=None if modules is None else modules.host_syncs,
         why=why,
@@ -180,8 +187,6 @@ def _passes(
     loaded: Loaded, execution: str, run: Callable[[], float]
 ) -> tuple[list[PassKernels], list[float], str | None]:
     """Return kernels and seconds of the passes in the execution of the case, or the reason why there are none."""
-    if loaded.devices[0].type != "cuda":
-        return [], [], _ON_CPU
     passes, seconds = [], []
     graphs = execution == "cuda_graphs"
     with cuda_graphs.GraphedDecoder(loaded.model, loaded.devices[0]) if graphs else nullcontext():
@@ -227,7 +232,7 @@ def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[Coll
         for of_ranks in zip(*ranks, strict=True):
             durations = [one[kind] for one in of_ranks]
             transfer_s.append(sum(map(min, zip(*durations, strict=True))))
-            wait_s.append(sum(map(sum, durations)) / len(durations) - transfer_s[-1])
+            wait_s.append(max(0.0, sum(map(sum, durations)) / len(durations) - transfer_s[-1]))
         found.append(CollectiveWork(collective=kind, calls=number, transfer_s=transfer_s, wait_s=wait_s))
     return found
 

@@ -12,15 +12,17 @@ import msgspec
 
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import models, scoring, tasks
-from pytest_llmgpu.inference.batching import Plan
+from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
-from pytest_llmgpu.ranks import device_memory, graph_trial, traffic
+from pytest_llmgpu.ranks import ceilings, device_memory, graph_trial, traffic, work
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.graph_trial import Choice
 from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Phase
+from pytest_llmgpu.report.work import Ceilings, ModelSize
 from pytest_llmgpu.strategies.protocol import Workspace
 
 if TYPE_CHECKING:
@@ -37,7 +39,10 @@ __all__ = [
     "give",
     "load",
     "measure",
+    "measure_ceilings",
+    "model_size",
     "reset",
+    "run_work_passes",
     "score",
     "warm_up",
 ]
@@ -106,6 +111,8 @@ class RankState:
         """SHA-256 of a dataset to its tokenised items."""
         self.plan: Plan | None = None
         """The batches of the latest case."""
+        self.model_size: ModelSize | str | None = None
+        """The size of the loaded model, or the reason why it has none; None before the first work passes."""
         self.warmed_up: _WarmedUp | None = None
         """The case that is warmed up and not measured yet."""
         self.execution = contextlib.ExitStack()
@@ -137,7 +144,7 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
     """
     import torch
 
-    state.phase, state.case, state.source = "load", case, source
+    state.phase, state.case, state.source, state.model_size = "load", case, source, None
     state.strategy = strategy = strategies.make(place)
     if case.device == "cuda":
         indices = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
@@ -265,6 +272,46 @@ def account(state: RankState) -> TrafficReply:
         return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
     except ValueError as error:
         return TrafficReply(collectives=None, why=str(error))
+
+
+def run_work_passes(state: RankState, execution: str) -> WorkReply:
+    """Record what the latest case computes, in forwards that are not measured.
+
+    Args:
+        state: The state of the rank.
+        execution: `eager` or `cuda_graphs`, as the case was measured.
+    """
+    assert state.case is not None
+    assert state.loaded is not None
+    assert state.plan is not None
+
+    def on_batch(batch: Batch, latency_s: float) -> None:
+        state.on_batch(FinishedBatch(latency_s, batch.rows, batch.tokens, batch.padded_tokens, planned=0))
+
+    return work.measure(state.loaded, state.plan, workload=state.case.workload, execution=execution, on_batch=on_batch)
+
+
+def model_size(state: RankState) -> ModelSize | str | None:
+    """Return the size of the whole model, or the reason why it has none; None on every rank but the first."""
+    import torch
+
+    assert state.case is not None
+    assert state.source is not None
+    assert state.loaded is not None
+    if state.loaded.rank != 0:
+        return None
+    if state.model_size is None:
+        dtype: torch.dtype = getattr(torch, state.case.dtype)
+        # The loaded model holds this rank's part only.
+        state.model_size = work.model_size(models.skeleton(state.source, dtype), dtype.itemsize)
+    return state.model_size
+
+
+def measure_ceilings(state: RankState) -> Ceilings:
+    """Measure the rates that the GPUs of this rank reach."""
+    assert state.case is not None
+    assert state.loaded is not None
+    return ceilings.measure(state.devices, state.case.dtype, state.loaded.world_size)
 
 
 def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

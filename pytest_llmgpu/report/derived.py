@@ -34,6 +34,9 @@ LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 _LEAST_FOREIGN = 1e-3
 """Typical differences of log-likelihoods up to this fraction are explained by rounding for every dtype."""
 
+_LEAST_ENERGY_WINDOW_S = 1.0
+"""NVML updates the energy counter of a GPU every 20 to 100 ms: shorter windows would miss a large part."""
+
 _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
 
@@ -70,10 +73,36 @@ def derive(result: CaseResult) -> None:
     if timed:  # a file may contain latencies of 0.0
         result.sequences_per_s = statistics.median(sum(batches.sequences) / s for batches, s in timed)
         result.tokens_per_s = statistics.median(sum(batches.tokens) / s for batches, s in timed)
+    _derive_energy(result, launches)
     accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
     if accuracies:
         result.acc = statistics.median(accuracy.acc for accuracy in accuracies)
         result.acc_norm = statistics.median(accuracy.acc_norm for accuracy in accuracies)
+
+
+def _derive_energy(result: CaseResult, launches: Sequence[Launch]) -> None:
+    """Fill in the energy, or the reason why it is not known."""
+    names = "energy_j_per_sequence", "energy_j_per_token"
+    measured = [(launch.batches, energy_j) for launch in launches if (energy_j := _energy_j(launch)) is not None]
+    if len(measured) < len(launches):
+        reason = f"the energy of a window of at least {_LEAST_ENERGY_WINDOW_S:g} s is not known"
+        result.why = {**result.why, **dict.fromkeys(names, reason)}
+        return
+    result.why = {name: reason for name, reason in result.why.items() if name not in names}
+    result.energy_j_per_sequence = statistics.median(
+        energy_j / max(1, sum(batches.sequences)) for batches, energy_j in measured
+    )
+    result.energy_j_per_token = statistics.median(
+        energy_j / max(1, sum(batches.tokens)) for batches, energy_j in measured
+    )
+
+
+def _energy_j(launch: Launch) -> float | None:
+    profile = launch.profile
+    if profile is None or not profile.devices or profile.duration_s < _LEAST_ENERGY_WINDOW_S:
+        return None
+    energies = [device.energy_j for device in profile.devices]
+    return None if None in energies else math.fsum(energy for energy in energies if energy is not None)
 
 
 def proportion_stderr(fraction: float, items: int) -> float | None:

@@ -84,10 +84,13 @@ def dump(report: Report, path: Path) -> None:
 def encode(report: Report, *, compressed: bool) -> bytes:
     """Return the bytes of a report's file. Equal reports give equal bytes.
 
+    A report that was read from an older version is written as one of this version, with all of its fields.
+
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
     """
-    data = (_text(msgspec.to_builtins(report), "$", "") + "\n").encode()
+    fields = {**msgspec.to_builtins(report), "schema_version": SCHEMA_VERSION}
+    data = (_text(fields, "$", "") + "\n").encode()
     return gzip.compress(data, mtime=0) if compressed else data
 
 

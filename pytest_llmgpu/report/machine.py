@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count
+from pytest_llmgpu.report.work import Ceilings
 
 __all__ = ["Commit", "Environment", "Gpu"]
 
@@ -59,6 +60,10 @@ class Environment(msgspec.Struct, kw_only=True):
     """Distribution name mapped to its version; null if it is not installed."""
     variables: dict[str, str] = {}
     """Environment variables that influence the measurement."""
+    ceilings: Ceilings | None = None
+    """Rates that the GPUs reached in short benchmarks of this session; null with the reason in `why`."""
+    kernel_names: list[str] = []
+    """Names of the kernels that rows of `work` refer to by number, cut to 120 characters."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
 

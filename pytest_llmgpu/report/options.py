@@ -117,6 +117,12 @@ class Options:
         "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as in "
         "lm-evaluation-harness, which needs more memory and excludes CUDA graphs",
     )
+    work: str = _option(
+        option_values.one_of("on", "off"),
+        "on",
+        "{on,off}",
+        "after each case, run forwards that are not measured and record their kernels, ops, FLOPs and CUDA calls",
+    )
     tp_backend: str = _option(
         option_values.one_of("transformers", "deepspeed"),
         "transformers",

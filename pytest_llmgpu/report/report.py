@@ -13,7 +13,7 @@ from pytest_llmgpu.report.verdicts import Verdicts
 
 __all__ = ["SCHEMA_VERSION", "OptionValue", "Report", "Session", "next_id"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the report's format. It grows by optional fields; a reader ignores fields that it does not know."""
 
 OptionValue = str | int | float | bool | None | list[str | int | float]

@@ -13,6 +13,7 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Moment, Seconds
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.work import Bound, Work
 
 __all__ = [
     "Accuracy",
@@ -228,6 +229,8 @@ class Launch(msgspec.Struct, kw_only=True):
     """Number of tokens that the workspace holds. With fewer than requested its rows overlap and answers are wrong."""
     execution_choice: str | None = None
     """Reason for the value of `case.execution`, in one sentence with its figures."""
+    work: Work | None = None
+    """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
 
@@ -383,6 +386,12 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """Comparison with mp in the same session; null for mp itself and if mp was not measured. The reason is in `why`."""
     traffic: Traffic | None = None
     """Exact bytes sent, counted in separate forwards; null with the reason in `why`."""
+    bound: Bound | None = None
+    """Shortest time in which the measured ceilings of the machine allow the batches; null with the reason in `why`."""
+    energy_j_per_sequence: Amount | None = None
+    """Energy of all devices in joules per sequence; the median over launches. Null if a window is shorter than 1 s."""
+    energy_j_per_token: Amount | None = None
+    """Energy of all devices in joules per input token without padding; the median over launches."""
     findings: list[Finding] = []
     """Observations about the case."""
     why: dict[str, str] = {}

@@ -13,6 +13,7 @@ import msgspec
 
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
+from pytest_llmgpu.report.work import Work
 
 __all__ = ["check", "explain"]
 
@@ -77,6 +78,18 @@ def _check_launch(launch: Launch, place: str) -> None:
         for number, columns in enumerate(series.devices):
             for name, column in columns.items():
                 _check_length(column, len(series.t_s), f"{place}.profile.series.devices[{number}].{name}")
+    if launch.work is not None:
+        _check_work(launch.work, f"{place}.work")
+
+
+def _check_work(work: Work, place: str) -> None:
+    for number, collective in enumerate(work.collectives or ()):
+        for name in ("transfer_s", "wait_s"):
+            _check_length(getattr(collective, name), work.passes, f"{place}.collectives[{number}].{name}")
+    for number, rank in enumerate(work.ranks):
+        for name in ("device_time_s", "copy_s", "idle_s"):
+            if (column := getattr(rank, name)) is not None:
+                _check_length(column, work.passes, f"{place}.ranks[{number}].{name}")
 
 
 def _check_accuracy(accuracy: Accuracy, place: str) -> None:

@@ -7,13 +7,18 @@ between launches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
+
 __all__ = [
     "KERNEL_NAME_LENGTH",
+    "NO_WORK",
     "OTHER_MODULE",
+    "WORK_OFF",
     "Bound",
     "Ceilings",
     "CollectiveWork",
@@ -23,6 +28,7 @@ __all__ = [
     "RankWork",
     "Work",
     "WorkRow",
+    "renumbered",
 ]
 
 KERNEL_NAME_LENGTH = 120
@@ -30,6 +36,12 @@ KERNEL_NAME_LENGTH = 120
 
 OTHER_MODULE = "other"
 """Module of the row that sums all modules without a row of their own."""
+
+WORK_OFF = "work passes are switched off for this case (--llmgpu-work=off)"
+"""Reason in `why` of a launch."""
+
+NO_WORK = "work passes run for completed cases only"
+"""Reason in `why` of a launch."""
 
 KernelFamily = Literal["GEMM", "attention", "norm", "elementwise", "copy", "collective", "other"]
 """The kind of computation of a kernel, by its name (see `kernel_families`)."""
@@ -41,14 +53,14 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     module: str | None
     """The module that launched the kernel in the eager pass, with layer numbers folded: `layers.*.mlp.down_proj`. Null:
     the row holds all calls of the kernel in a pass in the execution of the case (the median over the passes)."""
-    kernel: int | None
+    kernel: Count | None
     """The number of the kernel in `environment.kernel_names`. Null: the row sums the kernels without a row of their
     own."""
     family: KernelFamily
     """The family of the kernel. A row that sums several modules has the family `other`."""
-    calls: int
+    calls: Count
     """The number of calls in one pass."""
-    time_s: float
+    time_s: Seconds
     """The sum of the durations of these calls in seconds. The time of a collective contains waiting."""
 
 
@@ -57,43 +69,41 @@ class CollectiveWork(msgspec.Struct, frozen=True, kw_only=True):
 
     collective: str
     """The kind of the collective, such as `all_reduce`, by the name of its kernel."""
-    calls: int
+    calls: Count
     """The number of calls on each rank in one pass."""
-    transfer_s: list[float]
-    """[passes] The sum over the calls of the shortest duration on any rank: only while all ranks are inside a
+    transfer_s: list[Seconds]
+    """For each pass, the sum over the calls of the shortest duration on any rank: only while all ranks are inside a
     collective can it transfer data."""
-    wait_s: list[float]
-    """[passes] The remaining time in these kernels, averaged over the ranks: each rank waits for the others."""
+    wait_s: list[Seconds]
+    """For each pass, the remaining time in these kernels, averaged over the ranks: each rank waits for the others."""
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank computed in the work passes. A figure that could not be measured is null, with its reason in
-    `why`.
-    """
+    """The work of one rank. A figure that could not be measured is null, with its reason in `why`."""
 
     uuids: list[str]
     """The UUIDs of the GPUs that the rank computes on, as NVML writes them. Empty on a CPU."""
-    device_time_s: list[float] | None = None
-    """[passes] The sum of the durations of the rank's kernels that are no collective, in seconds."""
-    copy_s: list[float] | None = None
-    """[passes] The sum of the durations of copies and memsets in seconds."""
-    idle_s: list[float] | None = None
-    """[passes] The time of the pass during which no kernel ran on any GPU of the rank, in seconds."""
-    busy: float | None = None
+    device_time_s: list[Seconds] | None = None
+    """For each pass, the sum of the durations of the rank's kernels that are no collective, in seconds."""
+    copy_s: list[Seconds] | None = None
+    """For each pass, the sum of the durations of copies and memsets in seconds."""
+    idle_s: list[Seconds] | None = None
+    """For each pass, the time during which no kernel ran on any GPU of the rank, in seconds."""
+    busy: Fraction | None = None
     """The fraction of a pass during which a kernel ran on a GPU of the rank (the median over the passes)."""
-    kernels: int | None = None
+    kernels: Count | None = None
     """The number of kernel calls in a pass, collectives included."""
     kernels_sha256: str | None = None
     """The SHA-256 of the sorted names and numbers of calls of all kernels in a pass."""
-    ops: dict[str, int] | None = None
+    ops: dict[str, Count] | None = None
     """Name of each op of torch (`aten::mm`) to its number of calls on local tensors in an eager pass."""
-    flops: int | None = None
+    flops: Count | None = None
     """The floating-point operations of this rank in an eager pass, by torch's formulas for matrix products,
     convolutions and attention. Tensors that are split over ranks count with the part of this rank."""
-    runtime_calls: dict[str, int] | None = None
+    runtime_calls: dict[str, Count] | None = None
     """Name of each function of the CUDA runtime and driver to its number of calls in an eager pass. Calls that poll,
     and the calls by which results are read back, are left out."""
-    host_syncs: int | None = None
+    host_syncs: Count | None = None
     """The number of calls in an eager pass that make the host wait for the GPU, plus the number of copies to the host.
     A scalar that is read back counts as two: its copy and its synchronization."""
     rows: list[WorkRow] | None = None
@@ -106,28 +116,28 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a model that decide how much a forward has to compute at least."""
 
-    parameters: int
+    parameters: Count
     """The number of parameters of the decoder, without the input embeddings and the output head."""
-    weights_bytes: int
+    weights_bytes: Count
     """The size of these parameters in the dtype of the case."""
-    layers: int
+    layers: Count
     """The number of decoder layers."""
-    attention_width: int
+    attention_width: Count
     """The number of query heads times the size of a head."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What the program computed in the work passes of one launch."""
 
-    batches: list[int]
+    batches: list[Count]
     """The numbers of the batches of the plan that each pass ran. They are equal where `plan_sha256` is."""
-    passes: int
+    passes: Count
     """The number of profiled passes in the execution of the case. 0 on a CPU, where ops and FLOPs alone are counted."""
     collectives: list[CollectiveWork] | None = None
     """The collectives of the passes by kind. Empty where the ranks have none. Null with its reason in `why` where the
     calls of the ranks do not correspond."""
     ranks: list[RankWork]
-    """[ranks] What each rank computed."""
+    """The figures of each rank, in the order of the ranks."""
     model: ModelSize | None = None
     """The size of the model, from which `bound` is computed."""
     why: dict[str, str] = {}
@@ -139,9 +149,9 @@ class DeviceCeilings(msgspec.Struct, frozen=True, kw_only=True):
 
     uuid: str
     """The UUID of the GPU as NVML writes it."""
-    gemm_flops_per_s: dict[str, float] = {}
+    gemm_flops_per_s: dict[str, Amount] = {}
     """Dtype to the floating-point operations per second of a product of two 8192 x 8192 matrices."""
-    copy_bytes_per_s: float | None = None
+    copy_bytes_per_s: Amount | None = None
     """The bytes that a copy within the memory of the GPU reads and writes per second."""
     why: dict[str, str] = {}
     """Name of a figure that is missing to the reason."""
@@ -152,9 +162,9 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: list[DeviceCeilings] = []
     """One record for each GPU that a case used."""
-    all_reduce_bytes_per_s: float | None = None
+    all_reduce_bytes_per_s: Amount | None = None
     """The bytes that each rank sends per second in a large all-reduce, counted as in the ring algorithm."""
-    all_reduce_latency_s: float | None = None
+    all_reduce_latency_s: Seconds | None = None
     """The time of an all-reduce of a few bytes in seconds."""
     why: dict[str, str] = {}
     """Name of a figure that is null to the reason."""
@@ -163,15 +173,36 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """The shortest time in which the measured ceilings allow all batches of a case."""
 
-    compute_s: float
+    compute_s: Seconds
     """The time of the matrix products and of attention of all batches in seconds."""
-    memory_s: float
+    memory_s: Seconds
     """The time in seconds to read the weights from memory once per batch."""
-    wire_s: float
+    wire_s: Seconds
     """The time of the collectives in seconds. 0 where nothing is sent between ranks."""
-    bound_s: float
+    bound_s: Seconds
     """The sum over batches of the larger of compute and memory, plus the wire, in seconds."""
     limited_by: Literal["compute", "memory", "wire"]
     """The largest of the three times."""
-    share: float
+    share: Amount
     """The bound divided by `inference_s`: 1 where the case is as fast as the ceilings allow."""
+
+
+def renumbered(work: Work, numbers: Sequence[int]) -> Work:
+    """Return a record whose rows refer to other numbers of kernels.
+
+    Args:
+        work: The record.
+        numbers: The new number of each old one. A row that refers to none of them loses its kernel.
+    """
+
+    def kernel(row: WorkRow) -> int | None:
+        return None if row.kernel is None or row.kernel >= len(numbers) else numbers[row.kernel]
+
+    ranks = [
+        msgspec.structs.replace(
+            rank,
+            rows=None if rank.rows is None else [msgspec.structs.replace(row, kernel=kernel(row)) for row in rank.rows],
+        )
+        for rank in work.ranks
+    ]
+    return msgspec.structs.replace(work, ranks=ranks)

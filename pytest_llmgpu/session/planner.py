@@ -166,6 +166,7 @@ class Planner:
             items=chosen.items,
             timeout_s=options.timeout,
             load_timeout_s=options.load_timeout,
+            work=options.work == "on",
         )
 
     def _strategy(self, written: str) -> tuple[str, Strategy]:

@@ -20,10 +20,13 @@ from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
 from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session.commit import commit
 from pytest_llmgpu.store import store
 
 __all__ = ["Recorder"]
+
+_NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
 
 class Recorder:
@@ -102,7 +105,16 @@ class Recorder:
         """Begin the next launch: the results that follow are further launches of the same cases."""
         self._counts.clear()
 
-    def add(self, result: CaseResult, options: Options, nodeid: str, facts: TorchFacts) -> CaseResult:
+    def add(
+        self,
+        result: CaseResult,
+        options: Options,
+        nodeid: str,
+        facts: TorchFacts,
+        *,
+        kernel_names: Sequence[str] = (),
+        ceilings: Ceilings | None = None,
+    ) -> CaseResult:
         """Add a result to the report, with what the run states about it, and write the report.
 
         Args:
@@ -110,13 +122,19 @@ class Recorder:
             options: The options in force for the test.
             nodeid: The test.
             facts: What torch reports about the machine.
+            kernel_names: The names of the kernels that results of the session refer to by number.
+            ceilings: The rates of the GPUs, as far as they are measured.
 
         Returns:
             The case as it stands in the report: with the launches that were measured before.
         """
         if self.report is None:
             self.report = self._start(facts)
-        cases = self.report.cases
+        cases, environment = self.report.cases, self.report.environment
+        environment.kernel_names, environment.ceilings = list(kernel_names), ceilings
+        environment.why = {name: reason for name, reason in environment.why.items() if name != "ceilings"}
+        if ceilings is None:
+            environment.why["ceilings"] = _NO_CEILINGS
         result.nodeid = nodeid
         if result.failure is not None:
             # Findings quote it.
@@ -128,7 +146,7 @@ class Recorder:
             launches,
             earlier=cases[:place],
             later=cases[place + 1 :],
-            environment=self.report.environment,
+            environment=environment,
             options=options,
         )
         cases[place : place + 1] = [assessment.result]

@@ -19,7 +19,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
-from pytest_llmgpu.ranks import traffic, worker
+from pytest_llmgpu.ranks import ceilings, traffic, work, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
@@ -27,6 +27,7 @@ from pytest_llmgpu.report import derived, disturbances, profile_figures
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.report.text import percent
+from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 
 __all__ = ["Progress", "Request", "Runner"]
@@ -55,6 +56,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The case times out after this many seconds without a finished batch."""
     load_timeout_s: float
     """The case times out after this many seconds without a loaded model."""
+    work: bool = False
+    """Whether work passes follow the measured forwards."""
 
 
 class Runner:
@@ -92,6 +95,12 @@ class Runner:
         """Maps a series to the batch size that ran out of memory last."""
         self._build_errors: dict[str, str | None] = {}
         """Maps the place of each strategy whose build was tried to the error; None if the build succeeded."""
+        self.kernel_names: dict[str, int] = {}
+        """Maps the name of each kernel in the results to its number, in the order of the numbers."""
+        self.ceilings: Ceilings | None = None
+        """The rates of the GPUs; None before the first work passes on a GPU."""
+        self._ceilings_measured: set[tuple[str, tuple[str, ...], bool]] = set()
+        """Dtype, UUIDs and whether there were several ranks."""
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         """Measure a case and pass the result to `record`, also if the case fails or the user interrupts it.
@@ -105,11 +114,13 @@ class Runner:
             result.outcome = "skipped_after_oom"
             record(result)
             return result
-        launch = Launch()
+        launch = Launch(why={"work": NO_WORK})
         result.launches.append(launch)
         self._phase, self._began_s = "load", time.monotonic()
+        measured = False
         try:
             execution = self._measure(request, launch)
+            measured = True
             result.case = msgspec.structs.replace(case, execution=execution)
             self._run_further_passes(request, result)
         except RankFailedError as error:
@@ -118,6 +129,10 @@ class Runner:
                 self._out_of_memory[case.series] = case.batch_size
             self._keep_finished_part(request, launch, error.use)
         except BaseException as error:
+            if measured:
+                # Only the passes after the measurement were stopped: the case is complete.
+                self._abandon()
+                raise
             bug = isinstance(error, Exception)
             result.outcome = "error" if bug else "interrupted"
             message = f"{type(error).__name__}: {error}" if bug else f"interrupted by {type(error).__name__}"
@@ -197,6 +212,46 @@ class Runner:
         A pass adds to the result. If a pass fails, the measured figures stay.
         """
         self._count_traffic(request, result)
+        if request.work:
+            self._record_work(request, result)
+        else:
+            result.launches[-1].why["work"] = WORK_OFF
+
+    def _record_work(self, request: Request, result: CaseResult) -> None:
+        """Add what the program computed, or the reason why it is unknown."""
+        launch = result.launches[-1]
+        launch.why["work"] = "the work passes were stopped"
+        if self._group is None:
+            launch.why["work"] = "the ranks were ended when traffic was counted"
+            return
+        try:
+            replies: list[work.WorkReply] = self._group.ask(
+                worker.run_work_passes, result.case.execution, phase="forward", timeout_s=request.timeout_s
+            )
+            size = self._group.ask(worker.model_size, phase="forward", timeout_s=request.timeout_s)[0]
+        except RankFailedError as error:
+            self._abandon()
+            launch.why["work"] = f"the work passes failed: {error}"
+            return
+        launch.work = work.join(replies, self.kernel_names, size)
+        del launch.why["work"]
+        self._measure_ceilings(request, len(replies))
+
+    def _measure_ceilings(self, request: Request, ranks: int) -> None:
+        """Measure the GPUs of a case, once a session for each dtype."""
+        wanted = request.case.dtype, tuple(gpu.uuid for gpu in request.machine.gpus), ranks > 1
+        if request.case.device != "cuda" or wanted in self._ceilings_measured:
+            return
+        assert self._group is not None
+        self._ceilings_measured.add(wanted)
+        try:
+            found: list[Ceilings] = self._group.ask(
+                worker.measure_ceilings, phase="forward", timeout_s=request.timeout_s
+            )
+        except RankFailedError as error:
+            self._abandon()
+            found = [Ceilings(why={"devices": f"the benchmark of the GPUs failed: {error}"})]
+        self.ceilings = ceilings.merged([*([] if self.ceilings is None else [self.ceilings]), *found])
 
     def _count_traffic(self, request: Request, result: CaseResult) -> None:
         """Add the bytes that the program itself sent, or the reason why they are unknown."""

@@ -138,7 +138,14 @@ class BenchmarkSession:
     def record(self, result: CaseResult, options: Options, nodeid: str) -> CaseResult:
         """Add a result of any outcome to the report; return its case with all launches so far."""
         self._live.clear()
-        return self.recorder.add(result, options, nodeid, self.planner.machine(options).facts)
+        return self.recorder.add(
+            result,
+            options,
+            nodeid,
+            self.planner.machine(options).facts,
+            kernel_names=list(self.runner.kernel_names),
+            ceilings=self.runner.ceilings,
+        )
 
     def note(self, group: Group, outcome: str) -> None:
         """Keep the outcome of a case or a call of a group."""

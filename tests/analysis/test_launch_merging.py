@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_answers, make_failed, make_report, make_result
+from support.report_factory import make_answers, make_failed, make_report, make_result, make_work
 from support.verdict_factory import make_traffic, with_launches
 
 from pytest_llmgpu.analysis.launch_merging import extend, merge, merge_results
@@ -13,6 +13,7 @@ from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.machine import Commit, Gpu
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
+from pytest_llmgpu.report.work import Bound
 
 
 def _seconds(result: CaseResult) -> list[float]:
@@ -42,6 +43,38 @@ def test_launches_of_a_case_become_its_launches() -> None:
     assert merged.cases[0].inference_s == pytest.approx(1.1 * 210)
     assert [len(result.launches) for report in reports for result in report.cases] == [1] * 6
     assert parse(encode(merged, compressed=False), "merged") == merged
+
+
+def test_kernels_of_several_reports_share_one_list_of_names() -> None:
+    """Each report numbers its kernels itself; in the merged one equal names have equal numbers."""
+    reports = []
+    for names in (["gemm", "add"], ["mul", "gemm"]):
+        report = _measured(with_launches([1.0]))
+        report.environment.kernel_names = names
+        report.cases[0].launches[0].work = make_work(1)
+        reports.append(report)
+    for merged in (merge(reports), extend(reports[0], reports[1], [reports[0].cases[0].key])):
+        assert merged.environment.kernel_names == ["gemm", "add", "mul"]
+        shown = []
+        for launch in merged.cases[0].launches:
+            assert launch.work is not None
+            rows = launch.work.ranks[0].rows or []
+            shown.append([None if row.kernel is None else merged.environment.kernel_names[row.kernel] for row in rows])
+        assert shown == [["gemm", "add", "gemm", None], ["mul", "gemm", "mul", None]]
+    assert reports[1].cases[0].launches[0].work == make_work(1)
+
+
+def test_the_share_of_the_bound_is_that_of_all_launches() -> None:
+    """The bound itself depends on the case and the machine alone."""
+    reports = [_measured(with_launches([level], sequences=20)) for level in (1.0, 3.0)]
+    for report in reports:
+        report.cases[0].bound = Bound(
+            compute_s=21.0, memory_s=1.0, wire_s=0.0, bound_s=21.0, limited_by="compute", share=0.1
+        )
+    found = merge(reports).cases[0]
+    assert found.bound is not None
+    assert found.inference_s is not None
+    assert found.bound.share == pytest.approx(21.0 / found.inference_s)
 
 
 def test_one_report_alone_stays_the_same() -> None:
@@ -131,7 +164,7 @@ def test_checks_findings_and_reasons_of_launches_are_joined() -> None:
     merged = merge_results([first, second])
     assert merged.accuracy_check == _check(False)
     assert [(finding.code, finding.text) for finding in merged.findings] == [("a", "1 %"), ("b", "2 %")]
-    assert merged.why == {"comparison": "first"}
+    assert merged.why["comparison"] == "first"
 
 
 def _apart(result: CaseResult) -> list[str]:

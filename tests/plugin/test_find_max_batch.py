@@ -283,3 +283,6 @@ def test_real_processes_start_again_for_each_probe(pytester: pytest.Pytester, ru
         ("small-bs6", "oom"),
         ("small-bs9", "skipped_after_oom"),
     ]
+    work = {case.id: case.launches[0].work for case in _report(pytester).cases if case.outcome == "completed"}
+    assert work["small-bs4"] is not None
+    assert work["small-bs5"] is None, "a probe runs no work passes"

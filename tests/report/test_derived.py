@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.report_factory import make_accuracy, make_failed, make_result
+from support.report_factory import make_accuracy, make_failed, make_profile, make_result
 
 from pytest_llmgpu.report.derived import decode, derive, inference_s, predictions_of, proportion_stderr, upper_bound
-from pytest_llmgpu.report.result import Batches, Launch
+from pytest_llmgpu.report.result import Batches, CaseResult, DeviceProfile, Launch
 
 
 def test_inference_time_is_the_sum_of_the_batches() -> None:
@@ -90,3 +90,25 @@ def test_each_metric_counts_its_own_predictions() -> None:
     assert predictions_of(accuracy, "acc_norm") == [3, 0]
     with pytest.raises(ValueError, match="accuracy metric 'f1': allowed are acc, acc_norm"):
         predictions_of(accuracy, "f1")
+
+
+def _with_energy(duration_s: float, *energies_j: float | None) -> CaseResult:
+    devices = [DeviceProfile(index=0, uuid="GPU-0", energy_j=energy_j) for energy_j in energies_j]
+    result = make_result(2.0, profile=make_profile(duration_s=duration_s, devices=devices))
+    derive(result)
+    return result
+
+
+def test_energy_is_that_of_all_devices_per_sequence_and_token() -> None:
+    """The sum over the devices is divided by what was computed."""
+    result = _with_energy(2.0, 300.0, 100.0)
+    batches = result.launches[0].batches
+    assert result.energy_j_per_sequence == pytest.approx(400 / sum(batches.sequences))
+    assert result.energy_j_per_token == pytest.approx(400 / sum(batches.tokens))
+
+
+@pytest.mark.parametrize("result", [_with_energy(0.9, 300.0), _with_energy(2.0, 300.0, None), _with_energy(2.0)])
+def test_energy_that_is_not_known_is_null(result: CaseResult) -> None:
+    """The counter of a GPU is too slow for windows under 1 s, and some GPUs have none; `why` has the reason."""
+    assert (result.energy_j_per_sequence, result.energy_j_per_token) == (None, None)
+    assert {"energy_j_per_sequence", "energy_j_per_token"} <= set(result.why)

@@ -20,7 +20,7 @@ from support.report_factory import (
 
 from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.file import check_writable, dump, encode, load, parse
-from pytest_llmgpu.report.report import next_id
+from pytest_llmgpu.report.report import SCHEMA_VERSION, next_id
 from pytest_llmgpu.report.result import Metric
 
 
@@ -65,7 +65,7 @@ def test_columns_stay_on_one_line_and_records_do_not() -> None:
     dump(make_full_report(), Path("report.json"))
     lines = Path("report.json").read_text(encoding="utf-8").splitlines()
     assert '            "latency_s": [0.75,0.75,0.75,0.75],' in lines
-    assert '  "schema_version": 1,' in lines
+    assert f'  "schema_version": {SCHEMA_VERSION},' in lines
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -156,8 +156,8 @@ def _written(document: object) -> bytes:
             "is not a report of pytest-llmgpu.*schema_version",
         ),
         (_written({"schema_version": "1.0", "cases": []}), r"is not a report of pytest-llmgpu.*\$\.schema_version"),
-        (_written({"schema_version": 2, "cases": []}), "schema_version 2 is newer than 1.*upgrade"),
-        (_written({"schema_version": 0, "cases": []}), "schema_version 0 does not exist; allowed are 1 to 1"),
+        (_written({"schema_version": 3, "cases": []}), "schema_version 3 is newer than 2.*upgrade"),
+        (_written({"schema_version": 0, "cases": []}), "schema_version 0 does not exist; allowed are 1 to 2"),
         (_written({"schema_version": 1, "cases": []}), "breaks schema_version 1.*created"),
         (_written({"schema_version": 1, "cases": [], "x": math.nan}), r"is not valid JSON.*byte"),
         (_written({"schema_version": 1, "cases": [], "x": -math.inf}), r"is not valid JSON.*byte"),

@@ -23,6 +23,7 @@ _PUBLISHED = sorted((Path(__file__).parents[2] / "benchmarks" / "reports").glob(
 _SHA256 = {
     "schema-1.json": "9c842b636717098d89d9d2ff6953a5a6662adb47e3ab63e7057f6009aeb08529",
     "schema-1-promoted.json": "cc238b071a38f9f7b6fed161942c95c1625124d037e7984ce07688f78051934b",
+    "schema-2.json": "b968ef64e9e0524101854e11d21c80895df2ad1b8976c4a585f2c7768ca78a63",
 }
 """File to its hash. If a test here fails, the reader is wrong, not the file.
 
@@ -85,7 +86,36 @@ def _read_1_promoted(report: Report) -> None:
     assert (len(others), {row.verdict for row in others}) == (7, {"OK"})
 
 
-_FACTS = {"schema-1.json": _read_1, "schema-1-promoted.json": _read_1_promoted}
+def _read_2(report: Report) -> None:
+    ceilings, (_, tp, *_) = report.environment.ceilings, report.cases
+    assert ceilings is not None
+    assert ceilings.devices[0].gemm_flops_per_s == {"float16": 7.6e14}
+    assert ceilings.all_reduce_bytes_per_s == 3.5e11
+    work = tp.launches[0].work
+    assert work is not None
+    assert (work.batches, work.passes) == ([0, 2], 3)
+    assert work.model is not None
+    assert work.model.parameters == 6_500_000
+    assert work.collectives is not None
+    assert work.collectives[0].transfer_s == [0.002, 0.002, 0.003]
+    first, second = work.ranks
+    assert first.device_time_s == [0.5, 0.51, 0.5]
+    assert (first.kernels, first.flops, first.host_syncs) == (1000, 10**12, 4)
+    assert first.runtime_calls == {"cudaLaunchKernel": 990, "cudaStreamSynchronize": 2}
+    assert first.rows is not None
+    names = [row.kernel if row.kernel is None else report.environment.kernel_names[row.kernel] for row in first.rows]
+    assert [row.family for row in first.rows] == ["GEMM", "elementwise", "GEMM", "other"]
+    assert [row.module for row in first.rows] == [None, None, "layers.*.mlp.down_proj", "other"]
+    assert str(names[0]).startswith("nvjet")
+    assert names[-1] is None
+    assert (second.device_time_s, second.ops) == (None, {"aten::mm": 400})
+    assert "CUPTI" in second.why["device_time_s"]
+    assert tp.bound is not None
+    assert (tp.bound.limited_by, tp.bound.share) == ("compute", 0.5)
+    assert (tp.energy_j_per_sequence, tp.energy_j_per_token) == (12.5, 0.125)
+
+
+_FACTS = {"schema-1.json": _read_1, "schema-1-promoted.json": _read_1_promoted, "schema-2.json": _read_2}
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
@@ -107,7 +137,8 @@ def test_the_file_of_a_version_is_unchanged(name: str) -> None:
     assert hashlib.sha256((_REPORTS / name).read_bytes()).hexdigest() == _SHA256[name]
 
 
-def test_the_oldest_files_have_a_value_for_every_field() -> None:
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
+def test_the_files_of_a_version_have_a_value_for_every_field(version: int) -> None:
     """A field without a value in any file would not be tested."""
     filled: set[str] = set()
     absent: set[str] = set()
@@ -119,7 +150,7 @@ def test_the_oldest_files_have_a_value_for_every_field() -> None:
             if isinstance(item, (dict, list)):
                 visit(item, inner)
 
-    visit(json.loads(_path(1).read_bytes()), "$")
+    visit(json.loads(_path(version).read_bytes()), "$")
     promoted = json.loads((_REPORTS / "schema-1-promoted.json").read_bytes())
     visit({"verdicts": promoted["verdicts"]}, "$")
     assert absent - filled == {"$.options.--llmgpu-revision", "$.environment.versions.ray"}
@@ -144,5 +175,6 @@ def test_an_old_report_is_written_in_the_current_schema(name: str, tmp_path: Pat
     """An old report that is read and written has every field of the current schema and equal values."""
     report = load(_REPORTS / name)
     dump(report, tmp_path / "new.json")
+    report.schema_version = SCHEMA_VERSION
     assert load(tmp_path / "new.json") == report
     jsonschema.validate(json.loads((tmp_path / "new.json").read_bytes()), schema())

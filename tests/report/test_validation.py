@@ -68,7 +68,7 @@ def test_an_impossible_value_is_refused_with_its_place(place: str, value: object
     with pytest.raises(ValueError, match="Expected") as caught:
         _parsed(document)
     assert reason in str(caught.value)
-    assert str(caught.value).startswith("report report.json: breaks schema_version 1: Expected ")
+    assert str(caught.value).startswith("report report.json: breaks schema_version 2: Expected ")
     assert str(caught.value).endswith(f" - at `${path}`")
 
 

@@ -232,6 +232,13 @@ def test_cuda_graphs_are_another_measurement(tmp_path: Path, choose: Callable[..
         _planner(tmp_path, "cpu").request(choose(cuda_graphs="on"), "mp", 4)
 
 
+def test_work_passes_are_no_part_of_a_case(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """They follow the measurement and leave it as it is; the option switches them off."""
+    requests = [_planner(tmp_path).request(choose(**fields), "mp", 4) for fields in ({}, {"work": "off"})]
+    assert [request.work for request in requests] == [True, False]
+    assert requests[0].case == requests[1].case
+
+
 def test_a_case_has_the_name_that_its_strategy_has(tmp_path: Path, choose: Callable[..., Options]) -> None:
     """A strategy chosen by name or by place is the same measurement."""
     planner = _planner(tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_factory import make_answers, make_failed, make_result
+from support.report_factory import make_answers, make_ceilings, make_failed, make_result, make_traffic, make_work
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
@@ -61,6 +61,26 @@ def test_a_failure_has_no_folder_user_or_host_name(recorded: Recorder, tmp_path:
     assert recorded.path is not None
     written = recorded.path.read_text()
     assert not any(name in written for name in ("ada", "node17", str(tmp_path)))
+
+
+def test_the_environment_has_the_ceilings_and_the_names_of_kernels(recorded: Recorder) -> None:
+    """Before the GPUs are measured `why` has the reason, and afterwards the bound of a case follows from them."""
+    _add(recorded, make_result(2.0, traffic=make_traffic(2)))
+    assert recorded.report is not None
+    environment = recorded.report.environment
+    assert (environment.ceilings, environment.kernel_names) == (None, [])
+    assert "ceilings" in environment.why
+    assert "bound" in recorded.report.cases[0].why
+    result = make_result(2.0, traffic=make_traffic(2))
+    result.launches[0].work = make_work()
+    names = ["nvjet_hsh", "add_kernel"]
+    added = recorded.add(result, Options(), "test_it.py::test_it", _FACTS, kernel_names=names, ceilings=make_ceilings())
+    assert (environment.ceilings, environment.kernel_names) == (make_ceilings(), names)
+    assert "ceilings" not in environment.why
+    assert added.bound is not None
+    assert added.inference_s is not None
+    assert added.bound.share == pytest.approx(added.bound.bound_s / added.inference_s)
+    assert "bound" not in added.why
 
 
 def test_a_failure_without_a_log_keeps_none(recorded: Recorder) -> None:

@@ -14,9 +14,11 @@ from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
-from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks import work, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.kernel_records import NamedRow
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
@@ -31,6 +33,7 @@ from pytest_llmgpu.report.result import (
     Profile,
     Traffic,
 )
+from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings, DeviceCeilings, ModelSize, RankWork, WorkRow
 from pytest_llmgpu.session.runner import Request, Runner
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Workspace
@@ -116,7 +119,7 @@ def _case(batch_size: int, **fields: Any) -> Case:
 _MP, _TP = "pytest_llmgpu.strategies.mp:LayerParallel", "pytest_llmgpu.strategies.tp:TensorParallel"
 
 
-def _request(case: Case, strategy: str = _MP) -> Request:
+def _request(case: Case, strategy: str = _MP, *, work: bool = False) -> Request:
     source = ModelSource(
         name="m",
         directory=None,
@@ -135,6 +138,7 @@ def _request(case: Case, strategy: str = _MP) -> Request:
         items=(),
         timeout_s=60.0,
         load_timeout_s=60.0,
+        work=work,
     )
 
 
@@ -301,6 +305,127 @@ def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseR
     assert "c10d::new is not known" in result.why["traffic"]
     assert set(launcher.ended) == ({"killed"} if raised else set())
     assert runner.run(_request(_case(8), _TP), recorded.append).outcome == "completed"
+
+
+def _working(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Answer as ranks do that send and compute something."""
+    if fn is worker.account:
+        return TrafficReply(collectives=[_SENT])
+    if fn is worker.run_work_passes:
+        return WorkReply(
+            batches=[1],
+            work=RankWork(uuids=["GPU-c"], flops=7),
+            rows=[NamedRow(None, args[0], "GEMM", 1, 0.5)],
+            collective_s=[{}] * work.PASSES,
+        )
+    if fn is worker.model_size:
+        return ModelSize(parameters=1, weights_bytes=2, layers=3, attention_width=4)
+    if fn is worker.measure_ceilings:
+        return Ceilings(devices=[DeviceCeilings(uuid="GPU-c", gemm_flops_per_s={"float16": 3.0})])
+    return _reply(fn, args)
+
+
+def test_work_passes_follow_the_measured_forwards(recorded: list[CaseResult]) -> None:
+    """They run in the execution of the case, after the traffic; the GPUs are measured once for all cases."""
+    asked: list[str] = []
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        asked.append(fn.__name__)
+        return _working(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    for batch_size in (4, 8):
+        result = runner.run(_request(_case(batch_size), work=True), recorded.append)
+        assert result.outcome == "completed"
+        found = result.launches[0].work
+        assert found is not None
+        assert (found.batches, found.passes, found.ranks[0].flops) == ([1], work.PASSES, 7)
+        assert found.model is not None
+        assert found.ranks[0].rows == [WorkRow(module=None, kernel=0, family="GEMM", calls=1, time_s=0.5)]
+        assert "work" not in result.launches[0].why
+    assert runner.kernel_names == {"eager": 0}
+    assert runner.ceilings is not None
+    assert runner.ceilings.devices[0].gemm_flops_per_s == {"float16": 3.0}
+    first = asked[asked.index("measure") :]
+    assert first[:5] == ["measure", "account", "run_work_passes", "model_size", "measure_ceilings"]
+    assert asked.count("measure_ceilings") == 1
+    assert asked.count("run_work_passes") == 2
+
+
+@pytest.mark.parametrize("failing", [worker.run_work_passes, worker.model_size])
+def test_failed_work_passes_cost_no_measurement(recorded: list[CaseResult], failing: Callable[..., Any]) -> None:
+    """The case stays completed with the reason; the ranks, which may be stuck, are started again."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is failing:
+            raise RankFailedError("oom", Failure(phase="forward", message="CUDA out of memory"))
+        return _working(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4), work=True), recorded.append)
+    assert (result.outcome, result.failure) == ("completed", None)
+    assert result.traffic is not None
+    (launch,) = result.launches
+    assert (launch.work, launch.batches.latency_s) == (None, [1.0, 2.0])
+    assert "CUDA out of memory" in launch.why["work"]
+    assert launcher.ended == ["killed"]
+    assert runner.run(_request(_case(8)), recorded.append).outcome == "completed"
+
+
+def test_failed_ceilings_cost_no_work(recorded: list[CaseResult]) -> None:
+    """They are null with the reason, and are not tried again."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.measure_ceilings:
+            raise RankFailedError("error", Failure(phase="forward", message="cuBLAS failed"))
+        return _working(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    for batch_size in (4, 8):
+        result = runner.run(_request(_case(batch_size), work=True), recorded.append)
+        assert result.launches[0].work is not None
+    assert runner.ceilings is not None
+    assert "cuBLAS failed" in runner.ceilings.why["devices"]
+
+
+def test_work_passes_are_left_out_where_they_are_switched_off(recorded: list[CaseResult]) -> None:
+    """`why` has the reason: the option, the outcome, or ranks that were ended before."""
+    runner, _ = _runner(_FakeLauncher(_working))
+    assert runner.run(_request(_case(4)), recorded.append).launches[0].why == {"work": WORK_OFF}
+
+    def failing(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.measure:
+            raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
+        return _working(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(failing))
+    assert runner.run(_request(_case(4), work=True), recorded.append).launches[0].why == {"work": NO_WORK}
+    runner, _ = _runner(_FakeLauncher(_reply))
+    result = runner.run(_request(_case(4), _TP, work=True), recorded.append)
+    assert result.outcome == "error"
+    assert "the ranks were ended" in result.launches[0].why["work"]
+
+
+@pytest.mark.parametrize("interrupted", [worker.account, worker.run_work_passes])
+def test_an_interrupt_after_the_measurement_loses_nothing(
+    recorded: list[CaseResult], interrupted: Callable[..., Any]
+) -> None:
+    """Ctrl-C in a pass that follows the measured forwards leaves a completed case."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is interrupted:
+            raise KeyboardInterrupt
+        return _working(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(_request(_case(4), work=True), recorded.append)
+    assert recorded[0].outcome == "completed"
+    assert recorded[0].launches[0].batches.latency_s == [1.0, 2.0]
+    assert "work" in recorded[0].launches[0].why
+    assert launcher.ended == ["killed"]
 
 
 def test_memory_is_recorded_by_nvml_index(recorded: list[CaseResult]) -> None:

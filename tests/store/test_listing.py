@@ -65,10 +65,10 @@ def _kept(text: str) -> Path:
         ('{"benchmarks": [], "version": "5.3.1"}', "is not a report of pytest-llmgpu"),
         (
             '{"schema_version": 9, "created": "x", "cases": []}',
-            "schema_version 9 is newer than 1; upgrade pytest-llmgpu",
+            "schema_version 9 is newer than 2; upgrade pytest-llmgpu",
         ),
-        ('{"schema_version": 9, "cases": {}}', "schema_version 9 is newer than 1; upgrade pytest-llmgpu"),
-        ('{"schema_version": 0, "created": "x", "cases": []}', "schema_version 0 does not exist; allowed are 1 to 1"),
+        ('{"schema_version": 9, "cases": {}}', "schema_version 9 is newer than 2; upgrade pytest-llmgpu"),
+        ('{"schema_version": 0, "created": "x", "cases": []}', "schema_version 0 does not exist; allowed are 1 to 2"),
         ('{"schema_version": 1, "created": "x", "cases": {}}', "Expected `array`, got `object` - at `$.cases`"),
     ],
 )

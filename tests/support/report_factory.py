@@ -29,6 +29,16 @@ from pytest_llmgpu.report.result import (
     Series,
     Traffic,
 )
+from pytest_llmgpu.report.work import (
+    Bound,
+    Ceilings,
+    CollectiveWork,
+    DeviceCeilings,
+    ModelSize,
+    RankWork,
+    Work,
+    WorkRow,
+)
 
 GIB = 2**30
 
@@ -119,6 +129,55 @@ def make_traffic(ranks: int = 4, wire_bytes_per_sequence: float = 40e6) -> Traff
     return Traffic(ranks=[[sent]] * ranks, wire_bytes_per_sequence=wire_bytes_per_sequence)
 
 
+def make_work(ranks: int = 2, **fields: Any) -> Work:
+    """Return what ranks that all-reduce compute, each the same, on a GPU of its own."""
+    defaults: dict[str, Any] = {
+        "batches": [0, 2],
+        "passes": 3,
+        "collectives": [
+            CollectiveWork(
+                collective="all_reduce", calls=8, transfer_s=[0.002, 0.002, 0.003], wait_s=[0.01, 0.02, 0.015]
+            )
+        ],
+        "ranks": [
+            RankWork(
+                uuids=[f"GPU-{index}"],
+                device_time_s=[0.5, 0.51, 0.5],
+                copy_s=[0.001, 0.001, 0.001],
+                idle_s=[0.25, 0.26, 0.24],
+                busy=0.67,
+                kernels=1000,
+                kernels_sha256="f" * 64,
+                ops={"aten::mm": 400},
+                flops=10**12,
+                runtime_calls={"cudaLaunchKernel": 990, "cudaStreamSynchronize": 2},
+                host_syncs=4,
+                rows=[
+                    WorkRow(module=None, kernel=0, family="GEMM", calls=400, time_s=0.4),
+                    WorkRow(module=None, kernel=1, family="elementwise", calls=600, time_s=0.1),
+                    WorkRow(module="layers.*.mlp.down_proj", kernel=0, family="GEMM", calls=100, time_s=0.1),
+                    WorkRow(module="other", kernel=None, family="other", calls=900, time_s=0.4),
+                ],
+            )
+            for index in range(ranks)
+        ],
+        "model": ModelSize(parameters=6_500_000, weights_bytes=13_000_000, layers=2, attention_width=256),
+    }
+    return Work(**{**defaults, **fields})
+
+
+def make_ceilings(gpus: int = 2) -> Ceilings:
+    """Return the rates of GPUs of one kind."""
+    return Ceilings(
+        devices=[
+            DeviceCeilings(uuid=f"GPU-{index}", gemm_flops_per_s={"float16": 7.6e14}, copy_bytes_per_s=3.9e12)
+            for index in range(gpus)
+        ],
+        all_reduce_bytes_per_s=3.5e11,
+        all_reduce_latency_s=1.2e-5,
+    )
+
+
 def make_memory(devices: int = 4, *, peak: float = 16 * GIB, used: float = 18 * GIB) -> list[DeviceMemory]:
     """Return the memory of each device; the last one uses 1 GiB more."""
     extra = [GIB if devices > 1 and index == devices - 1 else 0 for index in range(devices)]
@@ -200,6 +259,11 @@ def make_full_report() -> Report:
     )
     sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8)
     report.cases[0].traffic = Traffic(ranks=[[], [sent]], wire_bytes_per_sequence=8.0)
+    report.cases[0].launches[0].work = make_work()
+    report.cases[0].bound = Bound(
+        compute_s=1.0, memory_s=0.5, wire_s=0.25, bound_s=1.5, limited_by="compute", share=0.5
+    )
+    report.environment.ceilings, report.environment.kernel_names = make_ceilings(), ["nvjet_hsh", "add_kernel"]
     report.cases[0].comparison = Comparison(
         reference="mp-bs1#2",
         items=5,
