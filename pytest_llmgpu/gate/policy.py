@@ -1,4 +1,4 @@
-"""What a gate is told: margins, what to do where nothing can be said, and regressions that are known."""
+"""The policy of a gate: thresholds, the handling of inconclusive rows, and known regressions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import MIB
 
 __all__ = [
     "AccuracyRule",
@@ -34,99 +35,119 @@ _ALLOWED = {
     "accuracy.metric": ("acc", "acc_norm"),
     "].metric": JUDGED,
 }
-"""End of a key to the words it takes."""
-
+"""The allowed words of a key, by the end of its name."""
 
 _SWITCHES = ("on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
-"""Keys that a command line may set, too."""
+"""Keys that options of the command line override."""
 
 
 class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bar for time."""
+    """The threshold of time."""
 
     gate: bool = True
-    """False: reported, never a reason to fail."""
+    """Whether a regression fails the gate. False: verdicts are reported only."""
     margin: float = default_threshold("time")
-    """Slowdown that is allowed, as a fraction."""
+    """The relative threshold: the slowdown that is allowed, as a fraction."""
     absolute_s: float = 0.0
-    """Seconds of the whole case that are allowed where the margin is less."""
+    """The absolute threshold in seconds of the whole case. The larger of both thresholds is used."""
 
 
 class LoadTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The threshold of the load time, which is compared once per series: a strategy loads its model once."""
 
     gate: bool = spec_of("load_time").gate
-    """False: a verdict is shown and never fails the gate."""
+    """Whether a regression fails the gate. False: verdicts are reported only."""
     margin: float = default_threshold("load_time")
-    """Growth that is allowed, as a fraction."""
+    """The relative threshold: the growth that is allowed, as a fraction."""
 
 
 class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bar for right answers. Losing more items than chance explains is a regression however small the loss."""
+    """The thresholds of accuracy. A statistically significant loss is a regression, however small it is."""
 
     gate: bool = True
+    """Whether a regression fails the gate. False: verdicts are reported only."""
     metric: Literal["acc", "acc_norm"] = "acc_norm"
+    """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
+    (acc_norm)."""
     margin: float = default_threshold("accuracy")
-    """Loss, as a fraction of the items, that has to be ruled out before the answers count as OK."""
+    """The loss as a fraction of the items that the interval must exclude for the verdict OK."""
     floor: float | None = None
-    """Least accuracy, whatever the baseline says; None: only what the candidate's own check says."""
+    """The least accuracy that is allowed, independent of the baseline; None: the candidate's accuracy check decides."""
     difference: float | None = None
-    """Largest typical difference of log-likelihoods from the baseline's, as a fraction, the answers being what they
-    may; None: what rounding explains in the case's dtype, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
+    """The largest typical relative difference of log-likelihoods from the baseline that is allowed. None: what rounding
+    explains in the dtype of the case, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
 
 
 class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bar for the peak of the fullest device."""
+    """The thresholds of the peak memory of the fullest device."""
 
     gate: bool = True
+    """Whether a regression fails the gate. False: verdicts are reported only."""
     margin: float = default_threshold("memory")
-    """Growth that is allowed, as a fraction."""
-    absolute_bytes: int = 64 * 2**20
-    """Bytes that are allowed where the margin is less."""
+    """The relative threshold: the growth of tensors that is allowed, as a fraction."""
+    absolute_bytes: int = 64 * MIB
+    """The absolute threshold in bytes. The larger of both thresholds is used."""
     used_margin: float = 0.1
-    """Growth that is allowed of all that NVML sees in use, caches and buffers of NCCL among it; a GiB always is."""
+    """The growth that is allowed for all memory that NVML reports as used, as a fraction. This includes caches and
+    buffers of NCCL. A growth of 1 GiB is always allowed."""
 
 
 class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether any change counts, for what one run settles."""
+    """The rule of an exact metric: every change for the worse is a regression."""
 
     gate: bool = True
+    """Whether a regression fails the gate. False: verdicts are reported only."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for one case."""
+    """The rules of all metrics for one case."""
 
     time: TimeRule = TimeRule()
+    """The rule of the time of a case."""
     accuracy: AccuracyRule = AccuracyRule()
+    """The rule of accuracy."""
     memory: MemoryRule = MemoryRule()
+    """The rule of the peak memory."""
     traffic: ExactRule = ExactRule()
+    """The rule of the bytes and calls that the ranks send."""
     path: ExactRule = ExactRule()
+    """The rule of the links that carry the traffic."""
     predictions: ExactRule = ExactRule(gate=spec_of("predictions").gate)
-    """Items answered otherwise. Other kernels may flip a few; `accuracy` says whether that did harm."""
+    """The rule of changed predictions. Other kernels can change a few without a loss of accuracy."""
     largest_batch: ExactRule = ExactRule()
+    """The rule of the largest batch size of a series that completed."""
     load_time: LoadTimeRule = LoadTimeRule()
+    """The rule of the load time of a series."""
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Other bars for some cases; a later entry wins. Fields that an entry leaves out stay as they are."""
+    """Other rules for some cases. Later entries take precedence, and keys that an entry lacks do not change."""
 
     strategy: str | None = None
-    """Strategy it is for; None: any."""
+    """The strategy of the cases; None: any."""
     test: str | None = None
-    """Pattern of the node ids it is for, `*` for anything; None: any."""
+    """The pattern of the node ids of the cases, in which `*` stands for any text; None: any."""
     marker: str | None = None
-    """Name of a pytest marker that the test, its class or its module has; None: any."""
+    """The name of a pytest marker that the test, its class or its module has; None: any."""
     time: dict[str, Any] = {}
+    """The changed keys of the rule of time."""
     accuracy: dict[str, Any] = {}
+    """The changed keys of the rule of accuracy."""
     memory: dict[str, Any] = {}
+    """The changed keys of the rule of memory."""
     traffic: dict[str, Any] = {}
+    """The changed keys of the rule of traffic."""
     path: dict[str, Any] = {}
+    """The changed keys of the rule of the path."""
     predictions: dict[str, Any] = {}
+    """The changed keys of the rule of predictions."""
     largest_batch: dict[str, Any] = {}
+    """The changed keys of the rule of the largest batch size."""
     load_time: dict[str, Any] = {}
+    """The changed keys of the rule of the load time."""
 
     def is_for(self, result: CaseResult) -> bool:
-        """Return whether it is for a case, by its strategy and its test."""
+        """Return whether the entry applies to a case."""
         return (
             self.strategy in {None, result.case.strategy}
             and (self.test is None or _matches(self.test, result.nodeid or ""))
@@ -138,32 +159,38 @@ class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A regression that is accepted until a day."""
 
     case: str
-    """Id of the case: `tp-bs8`; of a series its strategy."""
+    """The id of the case, such as `tp-bs8`, or the strategy of a series."""
     metric: MetricName
+    """The metric that regressed."""
     reason: str
+    """The reason why the regression is accepted."""
     expires: datetime.date
-    """Last day on which it is accepted."""
+    """The last day on which the regression is accepted."""
     up_to: float | None = None
-    """Largest growth that is accepted, as a fraction of the baseline's; None: any. For time, traffic and memory."""
+    """The largest growth that is accepted, as a fraction of the baseline; None: any. Only for metrics that grow."""
 
 
 class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a gate is told."""
+    """The rules of a gate for all cases, with overrides and known regressions."""
 
     confidence: float = 0.95
-    """With which each end of an interval holds, and 1 less the chance of a false alarm in a metric's family of rows."""
+    """The confidence of each end of an interval. The probability of a false alarm in all rows of a metric is at most 1
+    minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
+    """Whether INCONCLUSIVE rows pass or fail the gate."""
     allow_missing: bool = False
-    """Let cases and figures pass that the baseline has and the candidate lacks."""
+    """Whether cases and figures pass that only the baseline has."""
     allow_no_baseline: bool = False
-    """Let a run pass in which nothing could be compared for want of a baseline."""
+    """Whether a run passes that could not be compared because there is no baseline."""
     require_armed: bool = False
-    """Fail where anything that is gated could not be compared."""
+    """Whether a gated row that could not be compared fails the gate."""
     override: list[Override] = []
+    """The rules that differ for some cases."""
     known: list[Known] = []
+    """The regressions that are accepted."""
 
     def rules(self, result: CaseResult) -> Rules:
-        """Return what holds for a case."""
+        """Return the rules for a case."""
         rules: Rules = self
         for entry in self.override:
             if entry.is_for(result):
@@ -172,35 +199,35 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def switched(policy: Policy, given: object) -> Policy:
-    """Return the policy with what `given` says otherwise in attributes of the keys' names; None there says nothing."""
-    said = {name: value for name in _SWITCHES if (value := getattr(given, name, None)) is not None}
-    return msgspec.structs.replace(policy, **said)
+    """Return the policy with the values of the attributes of `given`, except None, for the keys in `_SWITCHES`."""
+    changed = {name: value for name in _SWITCHES if (value := getattr(given, name, None)) is not None}
+    return msgspec.structs.replace(policy, **changed)
 
 
 def idle_overrides(policy: Policy, cases: Iterable[CaseResult]) -> list[str]:
-    """Return a line for each override that is for none of the cases: a name that is misspelt changes nothing."""
+    """Return a line for each override that applies to none of the cases, because its name may be misspelt."""
     results = list(cases)
     return [
-        f"override[{number}] of the policy matched no case"
+        f"override[{number}] of the policy matches no case: check its strategy, test and marker"
         for number, entry in enumerate(policy.override)
         if not any(map(entry.is_for, results))
     ]
 
 
 def overridden(rules: Rules, entry: Override, number: int = 0) -> Rules:
-    """Return rules with what an entry says otherwise; ValueError names the entry by its number, and the key."""
+    """Return the rules with the keys of an entry; ValueError names the number of the entry and the key."""
     changed: dict[str, Any] = {}
     for name in Rules.__struct_fields__:
         if table := getattr(entry, name):
             before = getattr(rules, name)
             merged = {**msgspec.to_builtins(before), **table}
             changed[name] = converted(merged, type(before), f"override[{number}].{name}.")
-    # A Policy is more than its rules: what holds for one case has no overrides of its own.
+    # `rules` can be a Policy; only its rules are copied.
     return Rules(**{name: changed.get(name, getattr(rules, name)) for name in Rules.__struct_fields__})
 
 
 def converted(table: Any, record: type[_Record], place: str) -> _Record:
-    """Return TOML's values as a record; ValueError names an unknown key and those that are allowed."""
+    """Return a TOML table as a record; ValueError names an invalid key, its value and what is allowed."""
     _refuse_unknown(table, record, place)
     try:
         return msgspec.convert(table, record)
@@ -213,16 +240,16 @@ def converted(table: Any, record: type[_Record], place: str) -> _Record:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern, `*` for anything, is for the whole name. Not fnmatch: ids of tests have brackets."""
+    """Return whether a pattern with `*` matches the whole name. fnmatch would interpret the brackets of node ids."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
 
 
 def _refuse_unknown(table: Any, record: type[msgspec.Struct], place: str) -> None:
     if not isinstance(table, Mapping):
-        return  # the conversion says so
+        return  # The conversion reports it.
     for key, value in table.items():
         if key not in record.__struct_fields__:
-            raise ValueError(f"{place}{key} is no key: allowed are {', '.join(sorted(record.__struct_fields__))}")
+            raise ValueError(f"{place}{key} is not a key: allowed are {', '.join(sorted(record.__struct_fields__))}")
         if record is Policy:
             rule = next((f.type for f in msgspec.structs.fields(Policy) if f.name == key), None)
             if isinstance(rule, type) and issubclass(rule, msgspec.Struct):

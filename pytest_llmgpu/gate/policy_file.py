@@ -1,6 +1,6 @@
-"""How a policy's file is found, read, checked and written.
+"""The policy file, which is found, read, checked and written here.
 
-It is TOML: `[tool.llmgpu.gate]` of a pyproject.toml, or a file of its own with the same keys at its top.
+It is TOML: the table `[tool.llmgpu.gate]` of a pyproject.toml, or a separate file with the same keys at the top level.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _GROWING = tuple(spec.name for spec in METRICS if spec.grows)
 
 
 def find(folder: Path) -> Path | None:
-    """Return what to `load` where nobody names a policy; None for the built-in one.
+    """Return the policy file that is used if none is given; None: the default policy.
 
-    The first pyproject.toml with a policy from the folder up to the root of its repository: a command that is run in
-    a folder below must not pass by other margins.
+    It is the first pyproject.toml with a policy from the folder up to the root of its repository. A command in a
+    subfolder uses the same thresholds in this way.
     """
     start = folder.resolve()
     for parent in (start, *start.parents):
         path = parent / _PYPROJECT
         if path.is_file() and _has_policy(path):
             return path
-        if (parent / ".git").exists():  # a file in a worktree
+        if (parent / ".git").exists():  # In a worktree it is a file.
             break
     return None
 
 
 def load(path: Path | None, repository: Path = Path()) -> Policy:
-    """Read a policy; None, and a pyproject.toml without one, give the defaults.
+    """Read a policy. The default policy is returned for None and for a pyproject.toml without a policy.
 
     Args:
-        path: TOML, or `git:REV:PATH`, which is read from that commit.
-        repository: folder inside the working tree of git.
+        path: A TOML file, or `git:REV:PATH`, which is read from that commit.
+        repository: A folder inside the working tree of git.
 
     Raises:
-        ValueError: one line that names the file, the key, and what is allowed.
+        ValueError: The file is not valid; one line with the file, the key and what is allowed.
     """
     table = None if path is None else _table(path, repository)
     try:
@@ -61,14 +61,14 @@ def load(path: Path | None, repository: Path = Path()) -> Policy:
 
 
 def in_words(path: Path | None, repository: Path = Path()) -> str:
-    """Return which policy `load` reads, in a line for people; no folder is named: the line gets published."""
+    """Describe the policy that `load` reads. The line is published, so it contains no folder."""
     if path is None or _table(path, repository) is None:
         return "policy: built-in"
     return f"policy: {path if git.is_reference(path) else path.name}"
 
 
 def dump(policy: Policy) -> str:
-    """Return the policy as TOML, every key with the value in force; `load` reads it back."""
+    """Return the policy as TOML with all keys; `load` reads it."""
     fields: dict[str, Any] = msgspec.to_builtins(policy, builtin_types=(datetime.date,))
     plain = {key: value for key, value in fields.items() if not isinstance(value, (dict, list))}
     lines = _pairs(plain)
@@ -82,7 +82,7 @@ def dump(policy: Policy) -> str:
 
 
 def sha256(policy: Policy) -> str:
-    """Return the digest of the policy's text, as `dump` gives it."""
+    """Return the SHA-256 of the policy as TOML."""
     return hashlib.sha256(dump(policy).encode()).hexdigest()
 
 
@@ -90,35 +90,37 @@ def _has_policy(path: Path) -> bool:
     try:
         return _table(path, path.parent) is not None
     except ValueError:
-        return True  # `load` says what is wrong with it
+        return True  # `load` reports the error.
 
 
 def _table(path: Path, repository: Path) -> Any:
-    """Return the policy's table of a file; None for a pyproject.toml without one."""
+    """Return the table of the policy in a file; None for a pyproject.toml without one."""
     try:
         data = git.content(path, repository) if git.is_reference(path) else path.read_bytes()
-        # msgspec's and not tomllib, which Python 3.10 lacks: there it finds tomli, which pytest brings along.
+        # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
         table = msgspec.toml.decode(data)
     except OSError as error:
         raise ValueError(f"policy {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"policy {path}: is no TOML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"policy {path}: is not valid TOML: {' '.join(str(error).split())}") from None
     except ImportError:
         raise ValueError(f"policy {path}: Python 3.10 needs the package tomli to read TOML") from None
-    except ValueError as error:  # git's, which begins with the name
+    except ValueError as error:  # A message of git begins with the name.
         raise ValueError(f"policy {error}") from None
     if path.name.rpartition(":")[2] != _PYPROJECT and "tool" not in table:
         return table
     _check_tables(path, table)
-    if path.name.rpartition(":")[2] != _PYPROJECT and (beside := sorted(set(table) - {"tool"})):
-        raise ValueError(f"policy {path}: {beside[0]} is outside [tool.llmgpu.gate], where it counts for nothing")
+    if path.name.rpartition(":")[2] != _PYPROJECT and (outside := sorted(set(table) - {"tool"})):
+        raise ValueError(
+            f"policy {path}: {outside[0]} is outside [tool.llmgpu.gate] and would be ignored: move it there"
+        )
     for name in ("tool", "llmgpu", "gate"):
         table = table.get(name) if isinstance(table, dict) else table
     return table
 
 
 def _check_tables(path: Path, table: dict[str, Any]) -> None:
-    """Refuse a table that somebody meant for the policy: under another name it would be silently the default."""
+    """Refuse a table with a similar name, because it would be ignored and the default policy used."""
     tools = table.get("tool", {})
     tools = tools if isinstance(tools, dict) else {}
     ours = tools.get("llmgpu", {})
@@ -135,20 +137,20 @@ def _policy(table: Any) -> Policy:
         if known.up_to is None:
             continue
         if known.metric not in _GROWING:
-            raise ValueError(f"known[{number}].up_to is for {', '.join(_GROWING)}: {known.metric} does not grow")
+            raise ValueError(f"known[{number}].up_to: {known.metric} does not grow; allowed for {', '.join(_GROWING)}")
         bounds.append((f"known[{number}].up_to", known.up_to, 0.0, math.inf))
     for number, entry in enumerate(policy.override):
         if (entry.strategy, entry.test, entry.marker) == (None, None, None):
-            raise ValueError(f"override[{number}] is for no strategy, test or marker: name one of them")
+            raise ValueError(f"override[{number}] has no strategy, test or marker: add one of them")
         bounds += _bounded(f"override[{number}].", overridden(policy, entry, number))
     for place, value, low, high in bounds:
-        if not low <= value < high:  # NaN is neither
-            raise ValueError(f"{place} = {value}: allowed is {low:g} up to but not {high:g}")
+        if not low <= value < high:  # Also true for NaN.
+            raise ValueError(f"{place} = {value}: allowed is a number from {low:g} to less than {high:g}")
     return policy
 
 
 def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
-    """Return where a number stands, the number, its least value, and the first that is too large."""
+    """Return the numbers of rules: key, value, least allowed value, and upper bound, which is not allowed."""
     floor, difference = rules.accuracy.floor, rules.accuracy.difference
     return [
         (f"{place}time.margin", rules.time.margin, 0.0, 1.0),
@@ -170,7 +172,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML's basic strings take JSON's escapes; DEL alone may not stand for itself.
+        # A TOML string has the escapes of JSON, except that DEL must be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, datetime.date):
         return value.isoformat()
@@ -180,7 +182,7 @@ def _toml(value: Any) -> str:
 
 
 def policy_of(verdicts: Verdicts | None) -> Policy:
-    """Return the policy by which verdicts were made; the default one where there is none or it cannot be read."""
+    """Return the policy of verdicts; the default policy if there are none or theirs cannot be read."""
     if verdicts is None:
         return Policy()
     try:

@@ -14,8 +14,8 @@ def _case(strategy: str, nodeid: str | None, *markers: str) -> CaseResult:
     return result
 
 
-def test_a_key_holds_for_its_strategy_and_its_test() -> None:
-    """The later entry wins; what an entry leaves out stays."""
+def test_an_override_applies_to_its_strategy_and_its_test() -> None:
+    """A later entry takes precedence, and keys that an entry lacks do not change."""
     policy = Policy(
         time=TimeRule(margin=0.03, absolute_s=1),
         override=[
@@ -30,22 +30,22 @@ def test_a_key_holds_for_its_strategy_and_its_test() -> None:
     assert both.accuracy == policy.accuracy
 
 
-def test_a_test_is_named_by_its_whole_id() -> None:
-    """Brackets, which a pattern reads as a choice of letters, are part of every id."""
+def test_a_pattern_matches_the_whole_node_id() -> None:
+    """The brackets of a node id are matched literally."""
     named = Policy(override=[Override(test="b.py::test_x[mp-bs64]", time={"margin": 0.1})])
     assert named.rules(_case("mp", "b.py::test_x[mp-bs64]")).time.margin == 0.1
     assert named.rules(_case("mp", "b.py::test_x[mp-bs6]")).time.margin == 0.02
 
 
-def test_a_test_may_be_named_by_its_marker() -> None:
-    """Together with a strategy both have to be right."""
+def test_an_override_may_select_by_marker() -> None:
+    """With a strategy in addition both must match."""
     policy = Policy(override=[Override(marker="slow", strategy="tp", time={"margin": 0.1})])
     cases = [_case("tp", "x", "parametrize", "slow"), _case("tp", "x", "slower"), _case("mp", "x", "slow")]
     assert [policy.rules(one).time.margin for one in cases] == [0.1, 0.02, 0.02]
 
 
-def test_a_pattern_knows_the_star_alone() -> None:
-    """`[mp-*]` is no choice of letters, `?` is no letter; a line names each entry that is for no case."""
+def test_only_the_star_is_special_in_a_pattern() -> None:
+    """`[mp-*]` and `?` are literal, and each entry that applies to no case is reported in a line."""
     policy = Policy(
         override=[
             Override(test="*::test_x[mp-*]", time={"margin": 0.1}),
@@ -57,11 +57,11 @@ def test_a_pattern_knows_the_star_alone() -> None:
     assert policy.rules(result).time.margin == 0.1
     assert policy.rules(_case("mp", "b.py::test_xm")).time.margin == 0.02
     assert idle_overrides(policy, [result]) == [
-        f"override[{number}] of the policy matched no case" for number in (1, 2)
+        f"override[{number}] of the policy matches no case: check its strategy, test and marker" for number in (1, 2)
     ]
 
 
-def test_a_command_line_goes_before_the_policy() -> None:
-    """Where it says something."""
+def test_options_take_precedence_over_the_policy() -> None:
+    """An option that is not given changes nothing."""
     given = argparse.Namespace(on_inconclusive="fail", require_armed=None, verbose=True)
     assert switched(Policy(require_armed=True), given) == Policy(require_armed=True, on_inconclusive="fail")

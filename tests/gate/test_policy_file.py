@@ -55,23 +55,23 @@ def _write(tmp_path: Path, text: str, name: str = "gate.toml") -> Path:
     return path
 
 
-def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
-    """No policy, and a pyproject.toml or another tool's table without one, are the same."""
+def test_without_a_file_the_default_policy_is_used(tmp_path: Path) -> None:
+    """A pyproject.toml without a policy gives the default policy, too."""
     assert load(None) == Policy()
     assert load(_write(tmp_path, "[project]\nname = 'x'\n", "pyproject.toml")) == Policy()
     assert load(_write(tmp_path, "[tool.llmgpu]\n", "pyproject.toml")) == Policy()
 
 
-def test_a_pyproject_and_a_file_of_its_own_say_the_same(tmp_path: Path) -> None:
-    """The table's place differs, its keys do not; the folder's pyproject.toml is found."""
+def test_a_pyproject_and_a_separate_file_give_the_same_policy(tmp_path: Path) -> None:
+    """The pyproject.toml of the folder is found, and its table has the same keys."""
     assert find(tmp_path) is None
     path = _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
     assert find(tmp_path) == path
     assert load(path) == load(_write(tmp_path, "[time]\nmargin = 0.04\n")) == Policy(time=TimeRule(margin=0.04))
 
 
-def test_what_is_dumped_is_read_back(tmp_path: Path) -> None:
-    """Every key is there with the value in force, strings with quotes and backslashes too."""
+def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
+    """All keys are dumped, and strings with quotes and backslashes are read back."""
     for policy in (Policy(), load(_write(tmp_path, FULL))):
         text = dump(policy)
         again = load(_write(tmp_path, text, "dumped.toml"))
@@ -82,8 +82,8 @@ def test_what_is_dumped_is_read_back(tmp_path: Path) -> None:
     assert sha256(policy) != sha256(Policy())
 
 
-def test_overrides_are_read_in_the_file_s_order(tmp_path: Path) -> None:
-    """Each with the keys that it has, and no others."""
+def test_overrides_are_read_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Each entry has its own keys only."""
     assert load(_write(tmp_path, FULL)).override == [
         Override(strategy="tp", time={"margin": 0.05}),
         Override(test="benchmarks/*large*", time={"absolute_s": 2.5, "gate": False}),
@@ -91,8 +91,8 @@ def test_overrides_are_read_in_the_file_s_order(tmp_path: Path) -> None:
     ]
 
 
-def test_a_known_regression_has_a_day(tmp_path: Path) -> None:
-    """TOML's own dates."""
+def test_a_known_regression_has_an_expiry(tmp_path: Path) -> None:
+    """The expiry is a date of TOML."""
     known = load(_write(tmp_path, FULL)).known
     reason = 'the "new" kernel\\, see é'
     expires = datetime.date(2027, 1, 31)
@@ -102,56 +102,56 @@ def test_a_known_regression_has_a_day(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("margin = 1", r"margin is no key: allowed are accuracy, allow_missing, .*, traffic"),
-        ("[time]\nmargn = 1", r"time\.margn is no key: allowed are absolute_s, gate, margin"),
-        ("[[override]]\nstrategy = 'tp'\nspeed = {}", r"override\[0\]\.speed is no key: allowed are accuracy, .*"),
-        ("[[override]]\nstrategy = 'tp'\ntime = { margn = 1 }", r"override\[0\]\.time\.margn is no key: .*"),
-        ("[[override]]\ntime = { margin = 1 }", r"override\[0\] is for no strategy, test or marker: name one of them"),
+        ("margin = 1", r"margin is not a key: allowed are accuracy, allow_missing, .*, traffic"),
+        ("[time]\nmargn = 1", r"time\.margn is not a key: allowed are absolute_s, gate, margin"),
+        ("[[override]]\nstrategy = 'tp'\nspeed = {}", r"override\[0\]\.speed is not a key: allowed are accuracy, .*"),
+        ("[[override]]\nstrategy = 'tp'\ntime = { margn = 1 }", r"override\[0\]\.time\.margn is not a key: .*"),
+        ("[[override]]\ntime = { margin = 1 }", r"override\[0\] has no strategy, test or marker: add one of them"),
         (
             "[[known]]\ncase = 'x'\nwho = 'me'",
-            r"known\[0\]\.who is no key: allowed are case, expires, metric, reason, up_to",
+            r"known\[0\]\.who is not a key: allowed are case, expires, metric, reason, up_to",
         ),
-        (KNOWN.format("time", "-0.1"), r"known\[0\]\.up_to = -0\.1: allowed is 0 up to but not inf"),
+        (KNOWN.format("time", "-0.1"), r"known\[0\]\.up_to = -0\.1: allowed is a number from 0 to less than inf"),
         (
             KNOWN.format("accuracy", "0.1"),
-            r"known\[0\]\.up_to is for time, traffic, memory, load_time: accuracy .*",
+            r"known\[0\]\.up_to: accuracy does not grow; allowed for time, traffic, memory, load_time",
         ),
         ("[[known]]\ncase = 'x'", r"known\[0\]: object missing required field `metric`"),
         ("on_inconclusive = 'maybe'", r"on_inconclusive: invalid enum value 'maybe': allowed are pass, fail"),
         ("[accuracy]\nmetric = 'f1'", r"accuracy\.metric: invalid enum value 'f1': allowed are acc, acc_norm"),
         ("[time]\nmargin = '2 %'", r"time\.margin: expected `float`, got `str`"),
-        ("[time]\nmargin = 3", r"time\.margin = 3\.0: allowed is 0 up to but not 1$"),
+        ("[time]\nmargin = 3", r"time\.margin = 3\.0: allowed is a number from 0 to less than 1$"),
         (
             "[tool.llmgpu.gate]\n[time]\nmargin = 0.9",
-            r"time is outside \[tool\.llmgpu\.gate\], where it counts for nothing",
+            r"time is outside \[tool\.llmgpu\.gate\] and would be ignored: move it there",
         ),
-        ("[time]\nmargin = nan", r"time\.margin = nan: allowed is 0 up to but not 1"),
-        ("[memory]\nmargin = -0.1", r"memory\.margin = -0\.1: allowed is 0 up to but not 1"),
-        ("[time]\nabsolute_s = inf", r"time\.absolute_s = inf: allowed is 0 up to but not inf"),
+        ("[time]\nmargin = nan", r"time\.margin = nan: allowed is a number from 0 to less than 1"),
+        ("[memory]\nmargin = -0.1", r"memory\.margin = -0\.1: allowed is a number from 0 to less than 1"),
+        ("[time]\nabsolute_s = inf", r"time\.absolute_s = inf: allowed is a number from 0 to less than inf"),
         ("[[override]]\ntest = '*'\ntime = { margin = -1 }", r"override\[0\]\.time\.margin = -1\.0: allowed .*"),
-        ("confidence = 1.0", r"confidence = 1\.0: allowed is 0\.5 up to but not 1"),
+        ("confidence = 1.0", r"confidence = 1\.0: allowed is a number from 0\.5 to less than 1"),
         ("time = 3", r"time: expected `object`, got `int`"),
         ("tool = 3", r"the table: expected `object`, got `int`"),
-        ("= 3", r"is no TOML: .*"),
-        ("[tool.llmgpu.gate]\nfoo = 1", r"foo is no key: .*"),
+        ("= 3", r"is not valid TOML: .*"),
+        ("[tool.llmgpu.gate]\nfoo = 1", r"foo is not a key: .*"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
-    """One line: the file, the key, and what is allowed."""
+def test_invalid_input_is_refused_with_its_key(tmp_path: Path, text: str, message: str) -> None:
+    """The message is one line with the file, the key and what is allowed."""
     path = _write(tmp_path, text)
     with pytest.raises(ValueError, match=rf"^policy .*gate\.toml: {message}$") as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_policy_that_was_named_has_to_be_there(tmp_path: Path) -> None:
-    """A wrong path is no default."""
+def test_a_given_policy_file_must_exist(tmp_path: Path) -> None:
+    """The default policy is not used instead."""
     with pytest.raises(ValueError, match=r"nowhere\.toml: cannot be read: No such file"):
         load(tmp_path / "nowhere.toml")
 
 
-def test_the_policy_is_looked_for_up_to_the_repository_s_root(tmp_path: Path) -> None:
-    """From a folder below it is the same; a pyproject.toml without one is passed over, another repository's is not."""
+def test_the_policy_is_searched_up_to_the_root_of_the_repository(tmp_path: Path) -> None:
+    """A pyproject.toml without a policy is skipped, and the search does not leave the repository."""
     root = _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
     below = tmp_path / "sub" / "below"
     below.mkdir(parents=True)
@@ -160,19 +160,19 @@ def test_the_policy_is_looked_for_up_to_the_repository_s_root(tmp_path: Path) ->
     (tmp_path / "sub" / ".git").write_text("gitdir: elsewhere")
     assert find(below) is None
     broken = _write(below, "= 3", "pyproject.toml")
-    assert find(below) == broken, "which is refused, and is not the built-in one"
+    assert find(below) == broken, "a broken file is found and refused later"
 
 
-def test_the_policy_in_force_is_said_in_a_line(tmp_path: Path) -> None:
-    """By its file's name alone; one without a policy is the built-in one."""
+def test_the_policy_is_described_in_a_line(tmp_path: Path) -> None:
+    """The line has the name of the file, or `built-in` for the default policy."""
     assert in_words(None) == "policy: built-in"
     assert in_words(_write(tmp_path, "[project]\nname = 'x'\n", "pyproject.toml")) == "policy: built-in"
     assert in_words(_write(tmp_path, "[tool.llmgpu.gate]\n", "pyproject.toml")) == "policy: pyproject.toml"
     assert in_words(_write(tmp_path, "", "strict.toml")) == "policy: strict.toml"
 
 
-def test_a_policy_of_a_commit_cannot_be_edited_by_the_change(tmp_path: Path) -> None:
-    """`git:REV:PATH`; what is not there is no default."""
+def test_a_policy_can_be_read_from_a_commit(tmp_path: Path) -> None:
+    """A change cannot edit the policy at `git:REV:PATH`; a missing file is refused."""
     _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
     _write(tmp_path, "[time]\nmargin = 0.05\n")
     identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
@@ -195,7 +195,7 @@ def test_a_policy_of_a_commit_cannot_be_edited_by_the_change(tmp_path: Path) -> 
         ("[tool.llmgpu-gate]\nconfidence = 0.9\n", "tool.llmgpu-gate"),
     ],
 )
-def test_a_table_of_another_name_is_refused(tmp_path: Path, text: str, named: str) -> None:
-    """It would be silently the default."""
+def test_a_table_with_a_similar_name_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    """It would be ignored, and the default policy used."""
     with pytest.raises(ValueError, match=rf"\[{named}\] is not allowed: allowed is \[tool.llmgpu.gate\]"):
         load(_write(tmp_path, text, "pyproject.toml"))

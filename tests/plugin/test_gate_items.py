@@ -137,7 +137,7 @@ def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
     result = runs("-v", _COMPARE, sizes="1,4")
     assert result.ret == 1
     result.stdout.fnmatch_lines(
-        ["*llmgpu gate::the whole run MISSING*", "mp-bs8: outcome MISSING: Only the baseline has this case*"]
+        ["*llmgpu gate::the whole run MISSING*", "mp-bs8: outcome MISSING: The baseline has this case*"]
     )
     assert runs(_COMPARE, "--llmgpu-allow-missing", sizes="1,4").ret == 0
 
@@ -237,7 +237,7 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
             "--llmgpu-compare: report items.jsonl: is not a report*",
         ),
         (["--llmgpu-compare=git:nowhere:base.json"], "--llmgpu-compare: git:nowhere:base.json: *"),
-        ([_COMPARE, "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is no TOML: *"),
+        ([_COMPARE, "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is not valid TOML: *"),
         ([_COMPARE, "--llmgpu-policy=nowhere.toml"], "policy *nowhere.toml: cannot be read: *"),
         ([_COMPARE, "--llmgpu-policy=git:nowhere:x.toml"], "policy git:nowhere:x.toml: *"),
         ([_COMPARE, "--llmgpu-calibration=nowhere.json"], "calibration *nowhere.json: cannot be read: *"),

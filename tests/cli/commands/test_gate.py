@@ -460,7 +460,7 @@ def test_a_broken_report_is_one_line_and_exit_2(command: str, name: str, capsys:
         (["gate", "base.json", "head.json", "--policy", "none.toml"], "policy none.toml: cannot be read"),
         (["gate", "base.json", "head.json", "--calibration", "none.json"], "calibration none.json: cannot be read"),
         (["gate", "base.json", "head.json", "--json", "base.json/x"], "base.json/x: cannot be written"),
-        (["gate", "--dump-policy", "--policy", "bad.toml"], "policy bad.toml: margn is no key: allowed are "),
+        (["gate", "--dump-policy", "--policy", "bad.toml"], "policy bad.toml: margn is not a key: allowed are "),
         (["compare", "none.json", "head.json"], "report none.json: cannot be read"),
     ],
 )

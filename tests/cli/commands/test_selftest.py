@@ -165,7 +165,7 @@ def test_bad_input_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, named in (
         (["broken.json"], "report broken.json: is not valid JSON"),
         (["nowhere.json"], "report nowhere.json: cannot be read"),
-        (["report.json", "--policy", "broken.toml"], "colour is no key"),
+        (["report.json", "--policy", "broken.toml"], "colour is not a key"),
     ):
         assert main(["selftest", *arguments]) == 2
         printed = capsys.readouterr()
