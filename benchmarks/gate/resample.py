@@ -192,8 +192,8 @@ def part(recorded: Report, numbers: Sequence[int]) -> Report:
 
 def slowed(recorded: Report, slowdown: float) -> Report:
     """Return a report whose batches all take longer by a fraction."""
-    sow = injected_regressions.plants(slowdown)[0].sow
-    cases = [sow(result, Rules()) for result in recorded.cases]
+    inject = injected_regressions.regressions(slowdown)[0].inject
+    cases = [inject(result, Rules()) for result in recorded.cases]
     return msgspec.structs.replace(recorded, cases=[case for case in cases if isinstance(case, CaseResult)])
 
 

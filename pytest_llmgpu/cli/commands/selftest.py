@@ -15,7 +15,7 @@ from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.text import plural, printable
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.gate.selftest.injected_regressions import Plant
+    from pytest_llmgpu.gate.selftest.injected_regressions import Regression
     from pytest_llmgpu.gate.selftest.selftest import Missed, SelfTest, Trial
 
 __all__ = ["COMMAND"]
@@ -57,10 +57,10 @@ class _Selftest:
         from pytest_llmgpu.gate.selftest import selftest
 
         policy = policy_of(arguments)
-        losses = _chosen(arguments.slowdown, arguments.plant)
+        injected = _chosen(arguments.slowdown, arguments.plant)
         report = source(arguments.report, arguments).report()
         today, noise = rules_of(arguments, report)
-        found = selftest.selftest(report, policy, today=today, calibration=noise, losses=losses)
+        found = selftest.selftest(report, policy, today=today, calibration=noise, injected=injected)
         data = as_json(found)
         # Before the text is printed, because its reader may close the pipe early.
         if arguments.json not in {None, "-"}:
@@ -69,10 +69,10 @@ class _Selftest:
         return 0 if found.ok else 1
 
 
-def _chosen(slowdown: float, names: Sequence[str] | None) -> list[Plant]:
-    from pytest_llmgpu.gate.selftest.injected_regressions import plants
+def _chosen(slowdown: float, names: Sequence[str] | None) -> list[Regression]:
+    from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 
-    return [plant for plant in plants(slowdown) if names is None or plant.name in names]
+    return [one for one in regressions(slowdown) if names is None or one.name in names]
 
 
 def _text(found: SelfTest, *, assumed: bool) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Losses that a gate should see, planted into copies of results: what is measured after a change for the worse.
+"""Regressions that a gate should detect, injected into copies of results.
 
-The original stays as it is; a copy shares whatever the loss does not touch.
+The original is not changed. A copy shares the parts that the regression does not change.
 """
 
 from __future__ import annotations
@@ -16,53 +16,57 @@ from pytest_llmgpu.gate.policy import Rules
 from pytest_llmgpu.report.derived import decode, derive, encode, predictions_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
+from pytest_llmgpu.report.text import GIB
 
-__all__ = ["SLOWDOWN", "Plant", "plants"]
+__all__ = ["SLOWDOWN", "Regression", "regressions"]
 
 SLOWDOWN = 0.05
-"""More time, as a fraction, where nobody says otherwise."""
+"""The default slowdown, as a fraction."""
 
-_GROWTH_BYTES = 2**30
+_GROWTH_BYTES = GIB
 _FLIPPED = 20
 _OFF = 1.1
-"""By which log-likelihoods are multiplied: DeepSpeed's residual, added twice, moves them about as far."""
+"""The factor for log-likelihoods. A residual that DeepSpeed added twice changed them by about as much."""
 
 _NEW_CALL_BYTES = 4
-"""Of a collective where a rank had none to copy: one float32."""
+"""Size of an added collective on a rank without collectives: one float32."""
 
 
-class Plant(NamedTuple):
-    """A loss to plant."""
+class Regression(NamedTuple):
+    """A regression to inject."""
 
     name: str
+    """The name of the regression on the command line."""
     text: str
-    """What is planted, in a few words."""
+    """Description of the regression in a few words."""
     metric: MetricName
-    """Whose row should say so."""
-    sow: Callable[[CaseResult, Rules], CaseResult | str]
-    """Returns a copy of a completed result with the loss, or in a sentence why it cannot hold one."""
+    """The metric that the regression changes."""
+    inject: Callable[[CaseResult, Rules], CaseResult | str]
+    """The function that returns a copy of a completed result with the regression, or a sentence why it cannot."""
     largest_only: bool = False
-    """Whether it is for the largest batch size of each series only."""
+    """Whether the regression is injected only into the largest batch size of each series."""
     slowdown: float | None = None
-    """How much slower it is, as a fraction; None for what one launch settles."""
+    """The slowdown as a fraction; None for other regressions."""
 
 
-def plants(slowdown: float = SLOWDOWN) -> tuple[Plant, ...]:
-    """Return every loss; the first is a slowdown, as a fraction."""
+def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
+    """Return all regressions. The first is a slowdown by a fraction."""
     return (
-        Plant(
+        Regression(
             "time",
             f"{100 * slowdown:.3g} % more time in every batch",
             "time",
             functools.partial(_slower, slowdown),
             slowdown=slowdown,
         ),
-        Plant("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
-        Plant("memory", "1 GiB more on the fullest device", "memory", _more_memory),
-        Plant("batch-size", "out of memory at the largest batch size", "outcome", _out_of_memory, largest_only=True),
-        Plant(
+        Regression("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
+        Regression("memory", "1 GiB more on the fullest device", "memory", _more_memory),
+        Regression(
+            "batch-size", "out of memory at the largest batch size", "outcome", _out_of_memory, largest_only=True
+        ),
+        Regression(
             "answers",
-            f"{_FLIPPED} items answered wrong that were right (random weights: other log-likelihoods of as many)",
+            f"{_FLIPPED} right answers become wrong (random weights: changed log-likelihoods of {_FLIPPED} items)",
             "accuracy",
             _wrong_answers,
         ),
@@ -75,13 +79,13 @@ def _slower(slowdown: float, result: CaseResult, _: Rules) -> CaseResult | str:
         return msgspec.structs.replace(launch, batches=msgspec.structs.replace(launch.batches, latency_s=latencies))
 
     if not any(launch.batches.latency_s for launch in result.launches):
-        return "no batch was timed."
+        return "No batch was timed."
     return _derived(result, [slower(launch) for launch in result.launches])
 
 
 def _one_more_collective(result: CaseResult, _: Rules) -> CaseResult | str:
     if result.traffic is None:
-        return f"its traffic is not known: {result.why.get('traffic', 'the report does not say why')}."
+        return f"The traffic is not known: {result.why.get('traffic', 'the report has no reason')}."
     batches = next((launch.batches for launch in result.launches if launch.batches.latency_s), Batches())
     calls = len(batches.latency_s) or 1
     ranks = [_with_more_calls(rank, calls) for rank in result.traffic.ranks]
@@ -93,7 +97,7 @@ def _one_more_collective(result: CaseResult, _: Rules) -> CaseResult | str:
 
 
 def _with_more_calls(rank: Sequence[Collective], calls: int) -> list[Collective]:
-    """Return a rank's traffic with more calls of the first kind, each as large as its others are."""
+    """Return the traffic of a rank with more calls of its first kind, each of the mean size of that kind."""
     if not rank or not rank[0].calls:
         size = calls * _NEW_CALL_BYTES
         return [Collective(collective="all_reduce", calls=calls, payload_bytes=size, wire_bytes=size), *rank]
@@ -114,7 +118,7 @@ def _more_memory(result: CaseResult, _: Rules) -> CaseResult | str:
         return msgspec.structs.replace(launch, memory=memory)
 
     if not any(_peak(device) for launch in result.launches for device in launch.memory):
-        return "its peak of memory is not known."
+        return "The peak memory is not known."
     return _derived(result, [fuller(launch) for launch in result.launches])
 
 
@@ -132,7 +136,7 @@ def _grown(device: DeviceMemory) -> DeviceMemory:
 
 
 def _out_of_memory(result: CaseResult, _: Rules) -> CaseResult:
-    failure = Failure(phase="forward", message="planted: out of memory")
+    failure = Failure(phase="forward", message="injected: out of memory")
     nothing = dict.fromkeys(("inference_s", "sequences_per_s", "tokens_per_s", "acc", "acc_norm", "accuracy_check"))
     return msgspec.structs.replace(
         result, outcome="oom", failure=failure, launches=[], traffic=None, comparison=None, **nothing
@@ -148,14 +152,14 @@ def _wrong_answers(result: CaseResult, rules: Rules) -> CaseResult | str:
         return msgspec.structs.replace(launch, accuracy=_flipped(launch.accuracy, rules.accuracy.metric))
 
     if all(launch.accuracy is None for launch in result.launches):
-        return "no items were scored."
+        return "No items were scored."
     return _derived(result, [wrong(launch) for launch in result.launches])
 
 
 def _flipped(accuracy: Accuracy, metric: str) -> Accuracy:
-    """Return answers in which items that were right are wrong: as many as are planted, or all there are.
+    """Return an accuracy in which `_FLIPPED` right answers, or all of them, are wrong.
 
-    Without labels nobody knows which are right: the first items change.
+    Without labels it is not known which answers are right, and the answers of the first items change.
     """
     before = predictions_of(accuracy, metric)
     labels = before if accuracy.labels is None else accuracy.labels
@@ -174,14 +178,14 @@ def _flipped(accuracy: Accuracy, metric: str) -> Accuracy:
 
 
 def _other_numbers(accuracy: Accuracy) -> Accuracy:
-    """Return log-likelihoods of which those of a few items are off by as much as a wrong kernel puts them.
+    """Return an accuracy in which the log-likelihoods of a few items differ as with a wrong kernel.
 
-    Random weights answer by chance: flipped items would say nothing.
+    The answers of random weights are random, so that changed answers would not be a regression.
     """
     numbers = decode(accuracy.loglikelihoods)
     few = _FLIPPED * len(numbers) // max(1, accuracy.items)
-    planted = [_OFF * value if place < few else value for place, value in enumerate(numbers)]
-    return msgspec.structs.replace(accuracy, loglikelihoods=encode(planted))
+    changed = [_OFF * value if place < few else value for place, value in enumerate(numbers)]
+    return msgspec.structs.replace(accuracy, loglikelihoods=encode(changed))
 
 
 def _derived(result: CaseResult, launches: list[Launch]) -> CaseResult:

@@ -1,14 +1,15 @@
-"""Whether a gate can fail: losses are planted into copies of a report, and each has to be seen.
+"""The self-test of a gate: regressions are injected into copies of a report, and the gate must detect each of them.
 
-A copy shares the noise of its original, so that it shows more than a run of its own would. A slowdown counts as caught
-only where the report has as many launches as would show it, at their noise, with 95 % probability.
+A copy has the noise of its original, so that a regression is easier to detect than in another run. A slowdown therefore
+counts as detected only if the report has enough launches to detect it at their noise with 95 % probability.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +17,7 @@ from pytest_llmgpu.gate import policy_file
 from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.selftest.injected_regressions import Plant, plants
+from pytest_llmgpu.gate.selftest.injected_regressions import Regression, regressions
 from pytest_llmgpu.gate.timing import pairing
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
@@ -27,45 +28,58 @@ from pytest_llmgpu.report.verdicts import WORSE, Row, Verdict, Verdicts
 
 __all__ = ["Missed", "SelfTest", "Trial", "selftest"]
 
+_Cause = Literal["not injected", "not compared", "not gated", "known", "too few launches", "not worse"]
+"""Why a regression is not detected in a case."""
+
 
 class Missed(msgspec.Struct, frozen=True, kw_only=True):
-    """A case in which a loss is not seen, or, in an unchanged copy, one that is."""
+    """A case in which a regression is not detected, or an unchanged copy is worse."""
 
     id: str
+    """Id of the case."""
     metric: MetricName
+    """The metric that the regression changes."""
     verdict: Verdict | None = None
-    """What the gate says; None where nothing could be planted or judged."""
+    """The verdict on that metric; None if nothing could be injected or compared."""
     reason: str
+    """The reason why the regression is not detected."""
     launches_needed: int | None = None
-    """Launches a side that show the slowdown with 95 % probability; None above 1,000, and for all else."""
+    """Minimum launches required in each report to detect the slowdown with 95 % probability. None above 1,000, and for
+    other regressions."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One loss, planted in every case that should show it."""
+    """The result of one regression, which was injected into each suitable case."""
 
     plant: str
+    """Name of the regression."""
     text: str
+    """Description of the regression in a few words."""
     metric: MetricName
+    """The metric that the regression changes."""
     cases: int
-    """That should show it."""
+    """Number of cases with the regression."""
     missed: list[Missed] = []
+    """The cases in which the regression is not detected."""
     caught: bool
-    """Whether all of them do, and there is one."""
+    """Whether there are cases and the regression is detected in all of them."""
 
 
 class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a policy can fail on a report."""
+    """Whether a gate with this policy detects regressions in a report."""
 
     policy: str
-    """The policy in force, as TOML."""
+    """The policy as TOML."""
     policy_sha256: str
+    """SHA-256 of the text of `policy`."""
     ok: bool
-    """Whether every loss is caught, and an unchanged copy loses nothing."""
+    """Whether every regression is detected and an unchanged copy is not worse."""
     compared: int
-    """Rows of the unchanged copy in which one thing was held against another."""
+    """Number of rows of the unchanged copy that were compared."""
     control: list[Missed] = []
-    """What the unchanged copy loses."""
+    """The rows in which the unchanged copy is worse."""
     trials: list[Trial] = []
+    """The result of each regression."""
 
 
 def selftest(
@@ -74,105 +88,126 @@ def selftest(
     *,
     today: datetime.date,
     calibration: Calibration | None = None,
-    losses: Sequence[Plant] | None = None,
+    injected: Sequence[Regression] | None = None,
 ) -> SelfTest:
-    """Plant each loss into a copy of a report and hold it against the report itself, which stays as it is.
+    """Inject each regression into a copy of a report and compare the copy with the report, which is not changed.
 
     Args:
-        report: what a run measured.
-        policy: in force.
-        today: day on which known regressions expire.
-        calibration: noise between launches of this runner; None: as `assumed_sd` has it.
-        losses: what to plant; None: all there is.
+        report: The report of a run.
+        policy: The policy of the gate.
+        today: The day on which known regressions expire.
+        calibration: Noise between launches on this machine; None: the noise of `assumed_sd`.
+        injected: The regressions to inject; None: all.
     """
-    court = _Court(report, policy, today, calibration or Calibration())
-    control = court.judged(report)
-    lost = [
+    noise = calibration or Calibration()
+
+    def judged(copy: Report) -> Verdicts:
+        return judge(report, copy, policy, today=today, calibration=noise)
+
+    control = judged(report)
+    worse = [
         Missed(id=row.id, metric=row.metric, verdict=row.verdict, reason=row.reason)
         for row in control.rows
         if row.gated and row.verdict in WORSE
     ]
-    trials = [court.trial(plant) for plant in (plants() if losses is None else losses)]
+    trials = [_trial(one, report, policy, noise, judged) for one in (regressions() if injected is None else injected)]
     return SelfTest(
         policy=policy_file.dump(policy),
         policy_sha256=policy_file.sha256(policy),
-        ok=not lost and all(trial.caught for trial in trials),
+        ok=not worse and all(trial.caught for trial in trials),
         compared=control.armed.compared,
-        control=lost,
+        control=worse,
         trials=trials,
     )
 
 
-class _Court:
-    """A report that copies are held against."""
-
-    def __init__(self, report: Report, policy: Policy, today: datetime.date, noise: Calibration) -> None:
-        self.report, self.policy, self.today, self.noise = report, policy, today, noise
-
-    def judged(self, copy: Report) -> Verdicts:
-        return judge(self.report, copy, self.policy, today=self.today, calibration=self.noise)
-
-    def trial(self, plant: Plant) -> Trial:
-        chosen = _largest(self.report) if plant.largest_only else _completed(self.report)
-        sown = {result.id: plant.sow(result, self.policy.rules(result)) for result in chosen}
-        copies = {name: copy for name, copy in sown.items() if isinstance(copy, CaseResult)}
-        cases = [copies.get(result.id, result) for result in self.report.cases]
-        said = self.judged(msgspec.structs.replace(self.report, cases=cases))
-        rows = {row.id: row for row in said.rows if row.metric == plant.metric}
-        families = Counter(row.gated for row in rows.values() if row.p is not None)
-        found = [self._missed(plant, result, sown[result.id], rows.get(result.id), families) for result in chosen]
-        missed = [one for one in found if one is not None]
-        return Trial(
-            plant=plant.name,
-            text=plant.text,
-            metric=plant.metric,
-            cases=len(chosen),
-            missed=missed,
-            caught=bool(chosen) and not missed,
-        )
-
-    def _missed(
-        self, plant: Plant, result: CaseResult, copy: CaseResult | str, row: Row | None, families: Counter[bool]
-    ) -> Missed | None:
-        """Return why a case does not show a loss; None where it does."""
-        if isinstance(copy, str) or row is None:
-            reason = copy if isinstance(copy, str) else f"its {plant.metric} cannot be compared."
-            return Missed(id=result.id, metric=plant.metric, reason=reason)
-        seen, needed, reason = row.verdict in WORSE and fails(row, self.policy), None, ""
-        if plant.slowdown is not None and row.n is not None:
-            needed = self._launches(plant.slowdown, result, copy, families[row.gated])
-            if seen and (needed is None or row.n < needed):
-                seen = False
-                reason = "a copy shows it, since it has the noise of its original; a run of its own may not."
-        if seen:
-            return None
-        if not row.gated:
-            reason = f"the policy does not gate {row.metric}."
-        elif row.known is not None:
-            reason = f"the policy lets it pass: {row.known}."
-        return Missed(
-            id=row.id,
-            metric=row.metric,
-            verdict=row.verdict,
-            reason=reason or row.reason.splitlines()[0],
-            launches_needed=_asked(needed, row.n),
-        )
-
-    def _launches(self, slowdown: float, result: CaseResult, copy: CaseResult, cases: int) -> int | None:
-        rule = self.policy.rules(result).time
-        noise = self.noise.of(result.key), self.noise.between_sessions(result.key)
-        timed = pairing.timed(result, copy, rule, *noise)
-        assert isinstance(timed, Timed), "it has been judged"
-        # One launch does show what is larger than noise: that an outlier may hide it is no matter of the gate's.
-        return pairing.launches_for(timed, slowdown, self.policy.confidence, cases, least=1)
+def _trial(
+    regression: Regression, report: Report, policy: Policy, noise: Calibration, judged: Callable[[Report], Verdicts]
+) -> Trial:
+    """Inject a regression into one copy of a report, in all suitable cases."""
+    chosen = _largest(report) if regression.largest_only else _completed(report)
+    copies = {result.id: regression.inject(result, policy.rules(result)) for result in chosen}
+    cases = [copy if isinstance(copy := copies.get(result.id), CaseResult) else result for result in report.cases]
+    verdicts = judged(msgspec.structs.replace(report, cases=cases))
+    rows = {row.id: row for row in verdicts.rows if row.metric == regression.metric}
+    families = Counter(row.gated for row in rows.values() if row.p is not None)
+    missed = []
+    for result in chosen:
+        copy, row, needed = copies[result.id], rows.get(result.id), None
+        if regression.slowdown is not None and isinstance(copy, CaseResult) and row is not None and row.n is not None:
+            needed = _launches_needed(regression.slowdown, result, copy, policy, noise, families[row.gated])
+        cause = _cause(regression, copy, row, needed, policy)
+        if cause is not None:
+            compared = row if isinstance(copy, CaseResult) else None
+            missed.append(
+                Missed(
+                    id=result.id,
+                    metric=regression.metric,
+                    verdict=compared.verdict if compared is not None else None,
+                    reason=_reason(cause, regression, copy, row),
+                    launches_needed=_recommended(needed, compared.n if compared is not None else None),
+                )
+            )
+    return Trial(
+        plant=regression.name,
+        text=regression.text,
+        metric=regression.metric,
+        cases=len(chosen),
+        missed=missed,
+        caught=bool(chosen) and not missed,
+    )
 
 
-def _asked(needed: int | None, there: int | None) -> int | None:
-    """Return how many launches are asked for; None where there are as many: then something else is missing."""
-    if needed is None or there is None:
+def _cause(
+    regression: Regression, copy: CaseResult | str, row: Row | None, needed: int | None, policy: Policy
+) -> _Cause | None:
+    """Return why a regression is not detected in a case; None if it is detected."""
+    if isinstance(copy, str):
+        return "not injected"
+    if row is None:
+        return "not compared"
+    if not row.gated:
+        return "not gated"
+    if row.known is not None:
+        return "known"
+    if row.verdict not in WORSE or not fails(row, policy):
+        return "not worse"
+    timed = regression.slowdown is not None and row.n is not None
+    return "too few launches" if timed and (needed is None or (row.n or 0) < needed) else None
+
+
+def _reason(cause: _Cause, regression: Regression, copy: CaseResult | str, row: Row | None) -> str:
+    """Describe why a regression is not detected."""
+    if isinstance(copy, str):
+        return copy
+    if row is None:
+        return f"The {regression.metric} of the case cannot be compared."
+    if cause == "not gated":
+        return f"The policy does not gate {row.metric}."
+    if cause == "known":
+        return f"The policy accepts this regression: {row.known}."
+    if cause == "too few launches":
+        return "It is detected only because a copy has the noise of its original: another run needs more launches."
+    return row.reason.splitlines()[0]
+
+
+def _launches_needed(
+    slowdown: float, result: CaseResult, copy: CaseResult, policy: Policy, noise: Calibration, cases: int
+) -> int | None:
+    """Return how many launches in each report detect a slowdown of a case; None above 1,000."""
+    known = noise.of(result.key), noise.between_sessions(result.key)
+    timed = pairing.timed(result, copy, policy.rules(result).time, *known)
+    assert isinstance(timed, Timed), "the case has a verdict"
+    # One launch can be enough here, because `FEWEST` guards against outliers, which the gate cannot detect.
+    return pairing.launches_for(timed, slowdown, policy.confidence, cases, least=1)
+
+
+def _recommended(needed: int | None, present: int | None) -> int | None:
+    """Return how many launches to measure; None if the report has as many, because something else is missing then."""
+    if needed is None or present is None:
         return None
-    asked = max(pairing.FEWEST, needed)
-    return asked if there < asked else None
+    recommended = max(pairing.FEWEST, needed)
+    return recommended if present < recommended else None
 
 
 def _completed(report: Report) -> list[CaseResult]:
@@ -181,7 +216,5 @@ def _completed(report: Report) -> list[CaseResult]:
 
 def _largest(report: Report) -> list[CaseResult]:
     """Return the completed result of the largest batch size of each series."""
-    found: dict[str, CaseResult] = {}
-    for result in sorted(_completed(report), key=lambda result: result.case.batch_size):
-        found[result.case.series] = result
-    return list(found.values())
+    ascending = sorted(_completed(report), key=lambda result: result.case.batch_size)
+    return list({result.case.series: result for result in ascending}.values())

@@ -9,7 +9,7 @@ from support.report_factory import make_answers, make_failed, make_memory, make_
 from support.verdict_factory import make_traffic, with_launches
 
 from pytest_llmgpu.cli import main, parser
-from pytest_llmgpu.gate.selftest.injected_regressions import plants
+from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Measured, Noise
 from pytest_llmgpu.report import file
@@ -92,7 +92,7 @@ def test_regressions_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "time" not in capsys.readouterr().out
     assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "900"]) == 0
     assert "900 % more time" in capsys.readouterr().out
-    for one in plants():
+    for one in regressions():
         assert parser().parse_args(["selftest", "report.json", "--plant", one.name]).plant == [one.name]
 
 
@@ -102,7 +102,7 @@ def test_the_policy_in_force_is_tested(capsys: pytest.CaptureFixture[str]) -> No
     policy = Path("pyproject.toml")
     policy.write_text("[tool.llmgpu.gate.memory]\ngate = false\n")
     assert main(["selftest", "report.json", "--plant", "memory"]) == 1
-    assert "the policy does not gate memory." in capsys.readouterr().out
+    assert "The policy does not gate memory." in capsys.readouterr().out
     Path("other.toml").write_text("[memory]\nmargin = 0.001\n")
     assert main(["selftest", "report.json", "--plant", "memory", "--policy", "other.toml"]) == 0
 

@@ -5,20 +5,20 @@ from support.report_factory import GIB, make_accuracy, make_answers, make_failed
 from support.verdict_factory import make_traffic
 
 from pytest_llmgpu.gate.policy import AccuracyRule, Rules
-from pytest_llmgpu.gate.selftest.injected_regressions import plants
+from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.report.derived import decode, encode
 from pytest_llmgpu.report.file import encode as written
 from pytest_llmgpu.report.file import parse
 from pytest_llmgpu.report.result import Batches, CaseResult, DeviceMemory
 
-PLANTS = {plant.name: plant for plant in plants()}
+REGRESSIONS = {one.name: one for one in regressions()}
 
 
-def _sown(name: str, result: CaseResult, rules: Rules | None = None) -> CaseResult:
+def _injected(name: str, result: CaseResult, rules: Rules | None = None) -> CaseResult:
     before = written(make_report([result]), compressed=False)
-    found = PLANTS[name].sow(result, rules or Rules())
+    found = REGRESSIONS[name].inject(result, rules or Rules())
     assert isinstance(found, CaseResult)
-    assert written(make_report([result]), compressed=False) == before, "the original stays as it is"
+    assert written(make_report([result]), compressed=False) == before, "the original does not change"
     parse(written(make_report([found]), compressed=False), name)
     return found
 
@@ -33,54 +33,54 @@ def _full(**fields: object) -> CaseResult:
 
 
 def test_every_batch_takes_more_time() -> None:
-    """And so does the total; how much more can be said."""
-    found = _sown("time", _full())
+    """The total grows by the same factor, which can be chosen."""
+    found = _injected("time", _full())
     assert found.launches[0].batches.latency_s == [pytest.approx(60 / 64 * 1.05)] * 64
     assert found.inference_s == pytest.approx(63)
-    slower = plants(0.08)[0].sow(_full(), Rules())
+    slower = regressions(0.08)[0].inject(_full(), Rules())
     assert isinstance(slower, CaseResult)
     assert slower.inference_s == pytest.approx(64.8)
 
 
 def test_one_more_collective_is_a_call_per_batch_on_every_rank() -> None:
-    """Each as large as the others; the account per sequence grows by what they send."""
-    found = _sown("collective", _full())
+    """Each call has the size of the others, and the bytes per sequence grow by the added bytes."""
+    found = _injected("collective", _full())
     assert found.traffic is not None
     for rank in found.traffic.ranks:
         assert [(one.calls, one.payload_bytes, one.wire_bytes) for one in rank] == [(128, 131072, 131072)]
     assert found.traffic.wire_bytes_per_sequence == 16 * 64 * 2 + 2 * 64 * 1024 / 64
 
 
-def test_a_case_that_sends_nothing_sends_something() -> None:
-    """As one process alone would after a needless all-reduce."""
-    found = _sown("collective", make_result(traffic=make_traffic(0, 1)))
+def test_a_case_without_traffic_gets_an_all_reduce() -> None:
+    """Each rank gets one small all-reduce per batch."""
+    found = _injected("collective", make_result(traffic=make_traffic(0, 1)))
     assert found.traffic is not None
     assert [[(one.collective, one.calls) for one in rank] for rank in found.traffic.ranks] == [[("all_reduce", 64)]]
 
 
-def test_the_fullest_device_holds_more() -> None:
-    """Workspace outside the allocator counts; the other devices stay as they are."""
+def test_the_fullest_device_uses_more_memory() -> None:
+    """Workspace outside the allocator counts, and the other devices do not change."""
     memory = [
         DeviceMemory(index=0, peak_allocated_bytes=GIB, workspace_bytes=2 * GIB, nvml_used_max_bytes=5 * GIB),
         DeviceMemory(index=1, peak_allocated_bytes=2 * GIB),
     ]
-    found = _sown("memory", make_result(memory=memory)).launches[0].memory
+    found = _injected("memory", make_result(memory=memory)).launches[0].memory
     assert [device.peak_allocated_bytes for device in found] == [2 * GIB, 2 * GIB]
     assert (found[0].nvml_used_max_bytes, found[0].peak_reserved_bytes) == (6 * GIB, None)
 
 
-def test_out_of_memory_leaves_nothing_of_a_case() -> None:
-    """Neither figures nor launches: as a case that failed in its first forward."""
-    found = _sown("batch-size", _full())
+def test_a_case_out_of_memory_has_no_figures() -> None:
+    """It has no launches, like a case that failed in its first forward."""
+    found = _injected("batch-size", _full())
     assert (found.outcome, found.launches, found.inference_s, found.acc, found.traffic) == ("oom", [], None, None, None)
     assert found.failure is not None
 
 
 @pytest.mark.parametrize("metric", ["acc", "acc_norm"])
-def test_twenty_items_that_were_right_are_wrong(metric: str) -> None:
-    """By the metric that the policy judges; no other item changes."""
+def test_twenty_right_answers_become_wrong(metric: str) -> None:
+    """They are right by the metric of the policy, and no other item changes."""
     result = _full()
-    found = _sown("answers", result, Rules(accuracy=AccuracyRule(metric=metric)))  # type: ignore[arg-type]
+    found = _injected("answers", result, Rules(accuracy=AccuracyRule(metric=metric)))  # type: ignore[arg-type]
     before, after = result.launches[0].accuracy, found.launches[0].accuracy
     assert before is not None
     assert after is not None
@@ -92,12 +92,12 @@ def test_twenty_items_that_were_right_are_wrong(metric: str) -> None:
     assert after.acc == after.acc_norm == found.acc == hits / 100 == pytest.approx(before.acc - 0.2)
 
 
-def test_fewer_right_items_are_all_lost() -> None:
-    """A case of ten items cannot lose twenty; without labels the first items change and the accuracy is not known."""
-    found = _sown("answers", make_result(accuracy=make_answers([True] * 10))).launches[0].accuracy
+def test_a_case_with_few_right_answers_loses_all() -> None:
+    """Without labels the answers of the first items change, and the accuracy stays."""
+    found = _injected("answers", make_result(accuracy=make_answers([True] * 10))).launches[0].accuracy
     assert found is not None
     assert found.acc == 0
-    unlabelled = _sown("answers", make_result(accuracy=make_accuracy(0.5, 100))).launches[0].accuracy
+    unlabelled = _injected("answers", make_result(accuracy=make_accuracy(0.5, 100))).launches[0].accuracy
     assert unlabelled is not None
     assert (sum(unlabelled.predictions), unlabelled.acc) == (20, 0.5)
     assert unlabelled.loglikelihoods == encode([-1.0] * 400)
@@ -106,32 +106,32 @@ def test_fewer_right_items_are_all_lost() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("time", "no batch was timed."),
-        ("collective", "its traffic is not known: no counters."),
-        ("memory", "its peak of memory is not known."),
-        ("answers", "no items were scored."),
+        ("time", "No batch was timed."),
+        ("collective", "The traffic is not known: no counters."),
+        ("memory", "The peak memory is not known."),
+        ("answers", "No items were scored."),
     ],
 )
-def test_what_cannot_hold_a_loss_says_why(name: str, reason: str) -> None:
-    """In a sentence."""
+def test_a_result_without_the_figure_has_a_reason(name: str, reason: str) -> None:
+    """Nothing is injected, and the reason is a sentence."""
     result = make_result(memory=[DeviceMemory(index=0)])
     result.launches[0].batches = Batches()
     result.why = {"traffic": "no counters"}
-    assert PLANTS[name].sow(result, Rules()) == reason
+    assert REGRESSIONS[name].inject(result, Rules()) == reason
 
 
-def test_a_result_without_launches_holds_nothing() -> None:
-    """As a report of another tool may have it: no crash."""
+def test_a_result_without_launches_gets_no_regression() -> None:
+    """A failed case has no launches."""
     result = make_failed("skipped_after_oom")
-    assert isinstance(PLANTS["time"].sow(result, Rules()), str)
-    assert isinstance(PLANTS["memory"].sow(result, Rules()), str)
-    assert isinstance(PLANTS["answers"].sow(result, Rules()), str)
+    assert isinstance(REGRESSIONS["time"].inject(result, Rules()), str)
+    assert isinstance(REGRESSIONS["memory"].inject(result, Rules()), str)
+    assert isinstance(REGRESSIONS["answers"].inject(result, Rules()), str)
 
 
-def test_random_weights_get_other_numbers() -> None:
-    """Their answers are chance: what a wrong kernel changes is planted instead, into as many items."""
+def test_random_weights_get_other_log_likelihoods() -> None:
+    """Their answers are random, so the log-likelihoods of twenty items change instead."""
     result = make_result(accuracy=make_answers([True] * 30, [-2.0] * 120), load_format="dummy")
-    found = _sown("answers", result).launches[0].accuracy
+    found = _injected("answers", result).launches[0].accuracy
     assert found is not None
     assert decode(found.loglikelihoods).tolist() == pytest.approx([-2.2] * 80 + [-2.0] * 40)
     assert result.launches[0].accuracy is not None

@@ -10,7 +10,7 @@ from support.report_factory import make_answers, make_failed, make_memory, make_
 from support.verdict_factory import make_invalid, make_traffic, with_latencies, with_launches
 
 from pytest_llmgpu.gate.policy import ExactRule, Known, Policy, TimeRule
-from pytest_llmgpu.gate.selftest.injected_regressions import plants
+from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.gate.selftest.selftest import SelfTest, Trial, selftest
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import FEWEST
@@ -32,15 +32,15 @@ def _tested(
     *cases: CaseResult, policy: Policy | None = None, calibration: Calibration = QUIET, slowdown: float = 0.05
 ) -> SelfTest:
     report = make_report(cases)
-    return selftest(report, policy or Policy(), today=TODAY, calibration=calibration, losses=plants(slowdown))
+    return selftest(report, policy or Policy(), today=TODAY, calibration=calibration, injected=regressions(slowdown))
 
 
 def _trial(found: SelfTest, name: str) -> Trial:
     return next(trial for trial in found.trials if trial.plant == name)
 
 
-def test_a_quiet_report_catches_everything() -> None:
-    """Each loss in each case, the lost batch size in the largest of each series; the unchanged copy loses nothing."""
+def test_all_regressions_are_detected_in_a_report_with_little_noise() -> None:
+    """A lost batch size is injected into the largest of each series only; an unchanged copy is not worse."""
     found = _tested(_full(), _full(batch_size=2), _full(strategy="tp"), make_failed(strategy="tp", batch_size=2))
     assert found.ok
     assert found.control == []
@@ -54,8 +54,8 @@ def test_a_quiet_report_catches_everything() -> None:
     assert all(trial.caught and not trial.missed for trial in found.trials)
 
 
-def test_the_report_stays_as_it_is() -> None:
-    """To the byte; the answer is the same each time."""
+def test_the_report_is_not_changed() -> None:
+    """Its bytes stay the same, and a second self-test has the same result."""
     report = make_report([with_launches([1.0, 1.01], sequences=20, accuracy=make_answers([True] * 100))])
     before = encode(report, compressed=False)
     first = selftest(report, Policy(), today=TODAY)
@@ -63,8 +63,8 @@ def test_the_report_stays_as_it_is() -> None:
     assert selftest(report, Policy(), today=TODAY) == first
 
 
-def test_one_noisy_launch_cannot_tell_five_percent() -> None:
-    """The launches that it takes are named; where the noise is only assumed, which is much, no number would do."""
+def test_one_launch_with_noise_does_not_detect_five_percent() -> None:
+    """The minimum number of launches is stated; with the large assumed noise there is none."""
     (assumed,) = _trial(_tested(_full(), calibration=Calibration()), "time").missed
     assert (assumed.verdict, assumed.launches_needed) == ("INCONCLUSIVE", None)
     found = _tested(_full(), calibration=Calibration(typical=0.05))
@@ -76,8 +76,8 @@ def test_one_noisy_launch_cannot_tell_five_percent() -> None:
     assert missed.launches_needed > 10
 
 
-def test_a_slowdown_that_only_a_copy_shows_is_missed() -> None:
-    """A copy has the noise of its original: with it one launch at 0.6 % shows 5 % exactly, on its own often not."""
+def test_a_slowdown_that_only_a_copy_shows_is_not_detected() -> None:
+    """A copy has the noise of its original, so one launch with 0.6 % noise shows exactly 5 %; another run may not."""
     found = _tested(_full(), calibration=Calibration(typical=0.006))
     missed = _trial(found, "time").missed[0]
     assert missed.verdict == "REGRESSED"
@@ -87,15 +87,15 @@ def test_a_slowdown_that_only_a_copy_shows_is_missed() -> None:
 
 
 @pytest.mark.parametrize(("launches", "named"), [(4, FEWEST), (FEWEST, None), (FEWEST + 1, None)])
-def test_five_launches_are_asked_for_at_least(launches: int, named: int | None) -> None:
-    """Of a quiet case, too; none where there are as many: something else than launches is missing."""
+def test_at_least_five_launches_are_recommended(launches: int, named: int | None) -> None:
+    """With as many launches there is no recommendation, because something else is missing."""
     policy = Policy(time=TimeRule(gate=False))
     (missed,) = _trial(_tested(_full([1.0] * launches), policy=policy), "time").missed
-    assert (missed.reason, missed.launches_needed) == ("the policy does not gate time.", named)
+    assert (missed.reason, missed.launches_needed) == ("The policy does not gate time.", named)
 
 
-def test_the_launches_that_are_named_are_enough() -> None:
-    """A report with as many launches, of that noise, is not asked for more; with half of them it is."""
+def test_the_recommended_launches_are_enough() -> None:
+    """A report with twice as many launches of that noise detects the slowdown; one with half of them does not."""
     noise = random.Random(5)
 
     def report(launches: int) -> CaseResult:
@@ -111,7 +111,7 @@ def test_the_launches_that_are_named_are_enough() -> None:
 
 
 def test_noise_between_sessions_counts() -> None:
-    """A copy is of the session of its original; a run of another day is not, and no number of launches is enough."""
+    """A run of another day differs by this noise, and no number of launches is enough."""
     known = Calibration(typical=0.002, typical_session=0.01)
     missed = _trial(_tested(_full([1.0] * 5), calibration=known), "time").missed[0]
     assert missed.launches_needed is None
@@ -119,14 +119,14 @@ def test_noise_between_sessions_counts() -> None:
 
 
 def test_noise_between_the_reports_own_launches_counts() -> None:
-    """However quiet the runner was when it was calibrated."""
+    """The spread of the launches is used if it is larger than the calibrated noise."""
     missed = _trial(_tested(_full([1.0, 1.1, 0.9])), "time").missed[0]
     assert missed.launches_needed is not None
     assert missed.launches_needed > 50
 
 
-def test_the_largest_batch_size_is_lost() -> None:
-    """Of those that completed, in whatever order they ran."""
+def test_the_largest_completed_batch_size_runs_out_of_memory() -> None:
+    """The order of the cases does not matter."""
     known = [Known(case="mp-bs4", metric="outcome", reason="tight", expires=TODAY)]
     cases = [_full(batch_size=size) for size in (2, 4, 1)]
     found = _tested(*cases, make_failed(batch_size=8), policy=Policy(known=known))
@@ -135,29 +135,29 @@ def test_the_largest_batch_size_is_lost() -> None:
     ]
 
 
-def test_a_margin_above_the_slowdown_never_shows_it() -> None:
-    """No number of launches would; a larger slowdown is seen."""
+def test_a_threshold_above_the_slowdown_never_detects_it() -> None:
+    """No number of launches is enough; a larger slowdown is detected."""
     policy = Policy(time=TimeRule(margin=0.06))
     missed = _trial(_tested(_full(), policy=policy), "time").missed[0]
     assert (missed.verdict, missed.launches_needed) == ("OK", None)
     assert _trial(_tested(_full(), policy=policy, slowdown=0.08), "time").caught
 
 
-def test_what_the_policy_lets_pass_is_missed() -> None:
-    """Metrics that are not gated and regressions that are known, until they expire."""
+def test_a_regression_that_the_policy_accepts_is_not_detected() -> None:
+    """This holds for metrics that are not gated and for known regressions until they expire."""
     known = [Known(case="mp-bs1", metric="memory", reason="a cache", expires=TODAY)]
     found = _tested(_full(), policy=Policy(traffic=ExactRule(gate=False), known=known))
     missed = {trial.plant: trial.missed[0].reason for trial in found.trials if not trial.caught}
     assert missed == {
-        "collective": "the policy does not gate traffic.",
-        "memory": "the policy lets it pass: a cache.",
+        "collective": "The policy does not gate traffic.",
+        "memory": "The policy accepts this regression: a cache.",
     }
     expired = [Known(case="mp-bs1", metric="memory", reason="a cache", expires=datetime.date(2026, 5, 1))]
     assert _tested(_full(), policy=Policy(known=expired)).ok
 
 
-def test_a_case_that_does_not_hold_a_figure_is_missed() -> None:
-    """A loss there would pass unseen: each such case is named, whatever the others show."""
+def test_a_case_without_the_figure_is_not_detected() -> None:
+    """Each such case is listed, independent of the other cases."""
     blind = with_launches([1.0], batch_size=2)
     found = _tested(_full(), blind)
     assert {trial.plant: [miss.id for miss in trial.missed] for trial in found.trials} == {
@@ -169,8 +169,8 @@ def test_a_case_that_does_not_hold_a_figure_is_missed() -> None:
     }
 
 
-def test_a_disturbed_case_is_missed() -> None:
-    """Its time is INVALID, with or without a loss."""
+def test_a_disturbed_case_is_not_detected() -> None:
+    """Its time is INVALID with and without the regression."""
     result = _full()
     make_invalid(result.launches[0], "throttled by heat")
     missed = _trial(_tested(result), "time").missed[0]
@@ -180,14 +180,14 @@ def test_a_disturbed_case_is_missed() -> None:
 
 @pytest.mark.parametrize("cases", [[], [make_failed("oom")]])
 def test_a_report_in_which_nothing_completed_proves_nothing(cases: list[CaseResult]) -> None:
-    """No loss is caught where none could be planted."""
+    """A regression that could not be injected is not detected."""
     found = _tested(*cases)
     assert not found.ok
     assert [(trial.cases, trial.caught) for trial in found.trials] == [(0, False)] * 5
 
 
-def test_a_copy_that_loses_something_by_itself_is_named() -> None:
-    """A gate that says REGRESSED of equal reports proves nothing by saying it of others."""
+def test_an_unchanged_copy_that_is_worse_is_listed() -> None:
+    """A gate that fails on equal reports proves nothing."""
     result = _full()
     result.accuracy_check = AccuracyCheck(
         metric="acc", value=0.2, baseline=0.8, source="x", tolerance=0.01, ok=False, text="60 points below"

@@ -18,7 +18,7 @@ from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.cli import main, parser
 from pytest_llmgpu.gate.policy import Known, Policy
-from pytest_llmgpu.gate.selftest.injected_regressions import plants
+from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.render.exports import export, github_summary
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
 from pytest_llmgpu.render.exports.github_annotations import LIMIT
@@ -344,11 +344,11 @@ def test_the_workflow_s_gate_detects_a_slowdown_of_5_percent(
         subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
     (script,) = [step["run"] for step in workflow["jobs"]["judge"]["steps"] if step.get("name") == "Gate"]
     (gate,) = _commands(script, {**workflow["env"], "BASE": "main"})
-    (slower,) = [plant for plant in plants(0.05) if plant.name == "time"]
-    for planted, status in ((False, 0), (True, 1)):
+    (slower,) = [one for one in regressions(0.05) if one.name == "time"]
+    for injected, status in ((False, 0), (True, 1)):
         head = on_h200([timed(*quiet[1:8:2])], sha="b" * 40)
-        if planted:
-            found = slower.sow(head.cases[0], Policy())
+        if injected:
+            found = slower.inject(head.cases[0], Policy())
             assert isinstance(found, CaseResult)
             head.cases = [found]
         dump(head, Path("report.json.gz"))
