@@ -1,7 +1,7 @@
-"""Two sides measured in turn until a gate can tell them apart: launches A B A B, then again what is inconclusive.
+"""A/B comparison: launches of two versions alternate, and inconclusive cases are measured again.
 
-What drifts on a machine drifts for both sides alike. Every look at the figures is a chance of a false alarm, so that
-the chance a policy allows is split over as many looks as there may be.
+A drift of the machine then affects both versions equally. Each comparison can cause a false alarm, so that the
+probability that the policy allows is split over all possible comparisons.
 """
 
 from __future__ import annotations
@@ -19,41 +19,45 @@ from pytest_llmgpu.report.verdicts import Verdicts
 __all__ = ["MOST_AGAIN", "SIDES", "Both", "Judge", "Measure", "Side", "compare", "inconclusive", "left_out", "split"]
 
 Side = Literal["base", "head"]
+"""The two versions: the baseline and the candidate."""
 
 SIDES: tuple[Side, Side] = ("base", "head")
-"""In the order in which they are launched."""
+"""Both versions in the order of their launches."""
 
 MOST_AGAIN = 2
-"""Most times that inconclusive cases are measured again."""
+"""How often inconclusive cases are measured again at most."""
 
-_UNTOLD = frozenset(("INCONCLUSIVE", "INVALID"))
-"""Verdicts on time that more launches may settle. What one launch settles, more do not."""
+_REPEATED = frozenset(("INCONCLUSIVE", "INVALID"))
+"""Verdicts on time that more launches can change. Verdicts on exact metrics do not change."""
 
 
 class Both(NamedTuple):
-    """The reports of both sides so far, each with all launches."""
+    """The reports of both versions, each with all launches until now."""
 
     base: Report
+    """The report of the baseline."""
     head: Report
+    """The report of the candidate."""
 
 
 Measure = Callable[[Side, str, Sequence[str]], Report]
-"""Runs one launch of a side: which, its name, the node ids that are not to run."""
+"""Runs one launch. The arguments are the version, the name of the launch and the node ids to deselect."""
 
 Judge = Callable[[Both], Verdicts]
+"""Compares the reports of both versions."""
 
 
 def compare(measure: Measure, judge: Judge, *, launches: int, again: int) -> tuple[Both, Verdicts]:
-    """Measure both sides, judge them, and measure cases whose time is inconclusive again.
+    """Measure both versions, compare them, and measure cases whose time is inconclusive again.
 
     Args:
-        measure: runs one launch.
-        judge: what the gate says of all launches so far; it has to allow for `again` + 1 looks (see `split`).
-        launches: a side and round.
-        again: how often inconclusive cases are measured again.
+        measure: The function that runs one launch.
+        judge: The function that compares all launches until now. It must allow for `again` + 1 comparisons (`split`).
+        launches: The number of launches of each version in a round.
+        again: How often inconclusive cases are measured again at most.
 
     Raises:
-        ValueError: launches of a side measured other cases; one line.
+        ValueError: The launches of a version measured different cases.
     """
     both = _round(measure, launches, "", {side: [] for side in SIDES})
     verdicts = judge(both)
@@ -69,23 +73,24 @@ def compare(measure: Measure, judge: Judge, *, launches: int, again: int) -> tup
 
 
 def split(policy: Policy, again: int) -> Policy:
-    """Return the policy for one of `again` + 1 looks: together they have the chance of a false alarm that it allows."""
+    """Return the policy for each of `again` + 1 comparisons, which together keep the allowed rate of false alarms."""
     return msgspec.structs.replace(policy, confidence=1 - (1 - policy.confidence) / (again + 1))
 
 
 def inconclusive(verdicts: Verdicts) -> set[str]:
-    """Return the keys of the cases whose time is gated and not told."""
+    """Return the keys of the cases whose gated time is inconclusive or invalid."""
     return {
         row.key
         for row in verdicts.rows
-        if row.metric == "time" and row.verdict in _UNTOLD and row.gated and row.known is None
+        if row.metric == "time" and row.verdict in _REPEATED and row.gated and row.known is None
     }
 
 
 def left_out(report: Report, keys: Collection[str]) -> list[str]:
-    """Return the node ids of the tests that measured none of these cases.
+    """Return the node ids of the tests that measured none of these cases, for `--deselect`.
 
-    pytest takes a node id out together with all that begin like it, so one that a wanted one begins with is not named.
+    pytest also deselects all node ids with the same beginning. A node id that is the beginning of a wanted one is
+    therefore not returned.
     """
     wanted = {result.nodeid for result in report.cases if result.key in keys and result.nodeid is not None}
     others = dict.fromkeys(result.nodeid for result in report.cases if result.nodeid is not None)
@@ -93,7 +98,7 @@ def left_out(report: Report, keys: Collection[str]) -> list[str]:
 
 
 def _reachable(report: Report, keys: Collection[str]) -> bool:
-    """Return whether any of the cases has a test that can be run by itself."""
+    """Return whether any of the cases has a test that can be run alone."""
     return any(result.key in keys and result.nodeid is not None for result in report.cases)
 
 
@@ -104,7 +109,7 @@ def _round(
     deselected: dict[Side, list[str]],
     keys: Collection[str] | None = None,
 ) -> Both:
-    """Return the launches of one round, of all cases or of some only."""
+    """Measure one round and return its reports, with all cases or only those with these keys."""
     found: dict[Side, list[Report]] = {side: [] for side in SIDES}
     names = [f"{prefix}{launch}" for launch in range(1, launches + 1)]
     for name in names:

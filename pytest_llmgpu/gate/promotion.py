@@ -1,11 +1,12 @@
-"""Which report may become the baseline, and how it does: its verdicts against the one it replaces stay in it."""
+"""Promotion of a report to the baseline. The report keeps its verdicts against the baseline that it replaces."""
 
 from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -16,52 +17,104 @@ from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import Baseline, Verdicts, worst_first
+from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts, worst_first
 from pytest_llmgpu.store import references
 from pytest_llmgpu.store import store as storage
 from pytest_llmgpu.store.store import Stored
 
-__all__ = ["NAME", "Trial", "counted", "current_in", "is_same", "keep", "trial", "unfit"]
+__all__ = [
+    "NAME",
+    "Objection",
+    "Trial",
+    "counted",
+    "current_in",
+    "describe",
+    "describe_trial",
+    "is_same",
+    "keep",
+    "trial",
+    "unfit",
+]
 
 NAME = references.BASELINE
 """Name of the baseline in the store."""
 
 _BAD = frozenset(("timeout", "crashed", "error", "interrupted"))
 _NAMED = 3
+"""Most cases that an objection lists."""
+
+_Kind = Literal[
+    "no commit",
+    "dirty",
+    "not complete",
+    "exit status",
+    "nothing completed",
+    "failed cases",
+    "wrong answers",
+    "disturbed",
+]
+
+_TEXTS: dict[_Kind, str] = {
+    "no commit": "nameless: the report does not record its commit",
+    "dirty": "dirty: files were changed after the commit",
+    "not complete": "failed: the run did not complete",
+    "exit status": "failed: pytest ended with exit status {}",
+    "nothing completed": "failed: no case completed",
+    "failed cases": "failed: {}",
+    "wrong answers": "failed: wrong answers of {}",
+    "disturbed": "invalid: {}",
+}
+
+
+class Objection(NamedTuple):
+    """A reason why a report cannot be a baseline."""
+
+    kind: _Kind
+    """The kind of the reason."""
+    values: Sequence[str] = ()
+    """The exit status, or the cases with what is wrong with them."""
 
 
 class Trial(NamedTuple):
-    """How a report stands against the baseline that it is to replace."""
+    """The comparison of a report with the baseline that it would replace."""
 
     verdicts: Verdicts
-    objections: list[str]
-    """Why it may not; nothing where it may."""
+    """The verdicts against that baseline."""
+    failing: list[Row]
+    """The rows that prevent the promotion."""
+    nothing_compared: bool
+    """Whether no gated row could be compared, which prevents the promotion too."""
     measure_noise: bool
-    """Whether times could not be told while the runner's noise is assumed: calibrated it may pass."""
-    begin_anew: bool
-    """Whether all that stands against it is that it measured something else: no measurement of it will do."""
+    """Whether a time is inconclusive and the noise is only assumed, so that a calibration can help."""
+    begin_again: bool
+    """Whether the report measured something else, so that no measurement of it can replace the baseline."""
 
 
-def unfit(candidate: Report) -> list[str]:
-    """Return why a report may be no baseline at all, whatever there was before; nothing where it may."""
+def unfit(candidate: Report) -> list[Objection]:
+    """Return why a report cannot be a baseline, independent of a previous one; empty if it can."""
     session, found = candidate.session, []
     if candidate.commit.sha is None:
-        found.append("nameless: it does not know which commit it measured")
+        found.append(Objection("no commit"))
     if candidate.commit.dirty:
-        found.append("dirty: files were changed since the commit that it names")
+        found.append(Objection("dirty"))
     if not session.complete or session.interrupted:
-        found.append("failed: its run did not complete")
+        found.append(Objection("not complete"))
     elif session.exit_status:
-        found.append(f"failed: pytest ended with exit status {session.exit_status}")
+        found.append(Objection("exit status", [str(session.exit_status)]))
     if not any(result.outcome == "completed" for result in candidate.cases):
-        found.append("failed: no case completed")
-    bad = [f"{result.id} {result.outcome}" for result in candidate.cases if result.outcome in _BAD]
-    wrong = [result.id for result in candidate.cases if result.accuracy_check and result.accuracy_check.ok is False]
-    invalid = [f"{result.id} ({reason})" for result in candidate.cases if (reason := _invalid(result)) is not None]
-    for word, names in (("failed:", bad), ("failed: wrong answers of", wrong), ("invalid:", invalid)):
-        if names:
-            found.append(f"{word} {_listed(names)}")
-    return found
+        found.append(Objection("nothing completed"))
+    cases: dict[_Kind, list[str]] = {
+        "failed cases": [f"{result.id} {result.outcome}" for result in candidate.cases if result.outcome in _BAD],
+        "wrong answers": [one.id for one in candidate.cases if one.accuracy_check and one.accuracy_check.ok is False],
+        "disturbed": [f"{one.id} ({cause})" for one in candidate.cases if (cause := _disturbed(one)) is not None],
+    }
+    return found + [Objection(kind, values) for kind, values in cases.items() if values]
+
+
+def describe(objection: Objection) -> str:
+    """Return an objection as text."""
+    return _TEXTS[objection.kind].format(listed(objection.values, _NAMED))
 
 
 def trial(
@@ -73,47 +126,57 @@ def trial(
     calibration: Calibration | None,
     baseline: Baseline,
 ) -> Trial:
-    """Hold a report against the baseline that it is to replace.
+    """Compare a report with the baseline that it would replace.
 
-    Stricter than the gate: what is inconclusive or invalid fails, and so does a case that was left out of the run,
-    since nobody would miss it from then on.
+    This is stricter than the gate. Inconclusive and invalid rows fail, and so does a case that was deselected, because
+    later reports would not be compared with it.
     """
     strict = msgspec.structs.replace(policy, on_inconclusive="fail")
     session = msgspec.structs.replace(candidate.session, deselected=[])
     whole = msgspec.structs.replace(candidate, session=session)
     verdicts = judge.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
     failing = worst_first(row for row in verdicts.rows if fails(row, strict))
-    found = [f"{row.verdict}: {row.id} {row.metric}: {row.reason}" for row in failing]
-    if not failing and not verdicts.armed.gated:
-        found.append("nothing of it could be compared with the present baseline")
-    assumed = calibration is None and any(row.metric == "time" and row.verdict == "INCONCLUSIVE" for row in failing)
-    other = bool(found) and {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
-    return Trial(verdicts, found, measure_noise=assumed, begin_anew=other)
+    nothing_compared = not failing and not verdicts.armed.gated
+    inconclusive = any(row.metric == "time" and row.verdict == "INCONCLUSIVE" for row in failing)
+    other = {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
+    return Trial(
+        verdicts,
+        failing,
+        nothing_compared,
+        measure_noise=calibration is None and inconclusive,
+        begin_again=other and (bool(failing) or nothing_compared),
+    )
+
+
+def describe_trial(trial: Trial) -> list[str]:
+    """Return why a report may not replace the baseline, one line for each reason; empty if it may."""
+    lines = [f"{row.verdict}: {row.id} {row.metric}: {row.reason}" for row in trial.failing]
+    return lines + ["nothing could be compared with the present baseline"] * trial.nothing_compared
 
 
 def is_same(candidate: Report, base: Report) -> bool:
-    """Return whether two reports hold the same measurement: they differ in what was said of it at most."""
+    """Return whether two reports have the same measurement: they differ at most in their verdicts."""
     return msgspec.structs.replace(candidate, verdicts=None) == msgspec.structs.replace(base, verdicts=None)
 
 
 def current_in(store: Path, machine: str) -> Stored | None:
-    """Return the store's baseline of a machine, the newest of that name; None where there is none."""
+    """Return the newest baseline of a machine in the store; None if there is none."""
     return max(_named(store, machine), key=lambda one: one.number, default=None)
 
 
 def keep(candidate: Report, verdicts: Verdicts | None, *, path: Path | None, store: Path) -> Path:
-    """Make a report the baseline; return its file.
+    """Write a report as the baseline and return its file.
 
     Args:
-        candidate: the report.
-        verdicts: against the baseline that it replaces, None where it is the first.
-        path: file to write, which a baseline that is in git has; None: the store, under the name `baseline`. There the
-            one before stays, under its number alone.
-        store: folder of the store.
+        candidate: The report.
+        verdicts: The verdicts against the baseline that it replaces; None if it is the first.
+        path: The file to write, such as one that git tracks; None: the store, under the name `baseline`. The previous
+            baseline stays in the store with its number only.
+        store: The folder of the store.
 
     Raises:
-        ValueError: the name or the path cannot be written to.
-        OSError: it cannot be written.
+        ValueError: The name or the path is not allowed.
+        OSError: The file cannot be written.
     """
     promoted = msgspec.structs.replace(candidate, verdicts=verdicts)
     if path is not None:
@@ -122,14 +185,14 @@ def keep(candidate: Report, verdicts: Verdicts | None, *, path: Path | None, sto
         return path
     before = _named(store, storage.hardware(candidate))
     kept = storage.save(promoted, store, NAME)
-    # The new one first: two of a name are refused by whoever looks for it, and none would be a baseline that is gone.
+    # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
     for one in before:
         one.path.rename(one.path.with_name(one.path.name.replace(f"_{NAME}.json", ".json")))
     return kept
 
 
 def counted(verdicts: Verdicts) -> str:
-    """Return how often each verdict was given: `12 OK, 3 IMPROVED`."""
+    """Return the number of rows of each verdict: `12 OK, 3 IMPROVED`."""
     counts = Counter(row.verdict for row in worst_first(verdicts.rows))
     return ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
 
@@ -138,14 +201,7 @@ def _named(store: Path, machine: str) -> list[Stored]:
     return [one for one in storage.stored(store) if one.machine == machine and one.name == NAME]
 
 
-def _invalid(result: CaseResult) -> str | None:
-    """Return why no launch of a completed case speaks for it; None where one does."""
-    reasons = [
-        disturbances.disturbed(launch.profile) if launch.profile is not None else None for launch in result.launches
-    ]
-    return reasons[0] if result.outcome == "completed" and reasons and None not in reasons else None
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _disturbed(result: CaseResult) -> str | None:
+    """Return the first disturbance of a completed case if all its launches were disturbed; else None."""
+    found = [disturbances.disturbed(one.profile) if one.profile is not None else None for one in result.launches]
+    return found[0] if result.outcome == "completed" and found and None not in found else None

@@ -78,9 +78,9 @@ def test_a_better_report_replaces_the_baseline(capsys: pytest.CaptureFixture[str
     ("report", "reason"),
     [
         (on_h200(commit=Commit(sha="a" * 40, dirty=True)), "dirty: files were changed"),
-        (on_h200(commit=Commit()), "nameless: it does not know which commit"),
-        (on_h200(session=Session(complete=False)), "failed: its run did not complete"),
-        (on_h200(session=Session(complete=True, interrupted=True)), "failed: its run did not complete"),
+        (on_h200(commit=Commit()), "nameless: the report does not record its commit"),
+        (on_h200(session=Session(complete=False)), "failed: the run did not complete"),
+        (on_h200(session=Session(complete=True, interrupted=True)), "failed: the run did not complete"),
         (on_h200(session=Session(complete=True, exit_status=1)), "failed: pytest ended with exit status 1"),
         (on_h200([timed(), make_failed("crashed", batch_size=2)]), "failed: mp-bs2 crashed"),
         (on_h200([make_failed("oom")]), "failed: no case completed"),

@@ -53,7 +53,7 @@ def _launches(report: Report) -> dict[str, int]:
 
 
 def test_launches_alternate() -> None:
-    """Base, head, base, head: what drifts drifts for both. What can be told is measured once."""
+    """The order is base, head, base, head, and conclusive cases are measured once."""
     machine = _Machine()
     both, verdicts = compare(machine, _judged, launches=3, again=2)
     assert [name for name, _ in machine.ran] == ["base-1", "head-1", "base-2", "head-2", "base-3", "head-3"]
@@ -62,7 +62,7 @@ def test_launches_alternate() -> None:
 
 
 def test_inconclusive_cases_alone_are_measured_again() -> None:
-    """In turn, until they are told; their launches add up, and the rest stays as it was."""
+    """Their launches alternate and add up until they are conclusive; other cases do not change."""
     machine = _Machine([0.06, -0.06])
     both, verdicts = compare(machine, _judged, launches=2, again=2)
     assert [name for name, _ in machine.ran[4:8]] == [
@@ -79,7 +79,7 @@ def test_inconclusive_cases_alone_are_measured_again() -> None:
 
 
 def test_measuring_again_has_an_end() -> None:
-    """After so many times what cannot be told is INCONCLUSIVE; with none it is so at once."""
+    """After `again` rounds a case stays INCONCLUSIVE."""
     for again in (0, 1, 2):
         machine = _Machine([0.3, -0.3] * 9)
         both, verdicts = compare(machine, _judged, launches=2, again=again)
@@ -88,22 +88,22 @@ def test_measuring_again_has_an_end() -> None:
         assert _verdict(verdicts, "mp-bs2") == "INCONCLUSIVE"
 
 
-def test_tests_that_measure_again_unasked_add_nothing() -> None:
-    """A command that knows no --deselect costs time, and its other cases change nothing, not even where they differ."""
+def test_other_cases_of_a_repeated_round_are_ignored() -> None:
+    """A command that ignores --deselect measures other cases too, and these do not change the reports."""
     machine = _Machine([0.3, -0.3] * 9, sizes=lambda name: (2, 4) if "again1-1" in name else (1, 2))
     both, _ = compare(lambda side, name, _: machine(side, name, []), _judged, launches=2, again=1)
     assert _launches(both.head) == {"mp-bs1": 2, "mp-bs2": 4}
 
 
 def test_launches_that_measured_other_cases_are_refused() -> None:
-    """One line names the launch."""
+    """The message names both launches."""
     machine = _Machine(sizes=lambda name: (1,) if name == "head-2" else (1, 2))
     with pytest.raises(ValueError, match="head-1 and head-2 measured different cases"):
         compare(machine, _judged, launches=2, again=0)
 
 
 def test_cases_that_are_not_gated_are_not_measured_again() -> None:
-    """They fail nothing, whatever they are; nor are those without a test of their own, which nobody can start."""
+    """Cases without a node id are not measured again either, because their test cannot be selected."""
     machine = _Machine([0.3, -0.3])
     policy = Policy(time=TimeRule(gate=False))
     compare(
@@ -126,14 +126,14 @@ def test_cases_that_are_not_gated_are_not_measured_again() -> None:
     assert len(nameless.ran) == 4
 
 
-def test_a_test_is_not_left_out_with_another_that_begins_like_it() -> None:
-    """With a node id, pytest takes out all node ids that begin like it."""
+def test_a_test_is_not_deselected_by_the_beginning_of_its_node_id() -> None:
+    """Deselecting a node id deselects all that begin with it."""
     cases = [_result(1.0, 1, "b.py::t"), _result(1.0, 2, "b.py::t_more"), _result(1.0, 4, "b.py::other")]
     assert left_out(make_report(cases), {cases[1].key}) == ["b.py::other"]
     assert left_out(make_report(cases), {cases[0].key}) == ["b.py::t_more", "b.py::other"]
 
 
-def test_the_chance_of_a_false_alarm_is_split_over_the_looks() -> None:
-    """Three looks at a third of it each; one look keeps it whole."""
+def test_the_rate_of_false_alarms_is_split_over_the_comparisons() -> None:
+    """Each of three comparisons gets a third of it, and a single one gets all."""
     assert split(POLICY, 0) == POLICY
     assert split(POLICY, 2).confidence == pytest.approx(1 - 0.05 / 3)

@@ -48,7 +48,8 @@ class _Promote:
         today, noise = rules_of(arguments, candidate)
         store = storage_of(arguments)
         present = _present(arguments.to, store, storage.hardware(candidate))
-        objections, verdicts, replaced = promotion.unfit(candidate), None, ""
+        verdicts, replaced = None, ""
+        objections = [promotion.describe(one) for one in promotion.unfit(candidate)]
         remedies: list[str] = []
         if present is not None:
             base = present.report()
@@ -58,7 +59,7 @@ class _Promote:
             baseline = present.baseline(present.name, base)
             trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
             remedies = [] if objections else _remedies(trial, present.name)
-            objections += trial.objections
+            objections += promotion.describe_trial(trial)
             verdicts = trial.verdicts
             counted = promotion.counted(verdicts)
             replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
@@ -94,7 +95,7 @@ def _remedies(trial: Trial, present: str) -> list[str]:
         lines.append(
             "the noise of this runner is assumed: measure it with llmgpu calibrate, and fewer launches are needed"
         )
-    if trial.begin_anew:
+    if trial.begin_again:
         lines.append(f"if the change of cases or machine is intended, remove {present} and promote again")
     return lines
 
