@@ -1,7 +1,7 @@
-"""The metrics of one machine over its stored reports: each case, commit by commit, with its changes marked.
+"""The metrics of one machine over its stored reports, with the changes of each case.
 
-What counts as a change is the gate's verdict, by its default policy and the machine's calibration if there is one,
-against the last earlier report of the machine that has the same case.
+A change is a verdict of the gate against the last earlier report of the machine with the same case. The default policy
+is used, and the calibration of the machine if there is one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pytest_llmgpu.report import file as reports
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import GIB
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
@@ -29,11 +30,9 @@ from pytest_llmgpu.store.store import Stored
 __all__ = ["Change", "Column", "Figure", "Line", "Trend", "chosen", "trends"]
 
 Change = Literal["worse", "better", "changed"]
-"""What is said of a figure beside the one before it. `changed`: other answers."""
+"""The change of a figure from the previous one. `changed` is for predictions."""
 
-_GIB = 2**30
-
-_WORDS: dict[str, Change] = {
+_CHANGES: dict[str, Change] = {
     "FAILED": "worse",
     "REGRESSED": "worse",
     "CAPACITY_REGRESSED": "worse",
@@ -41,79 +40,84 @@ _WORDS: dict[str, Change] = {
     "CAPACITY_IMPROVED": "better",
 }
 
-_APART: tuple[Callable[[CaseResult], str], ...] = (
+_DISTINCTIONS: tuple[Callable[[CaseResult], str], ...] = (
     lambda result: result.case.model,
     lambda result: f"of {result.case.devices}",
     lambda result: result.case.dtype,
-    lambda result: "uncapped" if (cap := result.case.gpu_memory_bytes) is None else f"{cap / _GIB:.4g} GiB",
+    lambda result: "uncapped" if (cap := result.case.gpu_memory_bytes) is None else f"{cap / GIB:.4g} GiB",
     lambda result: "all items" if (limit := result.case.limit) is None else f"{limit} items",
     lambda result: result.key[:8],
 )
-"""What tells cases of one id apart, in the order in which it is tried."""
+"""The properties that distinguish cases of one id, in the order in which they are tried."""
 
 _Identity = tuple[str, str]
-"""Key and id of a result: a case that is measured twice has two ids."""
+"""Key and id of a result. A case that is measured twice in a session has two ids."""
 
-_Said = dict[tuple[str, str, MetricName], Row]
-"""Key, id and metric to what the gate says."""
+_Rows = dict[tuple[str, str, MetricName], Row]
+"""The row of the gate for each key, id and metric."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one case in one report."""
 
     value: float | None
-    """In the metric's unit; None where the case has none."""
+    """The value in the unit of the metric; None if the case has none."""
     outcome: str
+    """The outcome of the case."""
     change: Change | None = None
-    """None: none that the gate is sure of, or nothing to compare with."""
+    """The change; None if there is no significant one, or no earlier figure."""
     reason: str = ""
-    """What the gate says of a change."""
+    """The reason of the verdict on the change."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
     """One report."""
 
     number: int
-    """In the store."""
+    """The number of the report in the store."""
     commit: str
-    """As people read it."""
+    """The measured commit, shortened."""
     created: str
+    """The time of the measurement."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one case over all reports."""
 
     name: str
-    """Id of the case, with the model where other cases have that id too."""
+    """The id of the case, with distinctions if other cases have the same id."""
     strategy: str
+    """The strategy of the case."""
     batch_size: int
+    """The batch size of the case."""
     figures: list[Figure | None]
-    """One a report; None where it does not have the case."""
+    """The figure of each report; None if the report does not have the case."""
 
 
 class Trend(msgspec.Struct, frozen=True, kw_only=True):
     """One metric over all reports."""
 
     metric: str
+    """The name of the metric."""
     title: str
-    """With its unit."""
+    """The title of the metric with its unit."""
     columns: list[Column]
-    """The reports, oldest first."""
+    """The reports, the oldest first."""
     lines: list[Line]
-    """By strategy, in the order in which they ran, then batch size."""
+    """The cases, by strategy in the order in which these ran, then by batch size."""
 
 
 def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
-    """Return the reports of one machine in the order in which they were measured, without copies.
+    """Return the reports of one machine in the order of their measurement, without copies.
 
-    A promoted report is in the store twice, and may have been measured long before it was promoted.
+    A promoted report is in the store twice, and its measurement can be much older than its promotion.
 
     Args:
-        folder: a store, or the folder of one machine in a store.
-        machine: whose reports are meant where a store has several.
+        folder: A store, or the folder of one machine in a store.
+        machine: The machine, which is needed if the store has several.
 
     Raises:
-        ValueError: there is none, or several machines and none was named, or one of them cannot be read.
+        ValueError: There is no report, or the machine is ambiguous or unknown, or a report cannot be read.
     """
     found = store.stored(folder)
     if not found:
@@ -121,29 +125,33 @@ def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
         found = [one for one in store.stored(whole.parent) if one.machine == whole.name]
     machines = sorted({one.machine for one in found})
     if not machines:
-        raise ValueError(f"storage {folder}: holds no numbered report; a folder that --llmgpu-save wrote is needed")
+        raise ValueError(f"storage {folder}: it has no numbered report; give a folder that --llmgpu-save wrote")
     if machine is None and len(machines) > 1:
-        raise ValueError(f"storage {folder}: holds several machines; --machine is one of {', '.join(machines)}")
+        raise ValueError(
+            f"storage {folder}: it has reports of several machines; give --machine, one of {', '.join(machines)}"
+        )
     if machine is not None and machine not in machines:
-        raise ValueError(f"machine {machine!r}: the store {folder} has {', '.join(machines)}")
+        raise ValueError(
+            f"machine {machine!r}: storage {folder} has no report of it; allowed are {', '.join(machines)}"
+        )
     kept = [one for one in found if one.machine == (machine or machines[0])]
     return sorted(_without_copies(kept), key=lambda one: (one.created, one.number))
 
 
 def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
-    """Return each metric that there is over some stored reports, which are given oldest first.
+    """Return each metric over stored reports.
 
     Args:
-        kept: the reports.
-        last: how many of the newest have a column; None: all. Those before them are what they are held against.
+        kept: The reports, the oldest first.
+        last: The number of newest reports with a column; None: all. Older reports are only compared with.
 
     Raises:
-        ValueError: one of them cannot be read, or the calibration beside them.
+        ValueError: A report or the calibration cannot be read.
     """
 
     @functools.cache
     def load(place: int) -> Report:
-        return reports.load(kept[place].path)  # those without a column only as far back as there are new cases
+        return reports.load(kept[place].path)  # A report without a column is read only if a case needs it.
 
     shown = range(0 if last is None else max(0, len(kept) - last), len(kept))
     columns = [
@@ -151,40 +159,42 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         for place in shown
     ]
     noise = calibration_file.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
-    said = [_changes(map(load, reversed(range(place))), load(place), noise) for place in shown]
+    rows = [_rows(map(load, reversed(range(place))), load(place), noise) for place in shown]
     cases = [{_identity(result): result for result in load(place).cases} for place in shown]
-    newest_of = {identity: result for of_report in cases for identity, result in of_report.items()}
-    names = _names(newest_of)
-    strategies = list(dict.fromkeys(result.case.strategy for result in newest_of.values()))
-    ordered = sorted(
-        newest_of.items(), key=lambda item: (strategies.index(item[1].case.strategy), item[1].case.batch_size)
-    )
     found = []
     for spec in METRICS:
-        if spec.trended is None:
-            continue
-        lines = [
-            Line(
-                name=names[identity],
-                strategy=newest.case.strategy,
-                batch_size=newest.case.batch_size,
-                figures=[
-                    None if (result := of_report.get(identity)) is None else _figure(result, spec, rows)
-                    for of_report, rows in zip(cases, said, strict=True)
-                ],
-            )
-            for identity, newest in ordered
-        ]
-        if any(one is not None and one.value is not None for line in lines for one in line.figures):
-            found.append(Trend(metric=spec.trended.name, title=spec.trended.title, columns=columns, lines=lines))
+        if spec.trended is not None:
+            lines = _lines(spec, cases, rows)
+            if any(one is not None and one.value is not None for line in lines for one in line.figures):
+                found.append(Trend(metric=spec.trended.name, title=spec.trended.title, columns=columns, lines=lines))
     return found
 
 
+def _lines(spec: MetricSpec, cases: Sequence[Mapping[_Identity, CaseResult]], rows: Sequence[_Rows]) -> list[Line]:
+    """Return one metric of all cases; `cases` and `rows` have an entry for each report."""
+    newest = {identity: result for of_report in cases for identity, result in of_report.items()}
+    names = _names(newest)
+    strategies = list(dict.fromkeys(result.case.strategy for result in newest.values()))
+    ordered = sorted(newest.items(), key=lambda one: (strategies.index(one[1].case.strategy), one[1].case.batch_size))
+    return [
+        Line(
+            name=names[identity],
+            strategy=result.case.strategy,
+            batch_size=result.case.batch_size,
+            figures=[
+                _figure(of_report[identity], spec, of_rows) if identity in of_report else None
+                for of_report, of_rows in zip(cases, rows, strict=True)
+            ],
+        )
+        for identity, result in ordered
+    ]
+
+
 def _without_copies(kept: Sequence[Stored]) -> list[Stored]:
-    """Return the reports but for those whose measurement has a lower number too."""
+    """Return the reports without those whose measurement is also stored under a lower number."""
     found: list[Stored] = []
     for one in kept:
-        # By the files' names first: few are opened.
+        # The names of the files are compared first, because few files are opened then.
         alike = [other for other in found if (other.created, other.commit) == (one.created, one.commit)]
         if alike:
             report = reports.load(one.path)
@@ -194,10 +204,10 @@ def _without_copies(kept: Sequence[Stored]) -> list[Stored]:
     return found
 
 
-def _changes(earlier: Iterable[Report], report: Report, noise: Calibration | None) -> _Said:
-    """Return what the gate says of each case against the first of the earlier reports, newest first, that has it."""
+def _rows(earlier: Iterable[Report], report: Report, noise: Calibration | None) -> _Rows:
+    """Return the rows of each case against the first of the earlier reports that has it; the newest comes first."""
     left = {result.key for result in report.cases}
-    found: _Said = {}
+    found: _Rows = {}
     for base in earlier:
         common = left & {result.key for result in base.cases}
         if common:
@@ -209,17 +219,17 @@ def _changes(earlier: Iterable[Report], report: Report, noise: Calibration | Non
     return found
 
 
-def _figure(result: CaseResult, spec: MetricSpec, said: _Said) -> Figure:
+def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows) -> Figure:
     assert spec.figure is not None
     assert spec.trended is not None
     number = spec.figure(result) if result.outcome == "completed" else None
-    value = None if number is None else number.value / spec.trended.scale
+    figure = Figure(value=None if number is None else number.value / spec.trended.scale, outcome=result.outcome)
     for name in spec.trended.judged_by:
-        row = said.get((result.key, result.id, name))
-        if row is not None and row.verdict in _WORDS:
-            word: Change = "changed" if name == "predictions" else _WORDS[row.verdict]
-            return Figure(value=value, outcome=result.outcome, change=word, reason=row.reason)
-    return Figure(value=value, outcome=result.outcome)
+        row = rows.get((result.key, result.id, name))
+        if row is not None and row.verdict in _CHANGES:
+            change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]
+            return msgspec.structs.replace(figure, change=change, reason=row.reason)
+    return figure
 
 
 def _identity(result: CaseResult) -> _Identity:
@@ -227,9 +237,9 @@ def _identity(result: CaseResult) -> _Identity:
 
 
 def _names(results: Mapping[_Identity, CaseResult]) -> dict[_Identity, str]:
-    """Return the id of each, and where other cases have the same what tells them apart, at last the key."""
+    """Return the id of each result, with distinctions if other cases have the same id; the last one is the key."""
     names = {identity: result.id for identity, result in results.items()}
-    for more in _APART:
+    for more in _DISTINCTIONS:
         alike: dict[str, set[str]] = {}
         for identity, name in names.items():
             alike.setdefault(name, set()).add(more(results[identity]))

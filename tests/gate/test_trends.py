@@ -61,8 +61,8 @@ def _plain(text: str, _style: str) -> str:
     return text
 
 
-def test_a_case_is_followed_from_report_to_report() -> None:
-    """Oldest first, with the commit that each measured."""
+def test_a_trend_has_each_report() -> None:
+    """The oldest comes first, and each has its commit."""
     for number, level in enumerate((1.0, 1.0, 1.5, 1.5), 1):
         _keep(number, _timed(level))
     trend = _trend()
@@ -73,8 +73,8 @@ def test_a_case_is_followed_from_report_to_report() -> None:
     assert [figure.change if figure else None for figure in line.figures] == [None, None, "worse", None]
 
 
-def test_a_report_without_the_case_is_skipped_over() -> None:
-    """The change counts against the last report that has it."""
+def test_a_report_without_the_case_is_skipped() -> None:
+    """The case is compared with the last earlier report that has it."""
     _keep(1, _timed(1.0), _timed(1.0, strategy="tp"))
     _keep(2, _timed(1.0))
     _keep(3, _timed(1.0), _timed(0.5, strategy="tp"))
@@ -85,7 +85,7 @@ def test_a_report_without_the_case_is_skipped_over() -> None:
 
 
 def test_a_batch_that_no_longer_fits_is_worse() -> None:
-    """Though it has no figure."""
+    """The case has no figure then."""
     _keep(1, _timed(1.0))
     _keep(2, make_failed("oom"))
     (line,) = _trend().lines
@@ -95,7 +95,7 @@ def test_a_batch_that_no_longer_fits_is_worse() -> None:
 
 
 def test_more_bytes_are_worse_however_few() -> None:
-    """Traffic is exact."""
+    """Traffic has no threshold."""
     for number, calls in ((1, 960), (2, 961)):
         result = _timed(1.0)
         traffic = make_traffic(wire_bytes_per_sequence=1e6 * calls)
@@ -107,15 +107,15 @@ def test_more_bytes_are_worse_however_few() -> None:
     assert line.figures[1].change == "worse"
 
 
-def test_cases_of_one_id_are_told_apart_by_what_differs() -> None:
-    """A cap on memory makes another case of it."""
+def test_cases_of_one_id_are_distinguished_by_what_differs() -> None:
+    """A limit of the GPU memory makes another case."""
     _keep(1, _timed(1.0), _timed(1.0, strategy="tp"))
     _keep(2, _timed(1.0, gpu_memory_bytes=16 << 30))
     assert [line.name for line in _trend().lines] == ["mp-bs1 uncapped", "mp-bs1 16 GiB", "tp-bs1"]
 
 
-def test_the_table_has_a_column_a_report_and_says_what_changed() -> None:
-    """Number and commit above, a mark and by how much at the change, the gate's reason below."""
+def test_the_table_has_a_column_for_each_report_and_the_changes() -> None:
+    """The heading has number and commit, a changed figure has a mark and the change, and the reasons follow."""
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level))
     lines = tables([_trend()], _plain).splitlines()
@@ -126,31 +126,31 @@ def test_the_table_has_a_column_a_report_and_says_what_changed() -> None:
     assert re.fullmatch(r"! 0002 mp-bs1 time: Time \+50\.0 % .*", lines[-1])
 
 
-def test_nothing_changed_is_said() -> None:
-    """Rather than nothing."""
+def test_a_table_without_changes_states_it() -> None:
+    """The last line is about the gate."""
     for number in (1, 2):
         _keep(number, _timed(1.0))
     assert tables([_trend()], _plain).endswith("\n\nThe gate found no change.")
 
 
-def test_one_machine_is_followed_at_a_time() -> None:
-    """Several need a name; its folder is one."""
+def test_a_trend_is_of_one_machine() -> None:
+    """With several machines a name or the folder of one is needed."""
     save(measured(), _STORE)
     save(measured(seen=gpus("NVIDIA A100")), _STORE)
-    with pytest.raises(ValueError, match=f"--machine is one of 1x-NVIDIA-A100-140GiB, {H200}"):
+    with pytest.raises(ValueError, match=f"give --machine, one of 1x-NVIDIA-A100-140GiB, {H200}"):
         chosen(_STORE)
     assert [one.machine for one in chosen(_STORE, H200)] == [H200]
     assert [one.machine for one in chosen(_STORE / H200)] == [H200]
-    with pytest.raises(ValueError, match=r"machine 'other': the store \.llmgpu has"):
+    with pytest.raises(ValueError, match=r"machine 'other': storage \.llmgpu has no report of it; allowed are"):
         chosen(_STORE, "other")
     with pytest.raises(
-        ValueError, match="storage nothing: holds no numbered report; a folder that --llmgpu-save wrote"
+        ValueError, match="storage nothing: it has no numbered report; give a folder that --llmgpu-save wrote"
     ):
         chosen(Path("nothing"))
 
 
-def test_a_promoted_report_is_followed_once() -> None:
-    """Whether its copy is the baseline still, or was; another run of the same commit is no copy."""
+def test_a_promoted_report_appears_once() -> None:
+    """A copy under the name of the baseline is left out, but not another run of the same commit."""
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level))
     _keep(2, _timed(1.6))
@@ -160,8 +160,8 @@ def test_a_promoted_report_is_followed_once() -> None:
     assert [one.number for one in chosen(_STORE)] == [1, 2, 3]
 
 
-def test_reports_are_followed_in_the_order_of_measuring() -> None:
-    """One that was kept from a file elsewhere has a high number, and may be old."""
+def test_reports_are_in_the_order_of_measurement() -> None:
+    """A report that was stored later has a higher number, but can be older."""
     for created in ("2026-01-02T03:04:05Z", "2026-01-01T03:04:05Z"):
         report = measured()
         report.created = created
@@ -171,7 +171,7 @@ def test_reports_are_followed_in_the_order_of_measuring() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_chart_marks_and_names_what_changed() -> None:
-    """Valid Vega-Lite, with the mark explained in the caption."""
+    """The chart is valid Vega-Lite, and its caption explains the mark."""
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level), _timed(1.0, strategy="tp"))
     (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
@@ -184,8 +184,8 @@ def test_the_chart_marks_and_names_what_changed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_change_that_is_counted_has_its_mark() -> None:
-    """Also of a case that has no figure any more: it stands at the top edge, two of one report in two lines."""
+def test_every_counted_change_has_a_mark() -> None:
+    """A case without a figure has its mark at the top edge, and two of one report are in two lines."""
     _keep(1, _timed(1.0), _timed(1.0, strategy="tp"), _timed(1.0, strategy="iok"))
     _keep(2, make_failed("oom"), make_failed("oom", strategy="tp"), _timed(1.5, strategy="iok"))
     (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
@@ -203,8 +203,8 @@ def test_every_change_that_is_counted_has_its_mark() -> None:
     assert len(set(heights)) == 2
 
 
-def test_utilisation_is_followed_and_not_judged() -> None:
-    """How busy the GPUs were explains a change; it is none by itself."""
+def test_utilisation_is_not_judged() -> None:
+    """It explains a change of time, but is not a change itself."""
     for number, busy in ((1, 80.0), (2, 40.0)):
         result = _timed(1.0)
         result.launches[0].profile = make_profile(1, busy=busy)
@@ -219,8 +219,8 @@ def test_utilisation_is_followed_and_not_judged() -> None:
     assert chart.summary.endswith("changes: the gate does not judge this metric.")
 
 
-def test_the_machines_calibration_is_in_force() -> None:
-    """What one launch of an unknown machine cannot tell, one of a quiet machine does."""
+def test_the_calibration_of_the_machine_is_used() -> None:
+    """One launch is not enough with assumed noise, but with little calibrated noise."""
     for number, level in ((1, 1.0), (2, 1.1)):
         result = with_launches([level], sequences=BATCHES)
         derive(result)
@@ -239,7 +239,7 @@ def test_the_machines_calibration_is_in_force() -> None:
 
 
 def test_a_change_of_time_is_marked_once() -> None:
-    """Throughput is its other side: it has the figures, and no mark and no reason of its own."""
+    """Throughput has the figures, but no mark and no reason."""
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level))
     found = trends(chosen(_STORE))
@@ -253,7 +253,7 @@ def test_a_change_of_time_is_marked_once() -> None:
 
 
 def test_the_first_column_is_judged_too() -> None:
-    """Against a report that has no column itself."""
+    """It is compared with a report without a column."""
     for number, level in enumerate((1.0, 1.5, 1.5), 1):
         _keep(number, _timed(level))
     (trend,) = [trend for trend in trends(chosen(_STORE), last=2) if trend.metric == "time"]
@@ -263,7 +263,7 @@ def test_the_first_column_is_judged_too() -> None:
 
 
 def test_the_command_prints_the_newest_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many as are asked for."""
+    """`--last` is the number of reports."""
     for number in (1, 2, 3):
         _keep(number, _timed(1.0))
     assert main(["trend", str(_STORE), "--last", "2"]) == 0
@@ -275,7 +275,7 @@ def test_the_command_prints_the_newest_reports(capsys: pytest.CaptureFixture[str
 
 
 def test_the_page_needs_no_network_and_escapes_names() -> None:
-    """Pictures for light and dark are inside."""
+    """It contains the images for light and dark."""
     for number in (1, 2):
         _keep(number, _timed(1.0, strategy="<script>"))
     assert main(["trend", "--html", "site/trend.html", "--output", "site", "--format", "svg"]) == 0
@@ -289,8 +289,8 @@ def test_the_page_needs_no_network_and_escapes_names() -> None:
     assert Path("site/trend-time.svg").is_file()
 
 
-def test_a_telephone_gets_a_picture_that_it_shows_whole() -> None:
-    """Of the wide one it would show the oldest half."""
+def test_a_narrow_screen_gets_a_narrow_image() -> None:
+    """A wide image would be cut."""
     for number in (1, 2):
         _keep(number, _timed(1.0))
     page = render([_trend()], "x")
@@ -302,7 +302,7 @@ def test_a_telephone_gets_a_picture_that_it_shows_whole() -> None:
 
 
 def test_a_change_has_one_mark_in_the_chart_and_in_the_list() -> None:
-    """The terminal's, which are characters that every terminal has, are its own."""
+    """The mark of the terminal is ASCII and does not appear in the page."""
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level))
     page = render([_trend()], "x")
@@ -311,7 +311,7 @@ def test_a_change_has_one_mark_in_the_chart_and_in_the_list() -> None:
 
 
 def test_one_case_of_one_report_is_counted_as_one() -> None:
-    """In words for people."""
+    """The summary has the singular."""
     _keep(1, _timed(1.0))
     (chart,) = of_trends([_trend()]).charts
     assert chart.summary.startswith("1 case over 1 report of one machine")
@@ -321,8 +321,8 @@ def test_one_case_of_one_report_is_counted_as_one() -> None:
 
 
 @pytest.mark.parametrize("lowest", [None, 0.5])
-def test_names_of_lines_that_end_together_do_not_meet(lowest: float | None) -> None:
-    """The one below moves down a line of letters, and up again where the chart ends."""
+def test_names_of_lines_that_end_together_do_not_overlap(lowest: float | None) -> None:
+    """A lower name moves down by the height of a line, and stays inside the chart."""
     levels = {"mp": 2.0, "tp": 1.0, "iok": 1.001, "other": 1.002, **({} if lowest is None else {"last": lowest})}
     _keep(1, *(_timed(level, strategy=name) for name, level in levels.items()))
     (chart,) = of_trends([_trend()]).charts
@@ -332,8 +332,8 @@ def test_names_of_lines_that_end_together_do_not_meet(lowest: float | None) -> N
     assert places[-1] <= axes.HEIGHT + axes.LINE / 2
 
 
-def test_what_is_0_throughout_has_no_chart_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    """One device sends nothing: the other charts are drawn, and the page and the command say what is left out."""
+def test_a_metric_that_is_always_0_has_no_chart_but_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other charts are drawn, and the page and the command state the reason."""
     for number in (1, 2):
         result = _timed(1.0)
         result.traffic = make_traffic(wire_bytes_per_sequence=0.0)
@@ -350,7 +350,7 @@ def test_what_is_0_throughout_has_no_chart_and_a_reason(capsys: pytest.CaptureFi
 
 
 def test_a_broken_report_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A trend with a hole in it would mislead."""
+    """A trend without one of its reports would be misleading."""
     report: Report = measured()
     path = save(report, _STORE)
     path.write_bytes(b"{")
