@@ -1,1 +1,1 @@
-"""Statistics that the verdicts rest on."""
+"""Statistics of the verdicts."""

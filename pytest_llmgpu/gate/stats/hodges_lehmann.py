@@ -1,4 +1,4 @@
-"""The typical one of many values: as robust as a median against a few odd ones, almost as precise as a mean."""
+"""The Hodges-Lehmann estimate: as robust as a median against outliers, and almost as precise as a mean."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 __all__ = ["hodges_lehmann"]
 
 _ALL_PAIRS = 64
-"""Most values of which pairs are formed, 928 of their 2,080: more are counted instead."""
+"""Largest number of values for which pairs are formed, 928 of their 2,080. For more values pairs are counted."""
 
 _FORMED = 4
-"""Pairs that are formed of many values, for each value: those whose sums are close to the middle."""
+"""Number of pairs per value that are formed for many values. Their sums are close to the middle."""
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:
-    """Return the median of the means of all pairs of values, each with itself too.
+    """Return the median of the means of all pairs of values, with the pairs of a value and itself.
 
     Raises:
-        ValueError: no values.
+        ValueError: There are no values.
     """
     ordered = sorted(values)
     count = len(ordered)
@@ -37,9 +37,10 @@ def hodges_lehmann(values: Sequence[float]) -> float:
 
 @functools.lru_cache(maxsize=_ALL_PAIRS)
 def _middle_pairs(count: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return which pairs of so many ordered values can have the middle sum, and how many surely have less.
+    """Return how many pairs of ordered values always have a smaller sum, and the pairs that can have the middle sum.
 
-    A pair is at least each pair that has both its places, or lower ones; that counts those below it and above it.
+    The sum of a pair is at least the sum of each pair with the same or lower places. Counting these pairs, and those
+    above, excludes most pairs.
     """
 
     def not_larger(first: int, second: int) -> int:
@@ -55,9 +56,9 @@ def _middle_pairs(count: int) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _middle_sums(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the two middle sums of two values, the same one twice where the number of pairs is odd.
+    """Return the two middle sums of pairs; both are the same if the number of pairs is odd.
 
-    By halving the range of the sums until few enough lie in what is left: only those are formed.
+    The range of the sums is halved until it contains few sums. Only those are formed.
     """
     count = len(ordered)
     pairs = count * (count + 1) // 2
@@ -66,7 +67,7 @@ def _middle_sums(ordered: Sequence[float]) -> tuple[float, float]:
     below, up_to = 0, pairs
     while up_to - below > _FORMED * count:
         middle = (low + high) / 2
-        if not low < middle < high:  # all that are left are one sum
+        if not low < middle < high:  # All sums in the range are equal.
             tied = max(ordered[place] + ordered[end - 1] for place, end in enumerate(_ends(ordered, high)))
             return tied, tied
         ends = _ends(ordered, middle)
@@ -75,21 +76,22 @@ def _middle_sums(ordered: Sequence[float]) -> tuple[float, float]:
             low, below = middle, counted
         elif counted > second:
             high, up_to = middle, counted
-        else:  # it lies between the two
+        else:  # The middle lies between the two.
             lower = max(ordered[place] + ordered[end - 1] for place, end in enumerate(ends))
             above = [ordered[place] + ordered[end] for place, end in enumerate(ends) if end < count]
             return lower, min([*above, *(2 * value for value in ordered[len(ends) : len(ends) + 1])])
     lows, highs = _ends(ordered, low), _ends(ordered, high)
-    lows += range(len(lows), len(highs))  # values that alone are too large have no pair below
-    ranges = zip(ordered, lows, highs, strict=False)  # fewer ends than values
+    lows += range(len(lows), len(highs))  # Values that are too large have no pair below.
+    ranges = zip(ordered, lows, highs, strict=False)  # There are fewer ends than values.
     sums = sorted([value + other for value, start, end in ranges for other in ordered[start:end]])
     return sums[first - below], sums[second - below]
 
 
 def _ends(ordered: Sequence[float], bound: float) -> list[int]:
-    """Return for each value the place behind the last that makes with it a sum of no more than `bound`.
+    """Return for each value the place after the last value with which its sum is at most `bound`.
 
-    From the value itself on, so that each pair is counted once; it ends at the first value that has no such place.
+    Only places from the value itself on are used, so that each pair is counted once. The list ends at the first value
+    without such a place.
     """
     ends = []
     for place, value in enumerate(ordered):

@@ -1,4 +1,4 @@
-"""How sure each test has to be where several are judged together, so that a false alarm of any of them stays rare."""
+"""Holm's method, which limits the probability of any false alarm among several tests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def holm(
     """Return the probabilities of tests adjusted by Holm's method, in the same order.
 
     Args:
-        probabilities: of each test.
-        families: which family each test is one of, and adjusted among; None: all are one.
-        weights: of each test, above 0: how much of the family's chance of a false alarm it is given; None: equal ones.
+        probabilities: The p of each test.
+        families: The family of each test, in which it is adjusted; None: all tests are one family.
+        weights: The weight of each test, above 0: its part of the allowed rate of false alarms of the family; None:
+            equal weights.
     """
     members: dict[Hashable, list[int]] = {}
     for number in range(len(probabilities)):
@@ -35,10 +36,10 @@ def holm(
 
 
 def first_confidence(confidence: float, family: float) -> float:
-    """Return the confidence that Holm's method asks of the first of a family.
+    """Return the confidence that Holm's method requires of the first test of a family.
 
     Args:
-        confidence: that is asked of a test alone.
-        family: tests that are judged together, by weight, this one's being 1.
+        confidence: The confidence that is required of a single test.
+        family: The weight of all tests of the family, relative to the weight of this test.
     """
     return 1 - (1 - confidence) / family

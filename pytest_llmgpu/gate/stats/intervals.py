@@ -1,7 +1,7 @@
-"""How sure a change is: intervals of ratios over launches, and the launches that it takes.
+"""Intervals of the ratio of times over launches, and the number of launches that a change requires.
 
-Times are compared as logarithms of ratios. A launch of the processes is the replicate: clocks, allocator and tuning are
-shared inside one.
+Times are compared as logarithms of ratios. The replicate is a launch of the processes, because clocks, allocator and
+tuning are the same within a launch.
 """
 
 from __future__ import annotations
@@ -31,69 +31,71 @@ __all__ = [
 ]
 
 UNCALIBRATED_SD = 0.2
-"""Noise between launches, as a fraction, where nobody has measured it: what was seen of forwards that wait for the CPU.
-40 launches on two shared cores differed by 14 to 20 %; 39 on H200s by 15 to 22 % at batch size 2, 9 to 20 % at 8 and
-0.7 to 1.6 % at 32 (benchmarks/gate). With 5 % every third comparison of equal launches there had a false alarm."""
+"""Noise between launches without a calibration, as a fraction: that of forwards that wait for the CPU. 40 launches on
+two shared cores differed by 14 to 20 %, and 39 launches on H200s by 15 to 22 % at batch size 2, 9 to 20 % at 8 and 0.7
+to 1.6 % at 32 (benchmarks/gate). With 5 % every third comparison of equal launches there had a false alarm."""
 
 POWER = 0.95
-"""Probability with which a change that is called detectable is detected."""
+"""Probability with which a detectable change is detected."""
 
 _ALONE = 1.5
-"""How much more the noise of a side with one launch counts. Launches have outliers that no normal distribution has, and
-one launch shows no spread that would tell: of 1,000 pairs of equal launches on H200s 3.8 % had a false alarm without it
-and 1.0 % with it (benchmarks/gate); 0.7 % since a single launch may have met a stall, too."""
+"""Factor for the noise of a report with one launch. Launches have outliers that no normal distribution has, and one
+launch has no spread that shows them. Among 1,000 pairs of equal launches on H200s 3.8 % had a false alarm without the
+factor, 1.0 % with it (benchmarks/gate), and 0.7 % with the allowance for a stall in a single launch."""
 
 _ENOUGH_DEGREES = 8
-"""Degrees of freedom, five launches a side, from which launches tell their own noise where nobody calibrated."""
+"""Degrees of freedom from which the noise is estimated from the launches without a calibration: five launches in each
+report."""
 
-_LUCK = 0.01
-"""Probability with which they look quieter than they are."""
+_CHANCE = 0.01
+"""Probability with which this estimate is too small."""
 
 _MOST_LAUNCHES = 1000
+"""Largest number of launches that is recommended."""
 
 _NORMAL = statistics.NormalDist()
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """How much slower the candidate is, and how sure that is. Logarithms of ratios throughout."""
+    """The change from baseline to candidate with its standard errors. All values are logarithms of ratios."""
 
     log_ratio: float
-    """Of candidate to baseline."""
+    """The logarithm of the ratio of candidate to baseline."""
     noise_error: float
-    """Standard error by the calibrated noise: sd x sqrt(1/n + 1/m), half as much again for a side with one launch, that
-    of two sessions, and what a machine that stalls may have done to a single launch."""
+    """The standard error from the known or assumed noise: sd x sqrt(1/n + 1/m), with a factor of 1.5 for a report with
+    one launch, the noise between sessions, and an allowance for a stall in a single launch."""
     observed_error: float | None = None
-    """Standard error by the spread of these launches; None with one launch a side."""
+    """The standard error from the spread of these launches; None with one launch in each report."""
     degrees: int = 0
-    """Degrees of freedom of that spread."""
+    """The degrees of freedom of that spread."""
 
     def half_width(self, confidence: float) -> float:
-        """Return half of the interval's width: the larger of two.
+        """Return half of the width of the interval: the larger of two.
 
-        The t-interval whose ends each hold with probability `confidence`, and the calibrated noise's with both ends
-        together: at 0.95, and n launches a side, 2.77 sd / sqrt(n); 4.16 sd for one launch.
+        One is the t-interval, each of whose ends has this confidence. The other is from the known noise, and both ends
+        together have this confidence: at 0.95 and n launches in each report 2.77 sd / sqrt(n), for one launch 4.16 sd.
         """
         calibrated = _normal_quantile(confidence) * self.noise_error
         if self.observed_error is None:
             return calibrated
         return max(calibrated, t_quantile(self.degrees, confidence) * self.observed_error)
 
-    def p_above(self, bar: float) -> float:
-        """Return the probability of so large a change, or a larger one, were the true one `bar`.
+    def p_above(self, threshold: float) -> float:
+        """Return the probability of this change or a larger one if the true change were equal to a threshold.
 
-        It inverts the interval: at most 1 - confidence where the lower end is above `bar`. So it is the larger of the
-        t-test's one-sided p and the two-sided p of the calibrated noise.
+        It is at most 1 - confidence if the lower end of the interval is above the threshold. It is therefore the larger
+        of the one-sided p of the t-test and the two-sided p of the known noise.
         """
-        return self._p(self.log_ratio - bar)
+        return self._p(self.log_ratio - threshold)
 
-    def p_below(self, bar: float) -> float:
-        """Return the probability of so small a change, or a smaller one, were the true one `bar`."""
-        return self._p(bar - self.log_ratio)
+    def p_below(self, threshold: float) -> float:
+        """Return the probability of this change or a smaller one if the true change were equal to a threshold."""
+        return self._p(threshold - self.log_ratio)
 
     def _p(self, distance: float) -> float:
         if distance <= 0:
             return 1.0
-        # Far out the normal's tail is below what 1 - cdf resolves: erfc keeps it.
+        # erfc is precise for small probabilities, which 1 - cdf rounds to 0.
         calibrated = math.erfc(distance / self.noise_error / math.sqrt(2)) if self.noise_error else 0.0
         if not self.observed_error:
             return calibrated
@@ -101,23 +103,24 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def launch_levels(base: Sequence[Sequence[float]], head: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return how slow each launch of two sides is, as a logarithm; only differences mean anything.
+    """Return the level of each launch of two reports as a logarithm; only differences have a meaning.
 
     Args:
-        base: [launches, batches] latencies, all above 0.
-        head: [launches, batches] likewise, of the same batches.
+        base: [launches, batches] latencies of the baseline, all above 0.
+        head: [launches, batches] latencies of the candidate, with the same batches.
     """
-    if len(base) == len(head) == 1:  # the same difference as below, without the way round
+    if len(base) == len(head) == 1:  # The same difference as below, computed directly.
         return [0.0], [hodges_lehmann(list(map(operator.sub, _logs(head[0]), _logs(base[0]))))]
     found = levels([*base, *head])
     return found[: len(base)], found[len(base) :]
 
 
 def levels(launches: Sequence[Sequence[float]]) -> list[float]:
-    """Return how slow each launch is against the typical one, as a logarithm, from its batches in pairs.
+    """Return the level of each launch relative to the typical launch as a logarithm.
 
-    Batch k is compared with batch k: equal work, so that shapes add no noise. The typical one is of all launches alike:
-    one of the baseline's alone would be held against medians that it is part of, and the candidate's would not.
+    Batch k is compared with batch k, which is equal work, so that shapes add no noise. The typical launch has the
+    medians of all launches. Medians of the baseline only would contain its own launches, but not those of the
+    candidate.
 
     Args:
         launches: [launches, batches] latencies, all above 0.
@@ -128,18 +131,19 @@ def levels(launches: Sequence[Sequence[float]]) -> list[float]:
 
 
 def assumed_sd(base: Sequence[float], head: Sequence[float]) -> float:
-    """Return the noise between launches, as a fraction, that counts where nobody calibrated it.
+    """Return the noise between launches without a calibration, as a fraction.
 
-    `UNCALIBRATED_SD`, or what five launches a side and more show, as much larger as luck may have made it look small.
+    It is `UNCALIBRATED_SD`, or with at least five launches in each report the upper limit of their spread if that is
+    smaller.
 
     Args:
-        base: [launches] logarithms, as `launch_levels` gives them.
-        head: [launches] likewise.
+        base: [launches] logarithms of the baseline from `launch_levels`.
+        head: [launches] logarithms of the candidate from `launch_levels`.
     """
     degrees = len(base) + len(head) - 2
     if degrees < _ENOUGH_DEGREES:
         return UNCALIBRATED_SD
-    return min(UNCALIBRATED_SD, largest_sd(_spread(base, head), degrees, _LUCK))
+    return min(UNCALIBRATED_SD, largest_sd(_spread(base, head), degrees, _CHANCE))
 
 
 def change(
@@ -149,14 +153,14 @@ def change(
     session_sd: float = 0.0,
     stalls: tuple[float, float] = (0.0, 0.0),
 ) -> Change:
-    """Return the change between launch levels; the numbers of launches may differ.
+    """Return the change between the launches of two reports, whose numbers can differ.
 
     Args:
-        base: [launches] logarithms, as `launch_levels` gives them.
-        head: [launches] likewise.
-        sd: noise between launches that is known or assumed.
-        session_sd: noise between sessions, of which each side is one: the number of launches does not make it less.
-        stalls: standard error, as a logarithm, that a single launch of either side has beside its noise.
+        base: [launches] logarithms of the baseline from `launch_levels`.
+        head: [launches] logarithms of the candidate from `launch_levels`.
+        sd: The known or assumed noise between launches.
+        session_sd: The noise between sessions. Each report is one session, so that more launches do not reduce it.
+        stalls: The additional standard error of a single launch of each report, as a logarithm.
     """
     scale = math.sqrt(1 / len(base) + 1 / len(head))
     degrees = len(base) + len(head) - 2
@@ -170,13 +174,13 @@ def change(
 
 
 def smallest_change(change: Change, margin: float, confidence: float, family: float = 1) -> float:
-    """Return the smallest true slowdown that launches of this spread show with probability `POWER`, as a fraction.
+    """Return the smallest true slowdown that is detected with probability `POWER`, as a fraction.
 
     Args:
-        change: of these launches.
-        margin: the bar, as a fraction.
-        confidence: of the interval's ends.
-        family: as for `launches_needed`.
+        change: The change between these launches.
+        margin: The threshold as a fraction.
+        confidence: The confidence of each end of the interval.
+        family: The weight of all tests of the family, relative to the weight of this test.
     """
     error = max(change.noise_error, change.observed_error or 0.0)
     half_width = change.half_width(first_confidence(confidence, family))
@@ -188,26 +192,25 @@ def smallest_change(change: Change, margin: float, confidence: float, family: fl
 def launches_needed(
     slowdown: float, margin: float, sd: float, confidence: float, family: float = 1, session_sd: float = 0.0
 ) -> int | None:
-    """Return how many launches a side show a true slowdown with probability `POWER`; None above 1,000.
+    """Return how many launches in each report detect a true slowdown with probability `POWER`; None above 1,000.
 
     Args:
-        slowdown: the true one, as a fraction.
-        margin: the bar, as a fraction. A slowdown no larger is never shown.
-        sd: noise between launches.
-        confidence: of the interval's ends.
-        family: tests that are judged together (Holm), by weight, this one's being 1: the first has to be as sure as 1 /
-            family of the rest of 1.
-        session_sd: noise between the sessions of both sides, which sets a limit to what any number of launches shows.
+        slowdown: The true slowdown as a fraction.
+        margin: The threshold as a fraction. A slowdown up to the threshold is never detected.
+        sd: The noise between launches.
+        confidence: The confidence of each end of the interval.
+        family: The weight of all tests of the family, relative to the weight of this test (`first_confidence`).
+        session_sd: The noise between sessions, which limits the slowdown that any number of launches detects.
     """
     distance = math.log1p(slowdown) - math.log1p(margin)
-    sure = first_confidence(confidence, family)
+    required = first_confidence(confidence, family)
 
     def missed(launches: int) -> bool:
-        return _miss(launches, distance, sd, session_sd, sure) > 1 - POWER
+        return _miss(launches, distance, sd, session_sd, required) > 1 - POWER
 
     if distance <= 0 or missed(_MOST_LAUNCHES):
         return None
-    if not missed(1):  # asked apart: two launches pay for a spread of their own
+    if not missed(1):  # A special case: two launches also have a spread, which widens their interval.
         return 1
     few, enough = 1, _MOST_LAUNCHES
     while enough - few > 1:
@@ -217,12 +220,12 @@ def launches_needed(
 
 
 def _spread(base: Sequence[float], head: Sequence[float]) -> float:
-    """Return the standard deviation of launches around the mean of their side."""
+    """Return the standard deviation of launches around the mean of their report."""
     return math.sqrt((_squares(base) + _squares(head)) / (len(base) + len(head) - 2))
 
 
 def _error(sd: float, launches: int) -> float:
-    """Return the standard error of one side."""
+    """Return the standard error of the mean of one report."""
     return sd * (_ALONE if launches == 1 else 1 / math.sqrt(launches))
 
 
@@ -236,18 +239,18 @@ def _logs(latencies: Sequence[float]) -> list[float]:
 
 
 def _miss(launches: int, distance: float, sd: float, session_sd: float, confidence: float) -> float:
-    """Return at most how likely a change is missed: by the calibrated interval, or by the t-interval."""
+    """Return an upper limit of the probability that one of the two intervals does not detect a change."""
     error, between = math.sqrt(2) * _error(sd, launches), session_sd * math.sqrt(2)
     both = math.hypot(error, between)
     calibrated = _NORMAL.cdf(_normal_quantile(confidence) - (distance / both if both else math.inf))
     if launches == 1 or not error:
         return calibrated
     degrees = 2 * launches - 2
-    bar = t_quantile(degrees, confidence)
-    # The noncentral t distribution by a normal one: Abramowitz and Stegun, 26.7.10. Sessions add to what is measured,
-    # and nothing to the spread that it is held against.
-    spread = math.sqrt(1 + bar * bar / (2 * degrees) + (between / error) ** 2)
-    return calibrated + _NORMAL.cdf((bar * (1 - 1 / (4 * degrees)) - distance / error) / spread)
+    quantile = t_quantile(degrees, confidence)
+    # The normal approximation of the noncentral t distribution: Abramowitz and Stegun, 26.7.10. Noise between sessions
+    # changes the measured ratio, but not the spread of the launches.
+    spread = math.sqrt(1 + quantile * quantile / (2 * degrees) + (between / error) ** 2)
+    return calibrated + _NORMAL.cdf((quantile * (1 - 1 / (4 * degrees)) - distance / error) / spread)
 
 
 @functools.lru_cache(maxsize=64)

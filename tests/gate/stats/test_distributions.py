@@ -19,12 +19,12 @@ from pytest_llmgpu.gate.stats.distributions import beta, largest_sd, least_share
     ],
 )
 def test_the_incomplete_beta_function_is_scipys(x: float, a: float, b: float, expected: float) -> None:
-    """Skewed, flat, at an edge, and of as many degrees as HellaSwag has items."""
+    """The parameters are skewed, flat, at an edge, and as large as for the items of HellaSwag."""
     assert beta(x, a, b) == pytest.approx(expected, rel=1e-8)
 
 
 def test_beta_is_the_binomial_tail() -> None:
-    """Summed exactly as fractions, on both sides of the point where the other fraction is used."""
+    """The tail is summed exactly as fractions, for both continued fractions."""
     for n, k in ((1, 1), (7, 2), (20, 20), (30, 4)):
         for share in (Fraction(1, 50), Fraction(1, 3), Fraction(9, 10)):
             tail = sum(math.comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k, n + 1))
@@ -37,20 +37,20 @@ def test_beta_is_the_binomial_tail() -> None:
     [(0.0, 3, 0.5), (1.0, 1, 0.25), (2.0, 2, 0.5 - 1 / math.sqrt(6)), (2.306004135, 8, 0.025)],
 )
 def test_students_tail(t: float, degrees: int, expected: float) -> None:
-    """By hand for one and two degrees of freedom, from the tables for eight."""
+    """The values are closed forms for one and two degrees of freedom, and from a table for eight."""
     assert t_tail(t, degrees) == pytest.approx(expected, rel=1e-8)
     assert t_tail(1e6, 20) > 0.0  # not rounded away, however far out
 
 
 @pytest.mark.parametrize(("degrees", "expected"), [(1, 6.313751515), (4, 2.131846786), (38, 1.685954458)])
 def test_students_quantile(degrees: int, expected: float) -> None:
-    """From the tables at 95 %, and the tail gives it back even at the confidence of ten thousand rows."""
+    """The values are from tables at 95 %, and the tail inverts the quantile at the confidence of ten thousand rows."""
     assert t_quantile(degrees, 0.95) == pytest.approx(expected, rel=1e-8)
     assert t_tail(t_quantile(degrees, 1 - 5e-6), degrees) == pytest.approx(5e-6, rel=1e-6)
 
 
 def test_the_least_share_is_where_the_count_becomes_improbable() -> None:
-    """With that share of lost items, so many or more would be lost with the probability that is left."""
+    """With that share, as many lost items or more have a probability of 1 - confidence."""
     assert least_share(0, 9, 0.95) == 0.0
     assert least_share(5, 0, 0.95) == pytest.approx(0.05 ** (1 / 5))
     share = least_share(8, 3, 0.95)
@@ -59,18 +59,18 @@ def test_the_least_share_is_where_the_count_becomes_improbable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "luck", "chi_squared"), [(8, 0.01, 1.646497), (9, 0.01 / 3, 1.561213), (30, 0.01, 14.953457)]
+    ("degrees", "chance", "chi_squared"), [(8, 0.01, 1.646497), (9, 0.01 / 3, 1.561213), (30, 0.01, 14.953457)]
 )
-def test_the_largest_deviation_that_luck_hides(degrees: int, luck: float, chi_squared: float) -> None:
-    """By the quantiles of scipy.stats.chi2, and no less; nothing is certain of fewer degrees, or of no spread."""
+def test_the_upper_limit_of_a_deviation(degrees: int, chance: float, chi_squared: float) -> None:
+    """It is at least the limit by scipy.stats.chi2, and infinite for few degrees or no spread."""
     exact = 0.02 * math.sqrt(degrees / chi_squared)
-    assert 0.999 * exact < largest_sd(0.02, degrees, luck) < 1.03 * exact
+    assert 0.999 * exact < largest_sd(0.02, degrees, chance) < 1.03 * exact
     assert math.isinf(largest_sd(0.02, 1, 0.001))
-    assert math.isinf(largest_sd(0.0, degrees, luck))
+    assert math.isinf(largest_sd(0.0, degrees, chance))
 
 
 def test_the_interval_of_a_loss() -> None:
-    """Nothing flipped is certain; one of 64 lost may be the net loss of one or of none; more items narrow it."""
+    """Without changed items it is exact, and more items make it narrower."""
     assert net_loss(0, 0, 64, 0.95) == (0.0, 0.0)
     low, high = net_loss(1, 0, 64, 0.95)
     assert low == pytest.approx(-0.9 / 64)

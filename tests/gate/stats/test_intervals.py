@@ -18,14 +18,14 @@ from pytest_llmgpu.gate.stats.intervals import (
 
 
 def test_a_stalled_batch_does_not_move_the_estimate() -> None:
-    """One batch of twenty that took 50 times as long is no slowdown of the case."""
+    """One batch of twenty with 50 times its latency does not change the level."""
     base = [[0.1 + 0.01 * batch for batch in range(20)]]
     head = [[*base[0][:-1], 50 * base[0][-1]]]
     assert launch_levels(base, head) == ([0.0], [0.0])
 
 
 def test_batches_are_compared_in_pairs() -> None:
-    """Batches of very different lengths add no noise: each is exactly 5 % slower."""
+    """Batches of very different latencies add no noise if each is 5 % slower."""
     shapes = [0.01 * 3**batch for batch in range(8)]
     before, after = launch_levels([shapes, shapes], [[1.05 * latency for latency in shapes]])
     assert before == [0.0, 0.0]
@@ -33,8 +33,8 @@ def test_batches_are_compared_in_pairs() -> None:
 
 
 @pytest.mark.parametrize(("base", "head"), [(3, 3), (2, 5), (1, 3)])
-def test_skewed_noise_of_batches_favours_no_side(base: int, head: int) -> None:
-    """Equal code whose batches take up to much longer: neither side's medians are its own alone."""
+def test_skewed_noise_of_batches_gives_no_bias(base: int, head: int) -> None:
+    """The medians are of the launches of both reports, so that equal code has no change in the mean."""
     chance = random.Random(2)
 
     def launches(count: int) -> list[list[float]]:
@@ -50,7 +50,7 @@ def test_skewed_noise_of_batches_favours_no_side(base: int, head: int) -> None:
 
 
 def test_noise_between_sessions_does_not_average_out() -> None:
-    """However many launches: each side is one session."""
+    """Each report is one session, independent of its number of launches."""
     for launches in (2, 100):
         seen = change([0.0] * launches, [0.0] * launches, 0.01, 0.015)
         assert seen.noise_error == pytest.approx(math.sqrt(2) * math.hypot(0.01 / math.sqrt(launches), 0.015))
@@ -58,7 +58,7 @@ def test_noise_between_sessions_does_not_average_out() -> None:
 
 
 def test_few_false_alarms_between_days() -> None:
-    """In simulation: days differ by 1.5 % and launches by 0.3 %; without the days it is one in seven."""
+    """In a simulation days differ by 1.5 % and launches by 0.3 %; without the days over 10 % are false alarms."""
     chance, alarms = random.Random(6), {0.0: 0, 0.015: 0}
     for _ in range(1000):
         before, after = chance.gauss(0, 0.015), chance.gauss(0, 0.015)
@@ -70,14 +70,14 @@ def test_few_false_alarms_between_days() -> None:
 
 
 def test_the_calibrated_half_width_is_2_77_sd_over_root_n() -> None:
-    """With n launches a side at 95 %; the facts' number, whatever these launches happen to spread."""
+    """This holds for n launches in each report at 95 %, if these launches have less spread."""
     for n in (2, 5, 20):
         seen = change([0.0] * n, [0.0] * n, 0.03)
         assert seen.half_width(0.95) == pytest.approx(2.77 * 0.03 / math.sqrt(n), rel=1e-3)
 
 
-def test_many_launches_tell_their_noise_where_nobody_calibrated() -> None:
-    """From five a side on, by as much more as luck may hide: of 8 degrees 1 % lies below a chi-squared of 1.65."""
+def test_many_launches_estimate_their_noise_without_a_calibration() -> None:
+    """From five launches in each report on it is the upper limit: chi-squared is below 1.65 with 1 % at 8 degrees."""
     chance = random.Random(4)
     base, head = ([chance.gauss(0, 0.005) for _ in range(5)] for _ in range(2))
     squares = sum((one - statistics.fmean(side)) ** 2 for side in (base, head) for one in side)
@@ -87,14 +87,14 @@ def test_many_launches_tell_their_noise_where_nobody_calibrated() -> None:
     assert assumed_sd([0.0] * 5, [0.0] * 5) == UNCALIBRATED_SD, "none at all is no noise that exists"
 
 
-def test_one_launch_counts_as_noisier() -> None:
-    """Nothing tells whether it is an outlier: half as much again, for the side that has no other."""
+def test_one_launch_has_more_noise() -> None:
+    """It can be an outlier, so its report has a factor of 1.5."""
     assert change([0.0], [0.0], 0.03).half_width(0.95) == pytest.approx(1.5 * 2.77 * 0.03, rel=1e-3)
     assert change([0.0], [0.0] * 4, 0.03).noise_error == pytest.approx(0.03 * math.hypot(1.5, 0.5))
 
 
 def test_the_spread_of_the_launches_widens_the_interval() -> None:
-    """Student's t over both sides, by hand: means 0 and 0.1, 4 degrees of freedom, pooled variance 0.01."""
+    """Student's t has 4 degrees of freedom and a pooled variance of 0.01 for means of 0 and 0.1."""
     seen = change([-0.1, 0.0, 0.1], [0.0, 0.1, 0.2], 0.001)
     assert seen.log_ratio == pytest.approx(0.1)
     assert seen.degrees == 4
@@ -102,8 +102,8 @@ def test_the_spread_of_the_launches_widens_the_interval() -> None:
     assert seen.half_width(0.95) == pytest.approx(2.131846786 * 0.1 * math.sqrt(2 / 3))
 
 
-def test_sides_may_have_different_numbers_of_launches() -> None:
-    """One launch against four: the spread of the four speaks for both, the noise has sqrt(1.5^2 + 1/4)."""
+def test_reports_may_have_different_numbers_of_launches() -> None:
+    """With one launch and four, the spread of the four is used for both, and the noise has sqrt(1.5^2 + 1/4)."""
     seen = change([0.0], [0.01, 0.02, 0.03, 0.04], 0.01)
     assert seen.log_ratio == pytest.approx(0.025)
     assert seen.degrees == 3
@@ -112,7 +112,7 @@ def test_sides_may_have_different_numbers_of_launches() -> None:
 
 @pytest.mark.parametrize("launches", [1, 2, 5])
 def test_the_probability_inverts_the_interval(launches: int) -> None:
-    """A bar at the interval's lower end has p = 0.05; a little above it more, a little below it less."""
+    """A threshold at the lower end of the interval has p = 0.05, a higher one more, a lower one less."""
     chance = random.Random(launches)
     head = [chance.gauss(0.1, 0.03) for _ in range(launches)]
     seen = change([chance.gauss(0, 0.03) for _ in range(launches)], head, 0.02)
@@ -124,8 +124,8 @@ def test_the_probability_inverts_the_interval(launches: int) -> None:
     assert seen.p_above(seen.log_ratio + 1) == seen.p_below(seen.log_ratio - 1) == 1.0
 
 
-def test_noise_of_nothing_is_certain() -> None:
-    """Equal launches on a runner without noise: any difference is one, and nothing divides by 0."""
+def test_a_change_without_noise_is_certain() -> None:
+    """Each difference is significant then, and nothing divides by 0."""
     seen = Change(log_ratio=0.03, noise_error=0.0, observed_error=0.0, degrees=2)
     assert (seen.half_width(0.95), seen.p_above(0.02), seen.p_above(0.03)) == (0.0, 0.0, 1.0)
     assert launches_needed(0.04, 0.02, 0.0, 0.95) == 1
@@ -134,8 +134,8 @@ def test_noise_of_nothing_is_certain() -> None:
 @pytest.mark.parametrize(
     ("sd", "family", "days"), [(0.01, 1, 0.0), (0.01, 21, 0.0), (0.005, 7, 0.0), (0.03, 1, 0.0), (0.01, 1, 0.002)]
 )
-def test_the_launches_asked_for_show_the_slowdown(sd: float, family: int, days: float) -> None:
-    """In simulation: a true +4 % against a margin of 2 % is seen at least 94 % of the time, and far fewer do not."""
+def test_the_launches_needed_detect_the_slowdown(sd: float, family: int, days: float) -> None:
+    """In a simulation +4 % with a threshold of 2 % is detected in at least 94 %, and with half of the launches not."""
     chance = random.Random(7)
     needed = launches_needed(0.04, 0.02, sd, 0.95, family, days)
     assert needed is not None
@@ -153,17 +153,17 @@ def test_the_launches_asked_for_show_the_slowdown(sd: float, family: int, days: 
     assert power(max(2, needed // 2)) < 0.9
 
 
-def test_launches_that_nobody_has() -> None:
-    """A change equal to the margin is never shown, and a noise of 50 % would need thousands."""
+def test_some_slowdowns_need_too_many_launches() -> None:
+    """A change equal to the threshold is never detected, and a noise of 50 % needs thousands."""
     assert launches_needed(0.02, 0.02, 0.01, 0.95) is None
     assert launches_needed(0.04, 0.02, 0.5, 0.95) is None
 
 
 @pytest.mark.parametrize("family", [1, 21])
-def test_the_smallest_change_is_shown_with_its_probability(family: int) -> None:
-    """In simulation, with the calibrated noise: a slowdown of that size is seen 95 % of the time, among others too."""
+def test_the_smallest_change_is_detected_with_its_probability(family: int) -> None:
+    """In a simulation with the known noise it is detected in 95 %, also in a family."""
     chance = random.Random(3)
-    error = 1.5 * 0.01 * math.sqrt(2)  # what one launch a side counts as
+    error = 1.5 * 0.01 * math.sqrt(2)  # the noise of one launch in each report
     least = smallest_change(change([0.0], [0.0], 0.01), 0.02, 0.95, family)
     seen = [change([0.0], [chance.gauss(math.log1p(least), error)], 0.01) for _ in range(2000)]
     shown = sum(one.p_above(math.log(1.02)) <= 0.05 / family for one in seen)

@@ -81,7 +81,7 @@ def test_a_case_of_fewer_sessions_is_measured_in_those() -> None:
 
 
 def test_the_gate_uses_the_noise_between_sessions() -> None:
-    """By case, no quieter than half of them but for luck; a calibration of one session has none."""
+    """The noise of a case is raised to the median; a calibration of one session has no noise between sessions."""
     loud, quiet = (measure(*sessions(5, sd, 0.001, 3, strategy=name)).time for name, sd in (("tp", 0.02), ("mp", 0.01)))
     found = as_it_counts(Measured(machine=H200, time={**loud, **quiet}))
     [loud_key], [quiet_key] = loud, quiet
@@ -94,7 +94,7 @@ def test_the_gate_uses_the_noise_between_sessions() -> None:
 
 
 def test_a_case_with_significantly_less_noise_keeps_it() -> None:
-    """One that keeps its GPU busy beside two that wait for the CPU: by as much as luck may have made it look quiet."""
+    """A case that keeps its GPU busy keeps its own noise, raised to its upper limit."""
     loud, usual, quiet = noisy(0.3, strategy="tp"), noisy(0.2, strategy="iok"), noisy(0.005)
     measured = measure(on_h200(loud, usual, quiet))
     # scipy.stats.chi2.ppf(0.01 / 3, 9) is 1.56.
@@ -112,7 +112,7 @@ def test_few_launches_count_as_noisier_than_they_look() -> None:
     assert Noise(id="x", sd=0.01, launches=1000).cautious == pytest.approx(0.01, rel=0.01)
 
 
-def test_nothing_that_may_be_luck_counts_as_quieter_than_half_of_the_cases() -> None:
+def test_noise_that_is_small_by_chance_is_raised_to_the_median() -> None:
     """What is new counts as assumed, or as the noisiest where that is more."""
     loud, usual, quiet = noisy(0.03, strategy="tp"), noisy(0.01, strategy="iok"), noisy(0.006)
     measured = measure(on_h200(loud, usual, quiet))
@@ -133,7 +133,7 @@ def test_an_empty_calibration_is_none() -> None:
 def test_false_alarms_stay_rare_on_a_calibrated_runner() -> None:
     """In simulation: of runs of 21 cases in which nothing changed, at most 1 % are REGRESSED.
 
-    With one launch a side and a noise of 6 % that five launches estimated.
+    With one launch in each report and a noise of 6 % that five launches estimated.
     """
     chance, alarms, runs = random.Random(1), 0, 300
     for _ in range(runs):

@@ -28,7 +28,7 @@ def _judged(
     [(1.06, "REGRESSED"), (1.022, "INCONCLUSIVE"), (1.01, "OK"), (1.0, "OK"), (0.99, "OK"), (0.94, "IMPROVED")],
 )
 def test_the_interval_decides_three_ways(slower: float, verdict: str) -> None:
-    """Wholly above the margin, wholly below it, or across: with a noise of 0.1 % and one launch a side."""
+    """The interval of a launch with 0.1 % noise is above the threshold, below it, or contains it."""
     row = _judged(with_launches([1.0]), with_launches([slower]))
     assert row.verdict == verdict
     assert row.ratio == pytest.approx(slower)
@@ -39,25 +39,25 @@ def test_the_interval_decides_three_ways(slower: float, verdict: str) -> None:
     assert len(row.reason.splitlines()) <= 2
 
 
-def test_the_margin_does_not_grow_with_the_noise() -> None:
-    """What the noise hides is INCONCLUSIVE, equal times too; it is never OK and never REGRESSED."""
+def test_the_threshold_does_not_grow_with_the_noise() -> None:
+    """A change within the noise is INCONCLUSIVE, never OK or REGRESSED, and equal times are too."""
     for slower in (1.0, 1.05, 1.10):
         row = _judged(with_launches([1.0]), with_launches([slower]), sd=0.05)
         assert (row.verdict, row.margin) == ("INCONCLUSIVE", 0.02)
 
 
 def test_chance_is_not_ok() -> None:
-    """Where noise is larger than what is looked for, a case that looks much faster by chance is INCONCLUSIVE."""
+    """With noise above the threshold a case that looks much faster by chance is INCONCLUSIVE."""
     lucky = _judged(with_launches([1.0]), with_launches([0.44]), sd=0.2)
     assert lucky.high is not None
     assert lucky.high < 1.02
     assert lucky.verdict == "INCONCLUSIVE"
     sure = _judged(with_launches([1.0]), with_launches([0.97]), sd=0.009)
-    assert sure.verdict == "OK", "faster by less than its noise, which is within margin and promise"
+    assert sure.verdict == "OK", "half of the interval is within the threshold plus 2 %"
 
 
 def test_an_uncalibrated_runner_has_twenty_percent() -> None:
-    """The reason says that this was assumed, and what to run instead: half as slow again may be noise there."""
+    """The reason states the assumed noise and the command that measures it."""
     row = _judged(with_launches([1.0]), with_launches([1.5]), sd=None)
     assert row.low == pytest.approx(1.5 / math.exp(1.5 * 2.77 * 0.2), rel=1e-3)
     assert row.reason == (
@@ -70,7 +70,7 @@ def test_an_uncalibrated_runner_has_twenty_percent() -> None:
 
 
 def test_a_regression_reads_in_two_lines() -> None:
-    """What was found, in seconds and percent, and what else changed."""
+    """The first has the change, interval, threshold and seconds, the second what else changed."""
     row = _judged(with_launches([1.0]), with_launches([1.05]), note="Also changed: torch 2.6 -> 2.7.")
     assert row.reason == (
         "Time +5.0 % (95 % CI +4.6 to +5.4 %), threshold 2 %: 220.5 s, was 210.0 s.\nAlso changed: torch 2.6 -> 2.7."
@@ -79,7 +79,7 @@ def test_a_regression_reads_in_two_lines() -> None:
 
 
 def test_waiting_is_distinguished_from_work() -> None:
-    """Twice as long and half as busy: the GPU did what it did before; as busy as before, it did twice as much."""
+    """Twice the time at half the utilisation is waiting; at the same utilisation it is work."""
     base = make_busy(with_launches([1.0]), 54.0)
     row = _judged(base, make_busy(with_launches([2.0]), 26.0), note="Also changed: x.")
     assert row.verdict == "REGRESSED"
@@ -103,15 +103,15 @@ def test_waiting_is_distinguished_from_work() -> None:
     assert "GPU utilisation 27 %, was 54 %" in _judged(thrice, slower).reason, "the median launch"
 
 
-def test_seconds_may_be_allowed_where_the_margin_is_less() -> None:
-    """Of 210 s, 21 s are 10 %: 5 % is fine then."""
+def test_the_larger_of_both_thresholds_is_used() -> None:
+    """21 s of 210 s are 10 %, so 5 % is OK."""
     row = _judged(with_launches([1.0]), with_launches([1.05]), absolute_s=21)
     assert row.verdict == "OK"
     assert row.margin == pytest.approx(0.1)
 
 
 def test_several_launches_bring_their_own_spread() -> None:
-    """A calibration that promises too little noise is not believed."""
+    """A larger spread of the launches is used instead of the calibrated noise."""
     base, head = with_launches([0.9, 1.0, 1.1]), with_launches([0.95, 1.05, 1.15])
     assert _judged(base, head, sd=0.0001).verdict == "INCONCLUSIVE"
     steady = with_launches([1.0, 1.001, 0.999]), with_launches([1.05, 1.051])
@@ -120,7 +120,7 @@ def test_several_launches_bring_their_own_spread() -> None:
 
 
 def test_many_rows_are_one_family() -> None:
-    """A slowdown that is just enough alone is not among a hundred rows; a clear one still is."""
+    """A slowdown just significant alone is not significant among a hundred cases; a large one is."""
     base = with_launches([1.0])
     close = [timed(base, with_launches([slower]), TimeRule(), 0.01) for slower in (1.065, *[1.0] * 99)]
     cases = [case for case in close if isinstance(case, Timed)]
@@ -133,8 +133,8 @@ def test_many_rows_are_one_family() -> None:
     assert rows([*cases, clear], 0.95, "")[-1].verdict == "REGRESSED"
 
 
-def test_no_time_is_too_odd_to_be_written_down() -> None:
-    """Ratios beyond what a float holds stay finite."""
+def test_extreme_times_give_finite_ratios() -> None:
+    """Ratios beyond the range of a float are limited."""
     for launches in (1, 2):
         base, head = (with_latencies([[each] * BATCHES] * launches) for each in (1e-300, 1e300))
         row = _judged(base, head)
@@ -144,7 +144,7 @@ def test_no_time_is_too_odd_to_be_written_down() -> None:
 
 
 def test_a_stall_that_is_longer_than_the_case_is_bounded() -> None:
-    """3 ms that may have lost 30 ms once: an interval that a person can read, and no 10 %."""
+    """A case of 3 ms that can lose 30 ms has a wide, but finite interval."""
     row = _judged(with_latencies([[0.003 / BATCHES] * BATCHES]), with_latencies([[0.0033 / BATCHES] * BATCHES]))
     assert row.verdict == "INCONCLUSIVE"
     assert row.high is not None
@@ -162,7 +162,7 @@ def test_a_stall_that_is_longer_than_the_case_is_bounded() -> None:
     ],
 )
 def test_power_and_false_alarms(launches: int, noise: float, slower: float, low: float, high: float) -> None:
-    """In simulation with a margin of 2 %: +5 % is caught as often as noise and launches allow, the margin seldom."""
+    """In a simulation +5 % is detected as often as noise and launches allow; the threshold of 2 % itself seldom."""
     chance = random.Random(f"{launches} {noise} {slower}")
     runs, caught = 400, 0
     for _ in range(runs):
@@ -174,8 +174,9 @@ def test_power_and_false_alarms(launches: int, noise: float, slower: float, low:
     assert low <= caught / runs <= high
 
 
+@pytest.mark.slow
 def test_equal_code_raises_an_alarm_in_fewer_than_one_run_in_a_hundred() -> None:
-    """In simulation: 400 runs of 21 rows, 2 launches a side, 3 % between launches and 2 % between batches."""
+    """In a simulation of 400 runs of 21 cases, 2 launches in each report, 3 % noise of launches and 2 % of batches."""
     chance = random.Random(11)
     base_shape = [1.0 + number for number in range(8)]
 
@@ -197,7 +198,7 @@ def _stalling(level: float, every: int, factor: float) -> list[float]:
 
 
 def test_a_stall_in_some_batches_is_not_ok() -> None:
-    """The typical batch is as fast as before, and the whole takes three times as long."""
+    """The typical batch is unchanged, and the sum of all batches takes three times as long."""
     base, head = with_latencies([[1.0] * BATCHES]), with_latencies([_stalling(1.0, 4, 10.0)])
     row = _judged(base, head)
     assert row.verdict == "INCONCLUSIVE"
@@ -209,7 +210,7 @@ def test_a_stall_in_some_batches_is_not_ok() -> None:
 
 
 def test_launches_that_all_stall_are_regressed() -> None:
-    """Three a side know the noise of their own sums; a stall in one of them is noise."""
+    """Three launches in each report estimate the noise of their sums; a stall in one launch is noise."""
     quiet = with_latencies([[level] * BATCHES for level in (1.0, 1.001, 0.999)])
     stalling = with_latencies([_stalling(level, 4, 10.0) for level in (1.0, 1.001, 0.999)])
     row = _judged(quiet, stalling)
@@ -224,7 +225,7 @@ def test_launches_that_all_stall_are_regressed() -> None:
     [(1.0, 0.3, "INCONCLUSIVE"), (1.0, 0.001, "OK"), (1.05, 0.001, "REGRESSED"), (0.9, 0.001, "IMPROVED")],
 )
 def test_a_different_change_of_the_sum_is_stated_whatever_the_noise_is(level: float, sd: float, verdict: str) -> None:
-    """What a table shows of both sides is explained beside the change of the typical batch, in the first line."""
+    """The change of the figures in the table is stated after the change of the typical batch, in the first line."""
     base = with_latencies([_stalling(1.0, 4, 10.0)])
     row = _judged(base, with_latencies([_stalling(level, 4, 5.0)]), sd=sd, note="Also changed: x.")
     assert row.verdict == verdict
@@ -236,21 +237,21 @@ def test_a_different_change_of_the_sum_is_stated_whatever_the_noise_is(level: fl
 
 
 def test_another_direction_of_the_sums_is_stated_however_small() -> None:
-    """Less than a point apart, and yet a faster batch beside a longer time."""
+    """The changes differ by less than a point, but in direction."""
     base, head = with_latencies([[1.0] * BATCHES]), with_latencies([_stalling(0.997, 4, 1.026)])
     row = _judged(base, head, sd=0.3)
     assert row.reason.startswith("Time -0.3 % ")
     assert "All batches +0.3 %: " in row.reason
 
 
-def test_launches_that_differ_are_not_taken_for_batches() -> None:
+def test_a_difference_between_launches_is_not_one_of_batches() -> None:
     """The figures are those of the median launch, and the change is the mean of all."""
     row = _judged(with_launches([1.0, 1.0, 1.3]), with_launches([1.0, 1.0, 1.0]), sd=0.01)
     assert "All batches of the median launch +0.0 %: launches of one report differ." in row.reason
 
 
-def test_an_interval_that_says_otherwise_than_the_verdict_is_marked() -> None:
-    """Where the family alone is why; not where the interval reaches over the margin or the sum has a veto."""
+def test_a_verdict_that_only_the_family_changed_is_marked() -> None:
+    """It is not marked if the interval contains the threshold or the sum has a veto."""
     base = with_launches([1.0])
     levels = (1.065, 0.935, *[1.0] * 98)
     cases = [case for one in levels if isinstance(case := timed(base, with_launches([one]), TimeRule(), 0.01), Timed)]
@@ -267,7 +268,7 @@ def test_an_interval_that_says_otherwise_than_the_verdict_is_marked() -> None:
 
 
 def test_launches_that_are_not_used_are_stated() -> None:
-    """Else the figures are not the report's, and nobody knows why."""
+    """The reason has the number of used launches."""
     base = with_launches([1.0, 1.0, 9.0])
     assert "are used" not in _judged(base, base, sd=0.01).reason
     make_invalid(base.launches[2], "programs of others at work: GPU 0")
@@ -275,8 +276,8 @@ def test_launches_that_are_not_used_are_stated() -> None:
     assert row.reason.splitlines()[0].endswith(" 2 of 3 launches of the baseline are used (`profile.invalid`).")
 
 
-def test_what_is_not_gated_does_not_dilute_the_family() -> None:
-    """A slowdown that is enough alone is so beside sixty cases that are reported only; those are one of their own."""
+def test_cases_that_are_not_gated_are_a_separate_family() -> None:
+    """Sixty reported cases do not change the significance of a gated one."""
     base, head = with_launches([1.0]), with_launches([1.065])
     slower, reported = (timed(base, head, TimeRule(gate=gate), 0.01) for gate in (True, False))
     same = timed(base, base, TimeRule(gate=False), 0.01)
@@ -286,7 +287,7 @@ def test_what_is_not_gated_does_not_dilute_the_family() -> None:
 
 
 def test_the_smallest_change_is_that_of_the_family() -> None:
-    """As the launches that are asked for are: the more rows, the larger."""
+    """More cases in the family make it larger."""
     base = with_launches([1.0])
     case = timed(base, base, TimeRule(), 0.01)
     assert isinstance(case, Timed)
@@ -296,8 +297,8 @@ def test_the_smallest_change_is_that_of_the_family() -> None:
     assert 1.1 * alone < among
 
 
-def test_a_slowdown_of_all_batches_is_blamed_on_none() -> None:
-    """Where the sum alone decides, its figures are the row's, and a part of the batches is named only if one is."""
+def test_a_slowdown_of_all_batches_names_no_part() -> None:
+    """If only the sum is significant, the row has the figures of the sum, and no part of the batches is named."""
     base = with_latencies([[level] * BATCHES for level in (1.0, 1.0001, 0.9999)])
     slower = [[level * (1.05 if batch < 5 else 1.018) for batch in range(BATCHES)] for level in (1.0, 1.0001, 0.9999)]
     row = _judged(base, with_latencies(slower), sd=0.0005)
@@ -319,7 +320,7 @@ def test_a_slowdown_of_all_batches_is_blamed_on_none() -> None:
 def test_both_figures_of_a_case_share_the_chance_of_a_false_alarm(
     deviations: float, sum_deviations: float, verdict: str
 ) -> None:
-    """Of p = 0.036, 0.049, 0.012 and 0.004: the typical batch has nine tenths of it and the sum one."""
+    """With p = 0.036, 0.049, 0.012 and 0.004 the typical batch has nine tenths of the allowed rate and the sum one."""
     case = timed(with_launches([1.0] * 3), with_launches([1.0] * 3), TimeRule(), 0.01)
     assert isinstance(case, Timed)
     typical, total = (
@@ -329,7 +330,7 @@ def test_both_figures_of_a_case_share_the_chance_of_a_false_alarm(
 
 
 def test_sessions_that_differ_set_a_limit() -> None:
-    """Launches of another day cannot show what days differ by: the reason says what can."""
+    """More launches do not help then, and the reason states what does."""
     base, head = with_launches([1.0] * 5), with_launches([1.05] * 5)
     assert _judged(base, head, sd=0.003).verdict == "REGRESSED"
     row = _judged(base, head, sd=0.003, session_sd=0.015)
