@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "CaseResult", "Report"]
 
-_ROOMS = {"Case": "report.case", "CaseResult": "report.result", "Report": "report.report"}
+_MODULES = {"Case": "report.case", "CaseResult": "report.result", "Report": "report.report"}
 
 
 def __getattr__(name: str) -> object:
     # At first use and not here: every test run with the plugin installed imports this package.
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

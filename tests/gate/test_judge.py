@@ -269,7 +269,7 @@ def test_a_known_regression_passes_until_its_day(prose: Prose) -> None:
 
 
 def test_a_known_regression_that_noise_hides_is_known() -> None:
-    """It does not fail a strict gate, nor is anyone told to take the entry out."""
+    """It does not fail a strict gate, and no warning asks to remove the entry."""
     policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time")])
     found = _judge([_full()], [_full(slower=1.02)], policy)
     assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("INCONCLUSIVE", "bug 7")]
@@ -288,7 +288,7 @@ def test_a_known_regression_is_gone_only_where_it_was_looked_for(prose: Prose) -
 
 
 def test_an_override_that_is_for_no_case_is_named(prose: Prose) -> None:
-    """A strategy that is misspelt would be judged by the usual margins, and nobody told."""
+    """A misspelt strategy would be judged by the usual thresholds without a warning."""
     policy = msgspec.convert({"override": [{"strategy": "tq", "time": {"margin": 0.2}}]}, Policy)
     assert prose == "\n".join(_judge([_full()], [_full()], policy).warnings)
 

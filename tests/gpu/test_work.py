@@ -206,7 +206,7 @@ def test_ranks_of_tp_have_half_of_the_flops(pytester: pytest.Pytester, model: Pa
     assert found.collectives is not None, found.why
     collectives = {one.collective: one for one in found.collectives}
     reduced = collectives["all_reduce"]
-    assert reduced.calls == (2 * _LAYERS + 1) * len(found.batches)
+    assert reduced.calls == 2 * _LAYERS * len(found.batches)
     assert all(transfer_s > 0 for transfer_s in reduced.transfer_s)
     print(json.dumps([msgspec.to_builtins(one) for one in found.collectives]))
 
@@ -232,6 +232,7 @@ def test_injected_kernels_have_no_flops(pytester: pytest.Pytester, model: Path) 
         assert _cv(rank.device_time_s) < _LARGEST_CV
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_fakes_are_like_the_records_of_this_torch() -> None:
     """What the parser relies on: kernels carry the correlation id of their launch, ranges are annotations."""
     from torch.profiler import ProfilerActivity, profile, record_function

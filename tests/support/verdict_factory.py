@@ -35,7 +35,7 @@ def with_latencies(launches: Sequence[Sequence[float]], **fields: Any) -> CaseRe
     return result
 
 
-def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> None:
+def make_invalid(launch: Launch, *disturbances: str, mhz: float | None = None) -> None:
     """Add disturbances to a launch, and set the clock of its GPU."""
     clock = {} if mhz is None else {"sm_clock_mhz": Metric(mean=mhz, max=mhz, coverage=1.0, method="seen")}
     launch.profile = Profile(
@@ -44,7 +44,7 @@ def make_invalid(launch: Launch, *evidence: str, mhz: float | None = None) -> No
         samples=10,
         missed=0,
         lateness_p99_s=None,
-        invalid=list(evidence),
+        invalid=list(disturbances),
         devices=[DeviceProfile(index=0, uuid="GPU-0", metrics=clock)],
     )
 
