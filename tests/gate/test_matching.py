@@ -28,7 +28,7 @@ def _gpus(count: int = 4, name: str = "NVIDIA H200", gib: float | None = 140, uu
 
 
 def test_cases_match_by_key_whatever_their_ids() -> None:
-    """A run of fewer tests numbers its cases differently; the second measurement of a key is compared with the second."""
+    """A run of fewer tests numbers its cases differently; the second one of a key is compared with the second."""
     base = [_named("mp-bs1"), _named("mp-bs1#2", model="other"), _named("mp-bs1#3", model="other")]
     head = [_named("mp-bs1", model="other"), _named("mp-bs1#2", model="other")]
     matched = pairs(base, head)
