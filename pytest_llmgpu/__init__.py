@@ -13,6 +13,9 @@ The map of the package. Imports point down; packages on one line do not import e
     processes                        how a child process starts and ends
 
 `rank` is the old name of `python -m pytest_llmgpu.ranks`.
+
+Where a decision is looked for: `report.metrics` has the table of metrics, `gate.classify` the classes of verdicts and
+the exit statuses, `analysis.assess` all that one run says by itself, `ranks.oom` what counts as out of memory.
 """
 
 from __future__ import annotations
