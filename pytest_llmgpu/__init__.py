@@ -14,8 +14,9 @@ The map of the package. Imports point down; packages on one line do not import e
 
 `rank` is the old name of `python -m pytest_llmgpu.ranks`.
 
-Where a decision is looked for: `report.metrics` has the table of metrics, `gate.classify` the classes of verdicts and
-the exit statuses, `analysis.assess` all that one run says by itself, `ranks.oom` what counts as out of memory.
+`report.metrics` has the table of metrics with their default thresholds, `gate.classify` the classes of verdicts and the
+exit statuses, `analysis.assess` the findings on one run by itself, `ranks.oom` the decision on out of memory. The
+reason of a verdict is worded in `gate`, beside the rule; `render` lays it out.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What one run states by itself, without a baseline; `assess.assess` is the entry point."""
+"""Findings on one run by itself, without a baseline; `assess.assess` is the entry point."""

@@ -25,10 +25,10 @@ _NOT_BY_CHANCE = 0.01  # lost and won items are named if their probability is be
 Code = Literal[
     "accuracy-collapsed", "loglikelihood-mismatch", "accuracy-below-baseline", "accuracy-unchecked", "unverified"
 ]
-"""What is wrong with the answers: the code of the finding."""
+"""The fault of the answers: the code of the finding."""
 
 Cause = Literal["overflow", "batch_size", "strategy", "inputs"]
-"""What makes a model guess: numbers that overflow, a batch size, a strategy, or weights and prompts that do not match.
+"""The cause of guessing: numbers that overflow, a batch size, a strategy, or weights and prompts that do not match.
 """
 
 _ADVICE: dict[Code, str] = {
@@ -57,12 +57,12 @@ _COLLAPSE_ADVICE: dict[Cause, str] = {
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answers of a case show, before it is worded."""
+    """The facts about the answers of a case, before they are worded."""
 
     code: Code | None = None
-    """What is wrong; None where nothing is."""
+    """The fault; None where there is none."""
     fails: bool = False
-    """Whether it is a failure; else it is a warning."""
+    """True if it is a failure; else it is a warning."""
     cause: Cause | None = None
     """The cause, for `accuracy-collapsed` and for `loglikelihood-mismatch` of dummy weights."""
     better_case: CaseResult | None = None

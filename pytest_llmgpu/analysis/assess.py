@@ -1,4 +1,4 @@
-"""What one run states by itself, without a baseline: the one entry point of this package for a run.
+"""Assess one run by itself, without a baseline: the one entry point of this package for a run.
 
 `assess` calls the parts in the order in which they need each other; nothing outside this package calls these parts.
 Three other questions have entry points of their own: `launch_merging` joins reports that were measured apart,
@@ -32,7 +32,7 @@ __all__ = ["Assessment", "assess"]
 
 
 class Assessment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run states about a case and, with it, about each series."""
+    """The assessment of a case and, with it, of each series."""
 
     result: CaseResult
     """The case with all its launches, its derived figures, its checks and its findings."""

@@ -53,14 +53,14 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a case that ran out of memory, before it is worded."""
+    """The facts about a case that ran out of memory, before they are worded."""
 
     loading: bool
-    """Whether the model itself did not fit."""
+    """True if the model itself did not fit."""
     largest_completed: int | None
     """The largest smaller batch size that completed; None where none did."""
     search: bool
-    """Whether --llmgpu-find-max-batch would narrow the limit."""
+    """True if --llmgpu-find-max-batch would narrow the limit."""
 
 
 def decide_out_of_memory(

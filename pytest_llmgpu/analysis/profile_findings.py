@@ -23,7 +23,7 @@ __all__ = ["Imbalance", "Outlier", "decide_imbalance", "describe_imbalance", "di
 _MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
 
 _ABOVE = 1.2
-"""A device with this many times the median of the others limits them: they are idle for a fifth of the time or more."""
+"""A device is reported if its value is above this many times the median of all devices: the others then wait."""
 
 _ABOVE_BYTES = GIB
 """A smaller difference from the median is an output layer, an embedding or a context that only one device has."""
@@ -93,8 +93,9 @@ def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Find
                 code="clocks-held-down",
                 severity="info",
                 text=sentence(f"Times depend on the limits of power and heat: {'; '.join(power)}"),
-                next_step="Compare them only with runs on the same machine, or lock the clocks below that (nvidia-smi "
-                "--lock-gpu-clocks). Other cases may have it, too: see `profile.invalid` in the report.",
+                next_step="Compare them only with runs on the same machine, or lock the clocks below the "
+                "lowest of this run (nvidia-smi --lock-gpu-clocks). Other cases can have the same limit: see "
+                "`profile.invalid` in the report.",
             )
         )
     return found
@@ -125,7 +126,7 @@ class Imbalance(msgspec.Struct, frozen=True, kw_only=True):
     fullest: Outlier | None = None
     """The fullest device, in bytes, compared with the median of all."""
     by_reserved: bool = False
-    """Whether these bytes are those that torch reserved: NVML's are unknown then."""
+    """True if the bytes are those that torch reserved, because NVML has no figure."""
 
 
 def decide_imbalance(launch: Launch) -> Imbalance:
@@ -133,7 +134,7 @@ def decide_imbalance(launch: Launch) -> Imbalance:
 
     The busiest device is the slowest: the same work took it longer, or it has more work. If ranks share every layer,
     they wait for each other in kernels, which NVML counts as busy: the rank that the others wait for is then the least
-    busy, or does not differ by that at all, but by its clock.
+    busy, or its utilisation is equal and only its clock is lower.
     """
     full = {memory.index: memory.nvml_used_max_bytes for memory in launch.memory}
     by_reserved = None in full.values()

@@ -44,7 +44,7 @@ class Answered(NamedTuple):
     other: int
     """Items with another answer in neither list: wrong both times, or all of them where there are no labels."""
     labelled: bool
-    """Whether the right answers are known."""
+    """True if the right answers are known."""
     difference: float | None
     """Typical difference of the log-likelihoods, as a fraction of the baseline's, in the launch where it is largest.
 
@@ -61,7 +61,7 @@ class Answered(NamedTuple):
 
     @property
     def random_weights(self) -> bool:
-        """Whether the weights are random, so that the answers are chance."""
+        """True if the weights are random, so that the answers are chance."""
         return self.result.case.load_format == "dummy"
 
     @property

@@ -1,4 +1,4 @@
-"""What a verdict means under a policy: the class of a row, and the exit status of all rows."""
+"""The class of a verdict's row under a policy, and the exit status of all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ExitStatus", "RowClass", "classify", "exit_status", "fails"]
 
 
 class RowClass(enum.Enum):
-    """What a row asks of its reader; the values are in the order in which a reader meets them."""
+    """The class of a row under a policy. The values are in the order in which they are shown."""
 
     FAILS = "fails"
     """The row fails the gate."""
@@ -44,7 +44,7 @@ class ExitStatus(enum.IntEnum):
 
 
 def classify(row: Row, policy: Policy) -> RowClass:
-    """Return what a row asks of its reader under a policy."""
+    """Return the class of a row under a policy."""
     if fails(row, policy):
         return RowClass.FAILS
     if row.verdict in WORSE:

@@ -45,7 +45,7 @@ class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The threshold of time."""
 
     gate: bool = True
-    """Whether a regression fails the gate. False: verdicts are reported only."""
+    """True if a regression fails the gate. False: verdicts are reported only."""
     margin: float = default_threshold("time")
     """The relative threshold: the slowdown that is allowed, as a fraction."""
     absolute_s: float = 0.0
@@ -56,7 +56,7 @@ class LoadTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The threshold of the load time, which is compared once per series: a strategy loads its model once."""
 
     gate: bool = spec_of("load_time").gate
-    """Whether a regression fails the gate. False: verdicts are reported only."""
+    """True if a regression fails the gate. False: verdicts are reported only."""
     margin: float = default_threshold("load_time")
     """The relative threshold: the growth that is allowed, as a fraction."""
 
@@ -65,7 +65,7 @@ class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The thresholds of accuracy. A statistically significant loss is a regression, however small it is."""
 
     gate: bool = True
-    """Whether a regression fails the gate. False: verdicts are reported only."""
+    """True if a regression fails the gate. False: verdicts are reported only."""
     metric: Literal["acc", "acc_norm"] = "acc_norm"
     """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
     (acc_norm)."""
@@ -82,7 +82,7 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The thresholds of the peak memory of the fullest device."""
 
     gate: bool = True
-    """Whether a regression fails the gate. False: verdicts are reported only."""
+    """True if a regression fails the gate. False: verdicts are reported only."""
     margin: float = default_threshold("memory")
     """The relative threshold: the growth of tensors that is allowed, as a fraction."""
     absolute_bytes: int = 64 * MIB
@@ -96,7 +96,7 @@ class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The rule of an exact metric: every change for the worse is a regression."""
 
     gate: bool = True
-    """Whether a regression fails the gate. False: verdicts are reported only."""
+    """True if a regression fails the gate. False: verdicts are reported only."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,13 +177,13 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The confidence of each end of an interval. The probability of a false alarm in all rows of a metric is at most 1
     minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
-    """Whether INCONCLUSIVE rows pass or fail the gate."""
+    """Effect of an INCONCLUSIVE row on the gate: `pass` or `fail`."""
     allow_missing: bool = False
-    """Whether cases and figures pass that only the baseline has."""
+    """True if cases and figures pass that only the baseline has."""
     allow_no_baseline: bool = False
-    """Whether a run passes that could not be compared because there is no baseline."""
+    """True if a run passes that could not be compared because there is no baseline."""
     require_armed: bool = False
-    """Whether a gated row that could not be compared fails the gate."""
+    """True if a gated row that could not be compared fails the gate."""
     override: list[Override] = []
     """The rules that differ for some cases."""
     known: list[Known] = []

@@ -84,11 +84,11 @@ class Trial(NamedTuple):
     failing: list[Row]
     """The rows that prevent the promotion."""
     nothing_compared: bool
-    """Whether no gated row could be compared, which prevents the promotion too."""
+    """True if no gated row could be compared, which prevents the promotion too."""
     measure_noise: bool
-    """Whether a time is inconclusive and the noise is only assumed, so that a calibration can help."""
+    """True if a time is inconclusive and the noise is only assumed, so that a calibration can help."""
     begin_again: bool
-    """Whether the report measured something else, so that no measurement of it can replace the baseline."""
+    """True if the report measured something else, so that no measurement of it can replace the baseline."""
 
 
 def unfit(candidate: Report) -> list[Objection]:

@@ -41,7 +41,7 @@ class Series(msgspec.Struct, kw_only=True):
 
     @property
     def known(self) -> bool:
-        """Whether a batch size of the series completed or was out of memory: a crash shows neither."""
+        """True if a batch size of the series completed or was out of memory: a crash shows neither."""
         return bool(self.fits) or self.fails is not None
 
 

@@ -34,7 +34,7 @@ class Header(msgspec.Struct, frozen=True):
     devices: list[HeaderDevice]
     """The GPUs, in the order of the values of a tick."""
     spans: bool = False
-    """Whether some readings cover the time before them. A window then needs the tick after its end."""
+    """True if some readings cover the time before them. A window then needs the tick after its end."""
     why: dict[str, str] = {}
     """Maps `gpu 3` to the reason why it did not answer."""
 

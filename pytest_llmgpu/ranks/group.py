@@ -84,7 +84,7 @@ class RankGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank runs."""
+        """True if every rank runs."""
         return all(rank.alive for rank in self._ranks)
 
     def close(self) -> None:

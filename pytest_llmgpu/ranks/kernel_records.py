@@ -1,4 +1,4 @@
-"""What the records of torch.profiler show of a pass: pure functions over plain tuples.
+"""Figures of a pass from the records of torch.profiler: pure functions over plain tuples.
 
 A record of a device is a kernel or a copy; one of the host is a call of the CUDA runtime or driver, or a range that was
 opened around a module. A kernel has the correlation id of the call that launched it, and the innermost range around the

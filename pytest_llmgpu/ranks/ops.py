@@ -22,7 +22,7 @@ an entry once `torch.utils.flop_counter` of every supported release has it."""
 
 
 class OpCounts(NamedTuple):
-    """What one rank ran."""
+    """The ops of one rank."""
 
     ops: dict[str, int]
     """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""

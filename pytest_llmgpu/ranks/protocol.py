@@ -44,7 +44,7 @@ class Rank(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         ...
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:

@@ -45,7 +45,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank recorded in its work passes."""
+    """The records of one rank's work passes."""
 
     batches: list[int]
     """The numbers of the batches that were used."""
@@ -58,7 +58,7 @@ class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Recording:
-    """What torch.profiler recorded while `_recorded` was entered."""
+    """The records of torch.profiler while `_recorded` was entered."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []

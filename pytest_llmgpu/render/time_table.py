@@ -21,7 +21,7 @@ Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 LEGEND: dict[str, tuple[str, str]] = {
     "best": ("★", "fastest of its strategy"),
     "wrong": ("✗", "wrong answers"),
-    "oom": ("OoM", "out of memory"),
+    "oom": ("OOM", "out of memory"),
     "skipped": ("-", "not run, a smaller batch size was out of memory"),
     "failed": ("!", "did not complete"),
     "graphs": ("g", "run as CUDA graphs"),
@@ -85,7 +85,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
             return Cell()
         kind = _kind(result, best)
         if result.outcome != "completed":
-            words = {"oom": "OoM", "skipped": "-"}
+            words = {"oom": "OOM", "skipped": "-"}
             return Cell(id=result.id, kind=kind, word=words.get(kind, result.outcome))
         value = result.acc if metric == "acc" else result.acc_norm
         return Cell(

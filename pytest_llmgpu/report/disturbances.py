@@ -44,7 +44,7 @@ _LOST = ("GPU is lost", "GPU requires restart")
 """NVML's messages for a GPU that is no longer on the bus or must be reset."""
 
 Kind = Literal["lost", "throttled", "clock", "processes", "memory", "ecc", "xid"]
-"""What disturbed a window."""
+"""Kind of a disturbance."""
 
 TITLES: dict[Kind, str] = {
     "lost": "GPU no longer reachable",
@@ -77,13 +77,13 @@ class Disturbance(msgspec.Struct, frozen=True):
     """One disturbance of one device."""
 
     kind: Kind
-    """What disturbed the window."""
+    """Kind of the disturbance."""
     index: int
     """NVML index of the device."""
     value: float | str
-    """What was found: a message of NVML, percent of the window, MHz, processes of other programs, GiB, or a count."""
+    """Value found: a message of NVML, percent of the window, MHz, processes of other programs, GiB, or a count."""
     expected: float
-    """What it is compared with: MHz of the first case, or the number of processes of this run; else 0."""
+    """Value that it is compared with: MHz of the first case, or the number of processes of this run; else 0."""
 
 
 def find(

@@ -1,6 +1,7 @@
 """The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports, trend and selftest read it.
 
-A new metric is a new row here, its key in the policy (`gate.policy.Rules`) and the function that judges it.
+A new metric is a new row here, its key in the policy (`Rules` and `Override` of `gate.policy`), the function that
+judges it, and its call in `gate.cases` or `gate.series`.
 """
 
 from __future__ import annotations
@@ -89,19 +90,19 @@ class MetricSpec:
     kind: Kind
     """How it behaves between launches."""
     judged: bool = True
-    """Whether the gate has a verdict on it; False for figures that are only shown."""
+    """True if the gate has a verdict on it; False for figures that are only shown."""
     scope: Literal["case", "series"] = "case"
-    """What a verdict is about: one case, or a series of cases over batch sizes."""
+    """Scope of a verdict: one case, or a series of cases over batch sizes."""
     gate: bool = True
-    """Whether a verdict can fail the gate by default."""
+    """True if a verdict can fail the gate by default."""
     threshold: float | None = None
     """Change that is allowed by default, as a fraction; None where any change counts or none is measured."""
     points: bool = False
-    """Whether a change is a difference in percentage points; else it is a ratio."""
+    """True if a change is a difference in percentage points; else it is a ratio."""
     bigger_is_better: bool = False
-    """Whether a larger number is an improvement."""
+    """True if a larger number is an improvement."""
     next_step: str = ""
-    """What the reader of a regression does next."""
+    """Advice for the reader of a regression."""
     unit: str = ""
     """Unit of the numbers in a verdict's row, as the GitHub summary writes it; empty where a row has none."""
     written: Callable[[float], str] = "{:g}".format
@@ -115,7 +116,7 @@ class MetricSpec:
 
     @property
     def grows(self) -> bool:
-        """Whether a verdict's row has the ratio of two amounts, so that a growth can be stated."""
+        """True if a verdict's row has the ratio of two amounts, so that a growth can be stated."""
         return bool(self.unit) and not self.points and not self.bigger_is_better
 
 
@@ -214,7 +215,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="outcome",
         kind="exact",
-        next_step="Read `failure` of the case in the report: it has the evidence and the end of the log.",
+        next_step="Read `failure` of the case in the report: it has the message and the end of the log.",
     ),
     MetricSpec(
         name="largest_batch",

@@ -1,4 +1,4 @@
-"""What a program computes, and the shortest time in which the machine could compute it: the records.
+"""Records of the work of a program, and of the shortest time in which the machine could do it.
 
 A work pass runs some batches of a case again, after everything that is measured, under torch.profiler. Its figures are
 quiet where wall time is not: the number of kernel calls is exact, and the time of the kernels alone hardly differs
@@ -127,7 +127,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What the program computed in the work passes of one launch."""
+    """The work of the program in the work passes of one launch."""
 
     batches: list[Count]
     """The numbers of the batches of the plan that each pass ran. They are equal where `plan_sha256` is."""

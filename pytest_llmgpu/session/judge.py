@@ -41,7 +41,7 @@ class Ruling(NamedTuple):
     verdict: Verdict
     """The worst verdict of the rows that count."""
     fails: bool
-    """Whether the test fails."""
+    """True if the test fails."""
     text: str
     """One entry for each row that fails, or the reason why nothing was compared; empty where all is well."""
     rows: Sequence[Row] = ()
@@ -49,7 +49,7 @@ class Ruling(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """Whether the test neither fails nor passes."""
+        """True if the test neither fails nor passes."""
         return not self.fails and self.verdict not in _GOOD
 
 

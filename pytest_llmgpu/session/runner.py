@@ -57,7 +57,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     load_timeout_s: float
     """The case times out after this many seconds without a loaded model."""
     work: bool = False
-    """Whether work passes follow the measured forwards."""
+    """True if work passes follow the measured forwards."""
 
 
 class Runner:

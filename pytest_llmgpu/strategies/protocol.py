@@ -49,7 +49,7 @@ class Loaded:
     """If true, the forwards of the decoder may be replayed as CUDA graphs. A replay runs kernels only: set it to False
     if hooks or Python code inside the decoder have to run in every forward."""
     dispatched: bool = True
-    """Whether the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
+    """True if the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
     and FLOPs cannot be counted."""
 
 

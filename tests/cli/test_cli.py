@@ -224,7 +224,7 @@ assert main(["schema"]) == main(["list", *storage]) == main(["show", "1", *stora
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.returncode == 0
-    assert "OoM" in done.stdout
+    assert "OOM" in done.stdout
 
 
 def test_help_imports_no_heavy_module() -> None:

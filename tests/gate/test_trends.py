@@ -91,7 +91,7 @@ def test_a_batch_that_no_longer_fits_is_worse() -> None:
     (line,) = _trend().lines
     assert line.figures[1] is not None
     assert (line.figures[1].value, line.figures[1].outcome, line.figures[1].change) == (None, "oom", "worse")
-    assert "! OoM" in tables([_trend()], _plain)
+    assert "! OOM" in tables([_trend()], _plain)
 
 
 def test_more_bytes_are_worse_however_few() -> None:
@@ -196,7 +196,7 @@ def test_every_counted_change_has_a_mark() -> None:
     at_the_top = [[row["l"] for row in rows] for rows in layers if all("l" in row for row in rows)]
     assert on_axis == ["iok-bs1"]
     mark = "\N{BLACK UP-POINTING TRIANGLE}"
-    assert at_the_top == [[f"{mark} mp-bs1: OoM"], [f"{mark} tp-bs1: OoM"]]
+    assert at_the_top == [[f"{mark} mp-bs1: OOM"], [f"{mark} tp-bs1: OOM"]]
     heights = [
         layer["encoding"]["y"]["value"] for layer in chart.spec["layer"] if "value" in layer["encoding"].get("y", {})
     ]

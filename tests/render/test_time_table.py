@@ -27,7 +27,7 @@ def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
     cells = _cells(table)
     assert (cells["mp-bs1"].time, cells["mp-bs1"].accuracy, cells["mp-bs1"].kind) == ("171.0 min", "82.8 %", "plain")
     assert [name for name, cell in cells.items() if cell.kind == "best"] == ["iok-bs16", "mp-bs32", "tp-bs64"]
-    assert (cells["iok-bs64"].word, cells["iok-bs64"].kind) == ("OoM", "oom")
+    assert (cells["iok-bs64"].word, cells["iok-bs64"].kind) == ("OOM", "oom")
     assert table.marks == [LEGEND["best"], LEGEND["oom"]]
 
 
@@ -42,7 +42,7 @@ def test_a_fast_wrong_answer_is_not_the_best() -> None:
 @pytest.mark.parametrize(
     ("outcome", "kind", "word"),
     [
-        ("oom", "oom", "OoM"),
+        ("oom", "oom", "OOM"),
         ("skipped_after_oom", "skipped", "-"),
         *((name, "failed", name) for name in ("timeout", "crashed", "error", "interrupted")),
     ],

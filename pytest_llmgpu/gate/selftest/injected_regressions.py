@@ -44,7 +44,7 @@ class Regression(NamedTuple):
     inject: Callable[[CaseResult, Rules], CaseResult | str]
     """The function that returns a copy of a completed result with the regression, or a sentence why it cannot."""
     largest_only: bool = False
-    """Whether the regression is injected only into the largest batch size of each series."""
+    """True if the regression is injected only into the largest batch size of each series."""
     slowdown: float | None = None
     """The slowdown as a fraction; None for other regressions."""
 

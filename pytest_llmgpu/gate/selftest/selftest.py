@@ -62,18 +62,18 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     missed: list[Missed] = []
     """The cases in which the regression is not detected."""
     caught: bool
-    """Whether there are cases and the regression is detected in all of them."""
+    """True if there are cases and the regression is detected in all of them."""
 
 
 class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a gate with this policy detects regressions in a report."""
+    """True if a gate with this policy detects regressions in a report."""
 
     policy: str
     """The policy as TOML."""
     policy_sha256: str
     """SHA-256 of the text of `policy`."""
     ok: bool
-    """Whether every regression is detected and an unchanged copy is not worse."""
+    """True if every regression is detected and an unchanged copy is not worse."""
     compared: int
     """Number of rows of the unchanged copy that were compared."""
     control: list[Missed] = []

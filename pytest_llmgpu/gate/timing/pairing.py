@@ -75,7 +75,7 @@ class Timed(NamedTuple):
 
     @property
     def waited(self) -> bool:
-        """Whether the time changed mostly by waiting of the GPUs, not by their work."""
+        """True if the time changed mostly by waiting of the GPUs, not by their work."""
         if self.busy is None or not all(self.busy):
             return False
         slower, busier = math.log(self.head_s / self.base_s), math.log(self.busy[1] / self.busy[0])
@@ -94,7 +94,7 @@ class Timed(NamedTuple):
 
     @property
     def sums_decide(self) -> bool:
-        """Whether there are enough launches to estimate the noise of the sum."""
+        """True if there are enough launches to estimate the noise of the sum."""
         return min(self.launches) >= OWN_NOISE
 
 

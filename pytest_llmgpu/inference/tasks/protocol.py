@@ -110,7 +110,7 @@ class Task(Protocol):
 
         Args:
             dataset: The value of `--llmgpu-dataset`: `bundled` by default, another name, or a path.
-            rootdir: A relative path starts from the working directory, else from here.
+            rootdir: A relative path is searched in the working directory first, then in this folder.
             limit: Keep only so many of the first items; None for all.
 
         Raises:

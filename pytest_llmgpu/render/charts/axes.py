@@ -201,7 +201,7 @@ def failures(panel: Panel, *, first: int = 0) -> list[Spec]:
 def _ending(entry: Entry) -> str:
     if entry.result.outcome == "completed":
         return "wrong answers"
-    return "OoM" if entry.result.outcome == "oom" else entry.result.outcome
+    return "OOM" if entry.result.outcome == "oom" else entry.result.outcome
 
 
 def _reason(entry: Entry) -> str:

@@ -84,7 +84,7 @@ def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list
     cells: dict[int, dict[str, list[str]]] = {}
     for entry in panel.entries:
         value = figure(entry) if entry.result.outcome == "completed" else None
-        ended = {"completed": "-", "oom": "OoM", "skipped_after_oom": "not run"}
+        ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
         text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
         if wrong(entry.result):
             text += " (wrong answers)"

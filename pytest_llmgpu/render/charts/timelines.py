@@ -35,7 +35,7 @@ class _Figure(NamedTuple):
     names: tuple[str, ...]
     """The metrics of the profile that are summed."""
     zero: bool = True
-    """Whether the axis begins at 0."""
+    """True if the axis begins at 0."""
 
 
 _FIGURES = (

@@ -32,7 +32,7 @@ Painter = Callable[[str, str], str]
 _BYTES_PER_MB = 1e6
 
 _RED, _GREEN, _YELLOW = "31", "32", "33"
-_MARKS = {"best": "*", "wrong": "!", "graphs": "g:", "oom": "OoM:", "skipped": "-:"}
+_MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
 
@@ -170,7 +170,7 @@ def _cell(cell: Cell, paint: Painter) -> str:
         return paint(cell.word, _RED if cell.kind == "failed" else _YELLOW)
     text = f"{'g ' * cell.graphs}{cell.time}{f' / {cell.accuracy}' if cell.accuracy else ''}"
     if cell.kind == "wrong":
-        return paint(f"! {text}", _RED)
+        return paint(f"{_MARKS['wrong']} {text}", _RED)
     return paint(f"* {text}", _GREEN) if cell.kind == "best" else text
 
 

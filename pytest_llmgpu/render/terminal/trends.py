@@ -14,7 +14,7 @@ _STYLES: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", 
 """The mark before a figure that changed, and its ANSI style."""
 
 _LEGEND = "! worse   * better   ~ predictions changed   (compared with the last earlier report of the case)"
-_ENDED = {"oom": "OoM", "skipped_after_oom": "-"}
+_ENDED = {"oom": "OOM", "skipped_after_oom": "-"}
 
 
 def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:

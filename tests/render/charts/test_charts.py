@@ -147,17 +147,17 @@ def test_the_time_chart_has_table_2_of_shin_et_al() -> None:
     chart = _by_id(_paper())["time"]
     assert chart.headers == ["batch size", "mp (s)", "tp (s)", "iok (s)"]
     assert chart.rows[0] == ["1", "10,260", "6,548", "4,959"]
-    assert chart.rows[-1] == ["64", "3,800", "4,079", "OoM"]
+    assert chart.rows[-1] == ["64", "3,800", "4,079", "OOM"]
     assert "iok 4,030 s at batch size 16" in chart.summary
 
 
 def test_a_case_that_did_not_complete_has_a_note_above_the_plot() -> None:
     """The note names the strategy and the outcome at the batch size, which is on the axis."""
     chart = _by_id(_paper())["time"]
-    row = {"s": "iok", "b": 64, "o": "iok: OoM", "l": "iok: OoM", "w": "CUDA out of memory"}
+    row = {"s": "iok", "b": 64, "o": "iok: OOM", "l": "iok: OOM", "w": "CUDA out of memory"}
     assert row in list(values_of(chart.spec))
     texts = texts_of(chart)
-    x, y = texts["iok: OoM"]
+    x, y = texts["iok: OOM"]
     assert y < 0
     assert x == pytest.approx(texts["64"][0], abs=1)
 
@@ -355,7 +355,7 @@ def test_the_memory_chart_has_the_capacity_and_the_predicted_largest_batch_size(
 def test_no_two_notes_above_the_memory_chart_overlap() -> None:
     """Three predictions at one batch size and the failure at another have a line of text each."""
     texts = texts_of(_by_id(_paper())["memory"])
-    notes = [texts[f"{name}: 112 predicted to fit"] for name in ("iok", "mp", "tp")] + [texts["iok: OoM"]]
+    notes = [texts[f"{name}: 112 predicted to fit"] for name in ("iok", "mp", "tp")] + [texts["iok: OOM"]]
     assert len({x for x, _ in notes[:3]}) == 1
     assert [y for _, y in notes] == sorted((y for _, y in notes), reverse=True)
     assert all(before - after >= 12 for (_, before), (_, after) in itertools.pairwise(notes))
