@@ -15,7 +15,7 @@ from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import disturbances, file
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts, worst_first
@@ -156,7 +156,9 @@ def describe_trial(trial: Trial) -> list[str]:
 
 def is_same(candidate: Report, base: Report) -> bool:
     """Return whether two reports have the same measurement: they differ at most in their verdicts."""
-    return msgspec.structs.replace(candidate, verdicts=None) == msgspec.structs.replace(base, verdicts=None)
+    # A copy of a report of an older version has the version of its writer.
+    plain = {"verdicts": None, "schema_version": SCHEMA_VERSION}
+    return msgspec.structs.replace(candidate, **plain) == msgspec.structs.replace(base, **plain)
 
 
 def current_in(store: Path, machine: str) -> Stored | None:

@@ -19,7 +19,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing import calibration_file
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import file as reports
-from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec
+from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
@@ -212,7 +212,8 @@ def _rows(earlier: Iterable[Report], report: Report, noise: Calibration | None) 
         common = left & {result.key for result in base.cases}
         if common:
             rows = judge.judge(base, report, Policy(), today=datetime.date.min, calibration=noise).rows
-            found |= {(row.key, row.id, row.metric): row for row in rows if row.key in common}
+            keys = common | {result.case.series for result in report.cases if result.key in common}
+            found |= {(row.key, row.id, row.metric): row for row in rows if row.key in keys}
         left -= common
         if not left:
             break
@@ -220,16 +221,25 @@ def _rows(earlier: Iterable[Report], report: Report, noise: Calibration | None) 
 
 
 def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows) -> Figure:
-    assert spec.figure is not None
     assert spec.trended is not None
-    number = spec.figure(result) if result.outcome == "completed" else None
-    figure = Figure(value=None if number is None else number.value / spec.trended.scale, outcome=result.outcome)
+    value = _value(result, spec) if result.outcome == "completed" else None
+    figure = Figure(value=None if value is None else value / spec.trended.scale, outcome=result.outcome)
+    case = result.case
     for name in spec.trended.judged_by:
-        row = rows.get((result.key, result.id, name))
+        of_series = spec_of(name).scope == "series"
+        row = rows.get((case.series, case.strategy, name) if of_series else (result.key, result.id, name))
         if row is not None and row.verdict in _CHANGES:
             change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]
             return msgspec.structs.replace(figure, change=change, reason=row.reason)
     return figure
+
+
+def _value(result: CaseResult, spec: MetricSpec) -> float | None:
+    assert spec.trended is not None
+    if spec.trended.value is not None:
+        return spec.trended.value(result)
+    figure = spec.figure(result) if spec.figure is not None else None
+    return None if figure is None else figure.value
 
 
 def _identity(result: CaseResult) -> _Identity:

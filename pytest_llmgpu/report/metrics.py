@@ -59,10 +59,10 @@ class Exported:
 
     column: str
     """Column of the CSV table."""
-    label: str
-    """Name in github-action-benchmark."""
-    measure: str
-    """Measure in Bencher."""
+    label: str | None
+    """Name in github-action-benchmark; None: not exported there, since each case would repeat it."""
+    measure: str | None
+    """Measure in Bencher; None likewise."""
     measure_scale: float = 1.0
     """Bencher's unit per unit of the figure: 1e9 where seconds become nanoseconds."""
 
@@ -79,6 +79,8 @@ class Trended:
     """Divisor of the figure: 2**30 where bytes are shown in GiB."""
     judged_by: tuple[str, ...] = ()
     """Metrics whose verdicts mark a change."""
+    value: Callable[[CaseResult], float | None] | None = None
+    """Returns the number that is followed where it is not the exported figure; None: the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,16 @@ def _accuracy(result: CaseResult) -> Figure | None:
     return None if result.case.load_format == "dummy" else _figure(metric, value)
 
 
+def _any_accuracy(result: CaseResult) -> float | None:
+    """Return the accuracy, also of random weights: a trend shows that it changed."""
+    return result.acc if accuracy_metric(result) == "acc" else result.acc_norm
+
+
+def _largest_peak(result: CaseResult) -> float | None:
+    """Return the largest peak of any launch: the one that decides what fits."""
+    return max(peaks_bytes(result), default=None)
+
+
 def _memory(result: CaseResult) -> Figure | None:
     peaks = list(map(float, peaks_bytes(result)))
     return _figure("bytes", statistics.median(peaks), peaks) if peaks else None
@@ -266,7 +278,13 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step=_ITEMS,
         figure=_accuracy,
         exported=Exported(column="accuracy", label="accuracy", measure="accuracy"),
-        trended=Trended(name="accuracy", title="accuracy (%)", scale=0.01, judged_by=("accuracy", "predictions")),
+        trended=Trended(
+            name="accuracy",
+            title="accuracy (%)",
+            scale=0.01,
+            judged_by=("accuracy", "predictions"),
+            value=_any_accuracy,
+        ),
     ),
     MetricSpec(
         name="predictions", kind="exact", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
@@ -294,7 +312,11 @@ METRICS: tuple[MetricSpec, ...] = (
         figure=_memory,
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
         trended=Trended(
-            name="memory", title="peak of the fullest GPU (GiB)", scale=float(2**30), judged_by=("memory",)
+            name="memory",
+            title="peak of the fullest GPU (GiB)",
+            scale=float(2**30),
+            judged_by=("memory",),
+            value=_largest_peak,
         ),
     ),
     MetricSpec(
@@ -307,7 +329,7 @@ METRICS: tuple[MetricSpec, ...] = (
         written=_seconds,
         next_step="Find what loading the model does since the baseline: files, their cache, kernels that are built.",
         figure=lambda result: _figure("s", statistics.median(times), times) if (times := loads_s(result)) else None,
-        exported=Exported(column="load_s", label="load time", measure="load-time", measure_scale=1e9),
+        exported=Exported(column="load_s", label=None, measure=None),
         trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",)),
     ),
     MetricSpec(

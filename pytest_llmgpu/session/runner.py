@@ -256,6 +256,7 @@ class Runner:
     def _count_traffic(self, request: Request, result: CaseResult) -> None:
         """Add the bytes that the program itself sent, or the reason why they are unknown."""
         assert self._group is not None
+        result.why["traffic"] = "the counting of traffic was stopped"
         try:
             replies: list[worker.TrafficReply] = self._group.ask(
                 worker.account, phase="forward", timeout_s=request.timeout_s

@@ -10,7 +10,7 @@ import altair
 import msgspec
 import pytest
 from support.chart_data import texts_of
-from support.report_factory import make_failed, make_profile, make_report, make_traffic
+from support.report_factory import make_answers, make_failed, make_profile, make_report, make_result, make_traffic
 from support.stored_reports import H200, gpus, measured
 from support.verdict_factory import BATCHES, with_launches
 
@@ -250,6 +250,28 @@ def test_a_change_of_time_is_marked_once() -> None:
     time, throughput, _ = of_trends(found).charts
     assert "1 worse" in time.summary
     assert throughput.summary.endswith("changes: marked in the chart of time.")
+
+
+def test_a_slower_load_is_marked_in_the_trend_of_its_metric() -> None:
+    """The verdict is one per series, and the line of each of its cases has the mark."""
+    for number, load_s in ((1, 10.0), (2, 100.0)):
+        result = _timed(1.0)
+        for launch in result.launches:
+            launch.load_s = load_s
+        _keep(number, result)
+    (trend,) = [trend for trend in trends(chosen(_STORE)) if trend.metric == "load_time"]
+    (line,) = trend.lines
+    assert [(figure.value, figure.change) for figure in line.figures if figure] == [(10.0, None), (100.0, "worse")]
+
+
+def test_other_log_likelihoods_of_random_weights_are_marked() -> None:
+    """Their accuracy is chance, but a change of their log-likelihoods is a regression of accuracy."""
+    for number, factor in ((1, 1.0), (2, 1.5)):
+        accuracy = make_answers([True] * 50, [-3.0 * factor] * 200)
+        _keep(number, make_result(accuracy=accuracy, load_format="dummy", dtype="float16"))
+    (trend,) = [trend for trend in trends(chosen(_STORE)) if trend.metric == "accuracy"]
+    (line,) = trend.lines
+    assert [figure.change for figure in line.figures if figure] == [None, "worse"]
 
 
 def test_the_first_column_is_judged_too() -> None:

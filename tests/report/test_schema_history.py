@@ -12,6 +12,7 @@ import pytest
 
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.promotion import is_same
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 from pytest_llmgpu.report.schema import schema
@@ -178,3 +179,10 @@ def test_an_old_report_is_written_in_the_current_schema(name: str, tmp_path: Pat
     report.schema_version = SCHEMA_VERSION
     assert load(tmp_path / "new.json") == report
     jsonschema.validate(json.loads((tmp_path / "new.json").read_bytes()), schema())
+
+
+def test_a_copy_written_by_this_version_is_the_same_measurement(tmp_path: Path) -> None:
+    """Promoting a report of an older version twice finds that it is the baseline already."""
+    old = load(_REPORTS / "schema-1.json")
+    dump(old, tmp_path / "copy.json")
+    assert is_same(old, load(tmp_path / "copy.json"))

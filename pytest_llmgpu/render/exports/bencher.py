@@ -36,7 +36,8 @@ def _measures(result: CaseResult) -> dict[str, dict[str, float]]:
     measures = {}
     for metric, figure in figures(result).items():
         named = exported(metric)
-        measures[named.measure] = _metric(figure, named.measure_scale)
+        if named.measure is not None:
+            measures[named.measure] = _metric(figure, named.measure_scale)
     failures = sum(finding.severity == "failure" for finding in result.findings)
     for name, number in (
         ("completed", result.outcome == "completed"),

@@ -53,8 +53,9 @@ class _GitHubActionBenchmark:
         rows = rows_by_id(report.verdicts)
         for name, result in zip(names(report.cases), report.cases, strict=True):
             for metric, figure in figures(result).items():
-                if spec_of(metric).bigger_is_better == self._bigger:
-                    yield _entry(f"{name}: {exported(metric).label}", result, figure, rows.get(result.id, ()))
+                label = exported(metric).label
+                if label is not None and spec_of(metric).bigger_is_better == self._bigger:
+                    yield _entry(f"{name}: {label}", result, figure, rows.get(result.id, ()))
         if self._bigger:
             for name, size, text in largest_batches(report):
                 label = f"{name}: largest batch size".translate(_IN_COMMENTS)

@@ -182,7 +182,6 @@ def test_github_action_benchmark_has_each_figure_in_the_file_of_its_direction() 
         "time",
         "peak memory",
         "sent per sequence",
-        "load time",
     }
     assert set(found["bigger"]) == {
         "cases that completed",
