@@ -33,6 +33,7 @@ def _judged() -> Iterator[tuple[str, list[str]]]:
                 yield f"{base_name} -> {head_name}", [f"exit status {exit_status(verdicts, Policy())}", *rows]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (_ROOT / _FOLDERS[0]).is_dir(), reason="the kept reports lie in a checkout only")
 def test_kept_reports_are_judged_as_before() -> None:
     """Each pair has the verdicts in tests/data/kept_verdicts.json; LLMGPU_UPDATE_VERDICTS=1 rewrites that file."""

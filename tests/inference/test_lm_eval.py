@@ -138,6 +138,7 @@ def test_bundled_items_score_as_in_lm_eval(batch_size: int) -> None:
     _bundled(dataset).compare(dataset.items, batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 32])
 def test_real_hellaswag_scores_as_in_lm_eval(batch_size: int) -> None:
     """Real items give the same tensors, numbers and choices."""

@@ -186,6 +186,7 @@ def test_the_lean_way_keeps_no_cache(model: Any) -> None:
     assert caches == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", logits.WORKLOADS.values())
 def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
     """The warm-up runs the forwards of the measured workload."""
@@ -338,6 +339,7 @@ def test_padding_ends_where_the_model_does(max_length: int, multiple: int, width
     assert [batch.width for batch in scoring.plan(requests, 1, multiple=multiple).batches] == widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
     """Padding to a multiple does not change the log-likelihoods."""

@@ -109,6 +109,7 @@ def test_files_with_other_names_are_read_by_transformers(written: ModelSource) -
     assert _equal(_values(written), right)
 
 
+@pytest.mark.slow
 def test_what_transformers_has_read_is_given_once(written: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that was read is not kept in the host's memory."""
     _rename(written, {"model.norm.weight": "norm.weight"})

@@ -19,6 +19,7 @@ _HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pynvml", 
 _MODULES = sorted(module.name for module in pkgutil.walk_packages(pytest_llmgpu.__path__, "pytest_llmgpu."))
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_use_the_plugin_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
     """Having the plugin installed costs an unrelated test run neither torch nor our own processes."""
     pytester.makepyfile(

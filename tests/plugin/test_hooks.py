@@ -103,6 +103,7 @@ def _misbehave(what: str, rows: int = 1, applied: str = "[1, 4, 8]", marker: str
     return _MISBEHAVING.format(what=what, rows=rows, applied=applied, marker=marker)
 
 
+@pytest.mark.slow
 def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Pytester, run: Run) -> None:
     """One command measures, prints and writes, with ascending batch sizes in any order of the tests."""
     pytester.makepyfile(test_it=_BENCHMARK)
@@ -224,6 +225,7 @@ def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(["*LLM inference*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -258,6 +260,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not (pytester.path / ".llmgpu").exists()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_torch_cannot_use_is_refused(
     pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +275,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused(
     assert run("--llmgpu-device=cpu", sizes="8").ret == 0
 
 
+@pytest.mark.slow
 def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> None:
     """A marker gives a test its own batch sizes and dataset."""
     pytester.makepyfile(
@@ -291,6 +295,7 @@ def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> N
     run("--llmgpu-batch-sizes=2,3").assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marker", "complaint"),
     [
@@ -453,6 +458,7 @@ def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, 
     assert session.deselected == ["test_it.py::test_hellaswag[mp-bs1]", "test_it.py::test_hellaswag[mp-bs8]"]
 
 
+@pytest.mark.slow
 def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, run: Run) -> None:
     """The report names the option that took out tests which pytest does not collect."""
     pytester.makepyfile(test_it=_misbehave("error", applied="[4]"))
@@ -469,6 +475,7 @@ def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pyteste
     assert "--lf: tests that passed last time" in _report(pytester).session.deselected
 
 
+@pytest.mark.slow
 def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> None:
     """Measuring with -n is refused, and other tests can use -n."""
     pytester.makepyfile(test_it=_BENCHMARK)

@@ -135,6 +135,7 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     assert device.throttled_s > 0
 
 
+@pytest.mark.slow
 def test_a_slice_marks_the_end_of_a_window_that_has_just_ended(nvml_stub: StubEnvironment) -> None:
     """A caller that marks the start and takes a slice at the end has the counters."""
     with profiler(nvml_stub()) as nvml:
@@ -166,6 +167,7 @@ def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPat
     assert metric.coverage == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_a_window_has_the_disturbances_of_its_profile(nvml_stub: StubEnvironment) -> None:
     """An empty list means no disturbance; the number of own programs is not known here."""
     with profiler(nvml_stub(ecc="0:1", xid="0:1", processes="5")) as nvml, nvml.window() as window:
@@ -177,6 +179,7 @@ def test_a_window_has_the_disturbances_of_its_profile(nvml_stub: StubEnvironment
     ]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_died_is_replaced_at_the_next_start(nvml_stub: StubEnvironment) -> None:
     """Its death affects one case, and held bytes of ranks that are still alive remain known."""
     with profiler(nvml_stub()) as nvml:
@@ -251,6 +254,7 @@ def test_the_method_polling_reaches_the_sampler(nvml_stub: StubEnvironment) -> N
     assert set(device.why.values()) == {"the method polling does not read it"}
 
 
+@pytest.mark.slow
 def test_polling_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
     """Calls follow each other and block, rounds begin a period apart or more, and 12 % of the time is covered."""
     log = tmp_path / "calls"

@@ -89,6 +89,7 @@ def _sweep(allocator: _Allocator, batch_sizes: Sequence[int]) -> dict[int, Devic
     return uses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(1, 2, 4, 8), (8, 4, 2, 1), (4, 8, 4)])
 def test_a_case_has_the_same_memory_alone_and_in_a_sweep(allocator: _Allocator, order: tuple[int, ...]) -> None:
     """Peaks, cached blocks and workspaces of cuBLAS from earlier cases do not count."""

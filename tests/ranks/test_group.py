@@ -29,6 +29,7 @@ def test_results_are_in_the_order_of_the_ranks(pair: RankGroup) -> None:
     assert pair.ask(ranks.variable, "RANK", phase="forward", timeout_s=60) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_failed_rank_is_reported_while_the_other_one_hangs(pair: RankGroup) -> None:
     """The failure has the number, the phase and the message of the rank that failed."""
     with pytest.raises(RankFailedError) as caught:

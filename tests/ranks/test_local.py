@@ -66,6 +66,7 @@ def test_an_exception_becomes_a_record_and_the_rank_continues(rank: LocalRank) -
     assert _answer(rank.submit(ranks.add, 1, 1)) == 2
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_an_outcome_of_its_own(rank: LocalRank) -> None:
     """The rank decides which outcome its exception is, and reports the rule."""
     error = _failure(rank, ranks.run_out)

@@ -245,6 +245,7 @@ def _hidden(vocabulary: int = 0) -> tuple[int, int]:
     return tokens * _HIDDEN * _ELEMENT, predicted * vocabulary * _ELEMENT
 
 
+@pytest.mark.slow
 def test_transformers_sends_hidden_states_and_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
     """There are two all-reduces per layer, one of the embedding, and a gather of the predicted logits."""
     traffic_of_plan = _assert_plan_is_its_batches(load(_TP))
@@ -276,6 +277,7 @@ def test_bytes_per_padded_token_do_not_depend_on_the_batch(load: Callable[..., R
     assert [Fraction(one.payload_bytes, 7) for one in small] == [Fraction(one.payload_bytes, 320) for one in large]
 
 
+@pytest.mark.slow
 @_NEEDS_DEEPSPEED
 def test_autotp_sums_its_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
     """There are two all-reduces per layer and one of whole logits; the op for shared memory counts the same."""

@@ -315,6 +315,7 @@ def test_key_and_value_heads_need_not_be_divisible(bundled: ModelSource) -> None
     KernelInjection().check_model(msgspec.structs.replace(_CASE, devices=4), source)
 
 
+@pytest.mark.slow
 def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None:
     """The kernel would ignore more tokens: they are refused before a workspace is allocated."""
     injected = inject()

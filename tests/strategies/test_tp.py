@@ -120,6 +120,7 @@ def _assert_halves(parts: dict[str, tuple[int, ...]], whole: dict[str, tuple[int
         assert parts[name] == ((rows, columns // 2) if ends_block else (rows // 2, columns)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize(
     "fields",

@@ -256,6 +256,7 @@ def test_reports_of_the_store_are_named_by_number_and_name() -> None:
     assert _verdicts().rows[0].verdict == "IMPROVED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["html", "plot"])
 def test_a_name_of_several_machines_means_the_machine_of_the_report(command: str) -> None:
     """`html` and `plot` resolve names as `gate` does."""

@@ -179,6 +179,7 @@ def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Score) -> 
     assert min(map(abs, full_score.margins)) > 1
 
 
+@pytest.mark.slow
 def test_truncated_context_falls_to_chance(loaded: Loaded, items: list[Item]) -> None:
     """With the last 23 tokens of the context, the accuracy is at chance."""
     from bundled_model.evaluate import TRUNCATED_TOKENS, score

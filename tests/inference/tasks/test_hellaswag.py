@@ -158,6 +158,7 @@ def test_a_file_is_shown_relative_to_the_rootdir_else_by_its_name(tmp_path: Path
     assert HellaSwag().load(path, rootdir=tmp_path / "elsewhere").name == "items.jsonl"
 
 
+@pytest.mark.slow
 def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`hellaswag` is the labelled split of the hub's dataset."""
     datasets = pytest.importorskip("datasets", reason="needs datasets")

@@ -260,6 +260,7 @@ def test_nvlink_is_not_read_at_every_tick(nvml_stub: StubEnvironment, tmp_path: 
     assert before.count("nvmlDeviceGetFieldValues") <= 4  # two at the start, two at the mark
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_later_affects_its_metric_alone(nvml_stub: StubEnvironment) -> None:
     """After a second its values are null with the reason; other metrics and other devices continue."""
     settings = {"gpus": 2, "hang": f"{PCIE}:6@1"}
@@ -443,6 +444,7 @@ def test_a_mark_of_a_lost_gpu_has_its_reasons(nvml_stub: StubEnvironment) -> Non
     assert mark["why"][1]["nvlink_tx_bytes"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
 
 
+@pytest.mark.slow
 def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: StubEnvironment) -> None:
     """Every metric has the loss as its reason, and the other device continues."""
     settings = {"gpm": 1, "gpm_refused": "20,21", "fields": "138,139,197,198", "ring": 50}

@@ -234,6 +234,7 @@ def test_csv_runs_nothing_in_a_spreadsheet() -> None:
     assert set(lines[1]) == set(COLUMNS)
 
 
+@pytest.mark.slow
 def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
     """As an item's user properties they are in the file, which is well-formed with any text."""
     report = nasty()

@@ -22,6 +22,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns
     return runs
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_page(run: FakedRuns, pytester: pytest.Pytester) -> None:
     """The page has every case, and the terminal has its path."""
     result = run("--llmgpu-html=page.html")
@@ -31,6 +32,7 @@ def test_a_run_writes_its_page(run: FakedRuns, pytester: pytest.Pytester) -> Non
     assert all(re.search(rf"<th [^>]*>\s*{size}\s*</th>", text) for size in (1, 4, 8))
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_has_its_verdicts(run: FakedRuns, pytester: pytest.Pytester) -> None:
     """The page shows the verdicts of the comparison of this run."""
     run("--llmgpu-json=base.json", sizes="8")
@@ -40,6 +42,7 @@ def test_the_page_of_a_run_has_its_verdicts(run: FakedRuns, pytester: pytest.Pyt
     assert "CAPACITY REGRESSED" in (pytester.path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_is_refused_before_the_run(run: FakedRuns) -> None:
     """The error is one line, and no case runs."""
     result = run("--llmgpu-html=page.txt")
@@ -48,6 +51,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_run(run: FakedRuns)
     assert not run.did
 
 
+@pytest.mark.slow
 def test_an_unwritable_page_does_not_lose_the_report(
     run: FakedRuns, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +67,7 @@ def test_an_unwritable_page_does_not_lose_the_report(
     assert (pytester.path / ".llmgpu" / "last.json").exists()
 
 
+@pytest.mark.slow
 def test_junit_has_each_case_once(run: FakedRuns, pytester: pytest.Pytester) -> None:
     """The properties of its test are those of all launches together."""
     run("--junitxml=junit.xml", "--llmgpu-launches=2", sizes="4")

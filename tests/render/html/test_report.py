@@ -269,6 +269,7 @@ def test_a_case_on_a_cpu_has_a_page() -> None:
     assert "GPUs none" in Page(html_report.render(report)).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["jinja2", "vl_convert"])
 def test_a_missing_library_is_named_in_one_line(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the command that installs the library, before a run and after it."""
