@@ -183,7 +183,7 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
         gated=gated,
         base=0.0,
         head=flipped / case.items if case.items else 0.0,
-        margin=0.0,
+        threshold=0.0,
     )
 
 
@@ -218,7 +218,7 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
         head=case.head,
         low=low,
         high=high,
-        margin=case.rule.margin,
+        threshold=case.rule.margin,
         p=chance if case.labelled else None,
         alone=alone,
         lost=case.lost,

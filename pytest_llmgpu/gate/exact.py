@@ -38,7 +38,7 @@ def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str
     same = base.traffic.ranks == head.traffic.ranks
     now_sent = float(head.traffic.sent_bytes)
     sent = now_sent if same else float(base.traffic.sent_bytes)
-    wire = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "margin": 0.0}
+    wire = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": 0.0}
     # Unequal records can hold equal figures: the collectives may be in another order.
     before, after = (_by_rank(traffic) if not same else Counter() for traffic in (base.traffic, head.traffic))
     if before == after:
@@ -130,7 +130,7 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         ratio=after / before,
         low=low,
         high=high,
-        margin=threshold,
+        threshold=threshold,
         n=min(len(then), len(now)),
     )
 

@@ -111,7 +111,7 @@ def _load_time(base: Series, head: Series, rule: LoadTimeRule) -> Row | None:
         ratio=ratio,
         low=low,
         high=high,
-        margin=rule.margin,
+        threshold=rule.margin,
         n=launches,
     )
 

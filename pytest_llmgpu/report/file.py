@@ -26,6 +26,9 @@ __all__ = ["check_writable", "dump", "encode", "load", "one_line", "parse", "pau
 
 _SUFFIXES = (".json", ".json.gz")
 
+_RENAMED = ((b'"margin":', b'"threshold":'), (b'"smallest_change":', b'"smallest_seen":'))
+"""Fields of verdicts that were renamed. Within a string of JSON these bytes have a backslash before the quote."""
+
 
 class _Head(msgspec.Struct):
     """The fields that distinguish a report from the JSON of another tool."""
@@ -126,6 +129,7 @@ def parse(data: bytes, name: str) -> Report:
 
 
 def _decode(data: bytes) -> Report:
+    data = _renamed(data)
     try:
         report = msgspec.json.decode(data, type=Report)
         validation.check(report.cases)
@@ -135,6 +139,14 @@ def _decode(data: bytes) -> Report:
         raise ValueError(f"breaks schema_version {version}: {reason}") from None
     _check_version(report.schema_version)
     return report
+
+
+def _renamed(data: bytes) -> bytes:
+    """Return the text of a report with the present names of fields and verdicts."""
+    for old, new in _RENAMED:
+        if old in data:
+            data = data.replace(old, new)
+    return data
 
 
 def readable_version(data: bytes) -> int:

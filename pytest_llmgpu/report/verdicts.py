@@ -93,7 +93,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Lower end of the confidence interval of `ratio`; for accuracy, of the fraction of items lost minus items won."""
     high: float | None = None
     """Upper end of the interval that starts at `low`."""
-    margin: float | None = None
+    threshold: float | None = None
     """Threshold with its absolute part, as a fraction of the baseline; for accuracy, as a fraction of the items."""
     p: float | None = None
     """One-sided p-value: the probability of a change at least as large if the true change were equal to the threshold.
@@ -101,8 +101,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rows of the metric, or over those that are not gated; for time also over the two times of a row."""
     n: int | None = None
     """Number of launches in each report; the smaller number if they differ."""
-    smallest_change: float | None = None
-    """Smallest true slowdown that these launches detect with 95 % probability, as a fraction."""
+    smallest_seen: float | None = None
+    """Smallest true slowdown that these launches detect with 95 % probability, as a fraction; null for metrics
+    that are no time."""
     launches_needed: int | None = None
     """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
     probability. It is at least 5; null means more than 1,000."""

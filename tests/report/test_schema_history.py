@@ -80,8 +80,8 @@ def _read_1_promoted(report: Report) -> None:
     assert (time.id, time.metric, time.verdict, time.alone) == ("mp-bs1", "time", "INCONCLUSIVE", "REGRESSED")
     assert (time.key, time.nodeid) == (report.cases[0].key, report.cases[0].nodeid)
     assert time.known == "a kernel that is right costs this"
-    assert (time.n, time.launches_needed, time.margin) == (2, 12, 0.02)
-    figures = (time.base, time.head, time.ratio, time.low, time.high, time.p, time.smallest_change)
+    assert (time.n, time.launches_needed, time.threshold) == (2, 12, 0.02)
+    figures = (time.base, time.head, time.ratio, time.low, time.high, time.p, time.smallest_seen)
     assert figures == pytest.approx((10.01, 10.46, 1.045, 1.0227, 1.0678, 0.0554, 0.0645), rel=1e-3)
     assert (accuracy.lost, accuracy.won, predictions.gated) == ([2], [3], False)
     assert (len(others), {row.verdict for row in others}) == (7, {"OK"})

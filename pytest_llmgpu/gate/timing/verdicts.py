@@ -116,10 +116,10 @@ def _row(case: Timed, chances: _Chances, confidence: float, note: str) -> Row:
         ratio=_ratio(judged.change.log_ratio),
         low=_ratio(judged.change.log_ratio - half),
         high=_ratio(judged.change.log_ratio + half),
-        margin=case.margin,
+        threshold=case.margin,
         p=judged.p,
         n=min(case.launches),
-        smallest_change=smallest_change(case.change, case.margin, confidence, chances.family),
+        smallest_seen=smallest_change(case.change, case.margin, confidence, chances.family),
         launches_needed=judged.launches_needed,
         alone=_alone(case, judged.verdict, confidence) if chances.cases > 1 else None,
     )

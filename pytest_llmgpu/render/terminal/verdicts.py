@@ -68,7 +68,7 @@ def gate_result(verdicts: Verdicts, policy: Policy) -> GateResult:
     failing = [row for row in verdicts.rows if fails(row, policy)]
     gated = [row for row in verdicts.rows if row.gated]
     inconclusive = [row for row in gated if row.verdict == "INCONCLUSIVE"]
-    changes = [row.smallest_change for row in inconclusive if row.metric == "time" and row.smallest_change is not None]
+    changes = [row.smallest_seen for row in inconclusive if row.metric == "time" and row.smallest_seen is not None]
     return GateResult(
         status=exit_status(verdicts, policy),
         has_baseline=verdicts.baseline is not None,
@@ -227,7 +227,7 @@ def _comparisons(verdicts: Verdicts) -> Iterator[str]:
     yield f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated; {missing:,} not compared"
     for reason, count in armed.unarmed.items():
         yield f"{_INDENT}{count:,} x {printable(reason)}"
-    changes = sorted(row.smallest_change for row in verdicts.rows if row.smallest_change is not None)
+    changes = sorted(row.smallest_seen for row in verdicts.rows if row.smallest_seen is not None)
     if changes:
         least, typical, largest = map(_pct, (changes[0], statistics.median(changes), changes[-1]))
         span = largest if least == largest else f"{least.removesuffix(' %')} to {largest}"

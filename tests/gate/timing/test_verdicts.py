@@ -35,7 +35,7 @@ def test_the_interval_decides_three_ways(slower: float, verdict: str) -> None:
     assert row.low is not None
     assert row.high is not None
     assert row.low < slower < row.high
-    assert (row.margin, row.n) == (0.02, 1)
+    assert (row.threshold, row.n) == (0.02, 1)
     assert len(row.reason.splitlines()) <= 2
 
 
@@ -43,7 +43,7 @@ def test_the_threshold_does_not_grow_with_the_noise() -> None:
     """A change within the noise is INCONCLUSIVE, never OK or REGRESSED, and equal times are too."""
     for slower in (1.0, 1.05, 1.10):
         row = _judged(with_launches([1.0]), with_launches([slower]), sd=0.05)
-        assert (row.verdict, row.margin) == ("INCONCLUSIVE", 0.02)
+        assert (row.verdict, row.threshold) == ("INCONCLUSIVE", 0.02)
 
 
 def test_chance_is_not_ok() -> None:
@@ -107,7 +107,7 @@ def test_the_larger_of_both_thresholds_is_used() -> None:
     """21 s of 210 s are 10 %, so 5 % is OK."""
     row = _judged(with_launches([1.0]), with_launches([1.05]), absolute_s=21)
     assert row.verdict == "OK"
-    assert row.margin == pytest.approx(0.1)
+    assert row.threshold == pytest.approx(0.1)
 
 
 def test_several_launches_bring_their_own_spread() -> None:
@@ -291,7 +291,7 @@ def test_the_smallest_change_is_that_of_the_family() -> None:
     base = with_launches([1.0])
     case = timed(base, base, TimeRule(), 0.01)
     assert isinstance(case, Timed)
-    alone, among = rows([case], 0.95, "")[0].smallest_change, rows([case] * 21, 0.95, "")[0].smallest_change
+    alone, among = rows([case], 0.95, "")[0].smallest_seen, rows([case] * 21, 0.95, "")[0].smallest_seen
     assert alone is not None
     assert among is not None
     assert 1.1 * alone < among
