@@ -6,11 +6,12 @@ A flag wins over a marker, a marker over the ini file, the ini file over the def
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
 
+from pytest_llmgpu.report import option_values
 from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
 
 __all__ = ["EXPECT_OOM", "check_gate_flags", "check_strategy_flags", "declare", "resolve"]
@@ -20,6 +21,15 @@ EXPECT_OOM = "expect_oom"
 
 _GATE_OPTIONS = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
 """Options that have an effect only if the run is compared with a baseline."""
+
+_NATIVE: dict[Callable[[str], Any], Any] = {
+    option_values.whole: int | str,
+    option_values.memory_size: int | str,
+    option_values.seconds: float | str,
+    option_values.fraction: float | str,
+    option_values.switch: bool | str,
+}
+"""Types of ini keys beside strings and lists, by the function that reads their text."""
 
 
 def declare(parser: pytest.Parser) -> None:
@@ -39,7 +49,9 @@ def declare(parser: pytest.Parser) -> None:
             **({"metavar": declared["metavar"]} if declared["metavar"] else {}),
             **({"nargs": "?", "const": declared["bare"]} if declared["bare"] is not None else {}),
         )
-        parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type="string", default=None)
+        parser.addini(
+            ini_key_of(field), f"default of {flag_of(field)}", type=_ini_type(declared["parse"]), default=None
+        )
 
 
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
@@ -58,7 +70,7 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         marked = {**marker.kwargs, **marked}
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Options):
-        flag, ini = config.getoption(ini_key_of(field), None), config.getini(ini_key_of(field))
+        flag, ini = config.getoption(ini_key_of(field), None), _ini_value(config, ini_key_of(field))
         if flag is not None:
             raw, source = flag, flag_of(field)
         elif marked.get(field.name) is not None:
@@ -67,12 +79,31 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
             raw, source = ini, ini_key_of(field)
         else:
             continue
-        text = ",".join(map(str, raw)) if isinstance(raw, (list, tuple)) else str(raw)
+        # An ini file writes a list as `1, 2`, which pytest splits like arguments of a shell.
+        text = ",".join(str(part).strip(",") for part in raw) if isinstance(raw, (list, tuple)) else str(raw)
         try:
             values[field.name] = field.metadata["parse"](text)
         except ValueError as error:
             raise pytest.UsageError(f"{source}: {text!r} is not allowed: {error}") from None
     return Options(**values)
+
+
+def _ini_type(parse: Callable[[str], Any]) -> Any:
+    """Return the type of an ini key: native TOML (`pytest.toml`, `[tool.pytest]`) writes numbers, booleans and lists.
+
+    Strings are accepted too where pytest has several types (9.2): ini files have nothing else, and 1/6 is a number.
+    """
+    if parse in {option_values.names, option_values.batch_sizes}:
+        return "args"
+    return _NATIVE.get(parse, "string") if pytest.version_tuple >= (9, 2) else "string"
+
+
+def _ini_value(config: pytest.Config, key: str) -> object:
+    """Return the value of an ini key; None if it is not set."""
+    try:
+        return config.getini(key)
+    except TypeError as error:  # before pytest 9.2, which raises a usage error itself
+        raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
 
 
 def check_gate_flags(config: pytest.Config, chosen: Options) -> None:

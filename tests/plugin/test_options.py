@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 import pytest
 
@@ -16,6 +17,9 @@ _TEST = """
         chosen = options.resolve(request.config, request.node.iter_markers("llmgpu"))
         print("limit", chosen.limit)
 """
+
+
+_NATIVE_TOML = pytest.mark.skipif(pytest.version_tuple < (9, 2), reason="pytest has typed keys from 9.2 on")
 
 
 def _mark(**given: object) -> pytest.Mark:
@@ -49,6 +53,74 @@ def test_flag_beats_marker_beats_ini_beats_default(
     pytester.makeini(f"[pytest]\n{ini}\n")
     pytester.makepyfile(_TEST.format(marker=marker))
     pytester.runpytest_inprocess("-s", *flags).stdout.fnmatch_lines([f"*{expected}*"])
+
+
+_NATIVE = """
+    llmgpu_limit = 3
+    llmgpu_timeout = 90.5
+    llmgpu_sample_period = 0.5
+    llmgpu_gpu_memory = "24GiB"
+    llmgpu_find_max_batch = true
+    llmgpu_batch_sizes = ["1", "8"]
+    llmgpu_strategy = ["mp", "tp"]
+"""
+_STRINGS = """
+    llmgpu_limit = "3"
+    llmgpu_timeout = "90.5"
+    llmgpu_sample_period = "1/2"
+    llmgpu_gpu_memory = "24GiB"
+    llmgpu_find_max_batch = "true"
+    llmgpu_batch_sizes = "1, 8"
+    llmgpu_strategy = "mp,tp"
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "table", "values"),
+    [
+        pytest.param("pytest.toml", "[pytest]", _NATIVE, marks=_NATIVE_TOML),
+        pytest.param("pyproject.toml", "[tool.pytest]", _NATIVE, marks=_NATIVE_TOML),
+        ("pyproject.toml", "[tool.pytest.ini_options]", _STRINGS),
+        ("pytest.ini", "[pytest]", _STRINGS.replace('"', "")),
+    ],
+)
+def test_configuration_files_have_typed_values_or_strings(
+    pytester: pytest.Pytester, file: str, table: str, values: str
+) -> None:
+    """Native TOML writes numbers, booleans and lists of strings; the other formats write strings."""
+    pytester.path.joinpath(file).write_text(f"{table}\n{textwrap.dedent(values)}")
+    config = pytester.parseconfig("-W", "error")
+    chosen = options.resolve(config)
+    assert (chosen.limit, chosen.timeout, chosen.sample_period) == (3, 90.5, 0.5)
+    assert (chosen.gpu_memory, chosen.find_max_batch) == (24 * 2**30, True)
+    assert (chosen.batch_sizes, chosen.strategy) == ((1, 8), ("mp", "tp"))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "parts"),
+    [
+        ("pytest.ini", "[pytest]\nllmgpu_limit = some", ["llmgpu_limit", "'some'", "whole number"]),
+        (
+            "pytest.ini",
+            "[pytest]\nllmgpu_find_max_batch = maybe",
+            ["llmgpu_find_max_batch", "'maybe'", "true and false"],
+        ),
+        pytest.param("pytest.toml", "[pytest]\nllmgpu_limit = 0", ["llmgpu_limit", "'0'"], marks=_NATIVE_TOML),
+        pytest.param("pytest.toml", "[pytest]\nllmgpu_limit = [3]", ["llmgpu_limit", "[3]"], marks=_NATIVE_TOML),
+        pytest.param(
+            "pytest.toml", "[pytest]\nllmgpu_batch_sizes = [1]", ["llmgpu_batch_sizes", "1"], marks=_NATIVE_TOML
+        ),
+    ],
+)
+def test_a_bad_value_of_a_configuration_file_is_one_line(
+    pytester: pytest.Pytester, file: str, text: str, parts: list[str]
+) -> None:
+    """The line has the key, its value and what is allowed, and pytest ends as with every wrong option."""
+    pytester.path.joinpath(file).write_text(text)
+    result = pytester.runpytest_inprocess("-W", "error")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    [line] = [line for line in result.stderr.lines if line.startswith("ERROR")]
+    assert all(part in line for part in parts), line
 
 
 def test_the_closest_marker_wins(pytestconfig: pytest.Config) -> None:
@@ -140,7 +212,7 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
     for flag in Options().in_force():
         assert re.search(rf"^  {flag}(=|\s)", text, re.MULTILINE)
     for name in Options.__dataclass_fields__:
-        assert f"  llmgpu_{name} (string):" in text
+        assert re.search(rf"^  llmgpu_{name} \(", text, re.MULTILINE)
 
 
 @pytest.mark.slow
