@@ -211,13 +211,13 @@ def following(number: int, rounds: int, gpus: int) -> int | None:
 def proven(with_fault: Sequence[Trial], without_fault: Sequence[Trial]) -> bool:
     """Return whether every round has a verdict and all verdicts are correct.
 
-    INCONCLUSIVE is correct with and without the fault: the noise may hide it. A row that is INVALID, IMPROVED or of
+    NOT_ENOUGH_DATA is correct with and without the fault: the noise may hide it. A row that is INVALID, IMPROVED or of
     another kind is not about the fault.
     """
     return (
         bool(with_fault)
-        and all(_true(trial, {"REGRESSED", "INCONCLUSIVE"}) for trial in with_fault)
-        and all(_true(trial, {"OK", "INCONCLUSIVE"}) for trial in without_fault)
+        and all(_true(trial, {"REGRESSED", "NOT_ENOUGH_DATA"}) for trial in with_fault)
+        and all(_true(trial, {"OK", "NOT_ENOUGH_DATA"}) for trial in without_fault)
     )
 
 

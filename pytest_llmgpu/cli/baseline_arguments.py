@@ -77,10 +77,11 @@ def read_verdicts(path: Path, report: Report) -> Verdicts:
     import msgspec
 
     from pytest_llmgpu.report import decompression
-    from pytest_llmgpu.report.verdicts import Candidate, Verdicts
+    from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
 
     try:
-        found = msgspec.json.decode(decompression.unpack(decompression.read(path)), type=Verdicts)
+        data = with_present_names(decompression.unpack(decompression.read(path)))
+        found = msgspec.json.decode(data, type=Verdicts)
     except OSError as error:
         raise ValueError(f"verdicts {path}: cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A/B comparison: launches of two versions alternate, and inconclusive cases are measured again.
+"""A/B comparison: launches of two versions alternate, and undecided cases are measured again.
 
 A drift of the machine then affects both versions equally. Each comparison can cause a false alarm, so that the
 probability that the policy allows is split over all possible comparisons.
@@ -16,7 +16,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
-__all__ = ["MOST_AGAIN", "SIDES", "Both", "Judge", "Measure", "Side", "compare", "inconclusive", "left_out", "split"]
+__all__ = ["MOST_AGAIN", "SIDES", "Both", "Judge", "Measure", "Side", "compare", "left_out", "split", "undecided"]
 
 Side = Literal["base", "head"]
 """The two versions: the baseline and the candidate."""
@@ -25,9 +25,9 @@ SIDES: tuple[Side, Side] = ("base", "head")
 """Both versions in the order of their launches."""
 
 MOST_AGAIN = 2
-"""How often inconclusive cases are measured again at most."""
+"""How often undecided cases are measured again at most."""
 
-_REPEATED = frozenset(("INCONCLUSIVE", "INVALID"))
+_REPEATED = frozenset(("NOT_ENOUGH_DATA", "INVALID"))
 """Verdicts on time that more launches can change. Verdicts on exact metrics do not change."""
 
 
@@ -48,13 +48,13 @@ Judge = Callable[[Both], Verdicts]
 
 
 def compare(measure: Measure, judge: Judge, *, launches: int, again: int) -> tuple[Both, Verdicts]:
-    """Measure both versions, compare them, and measure cases whose time is inconclusive again.
+    """Measure both versions, compare them, and measure cases whose time is undecided again.
 
     Args:
         measure: The function that runs one launch.
         judge: The function that compares all launches until now. It must allow for `again` + 1 comparisons (`split`).
         launches: The number of launches of each version in a round.
-        again: How often inconclusive cases are measured again at most.
+        again: How often undecided cases are measured again at most.
 
     Raises:
         ValueError: The launches of a version measured different cases.
@@ -62,7 +62,7 @@ def compare(measure: Measure, judge: Judge, *, launches: int, again: int) -> tup
     both = _round(measure, launches, "", {side: [] for side in SIDES})
     verdicts = judge(both)
     for number in range(1, again + 1):
-        keys = inconclusive(verdicts)
+        keys = undecided(verdicts)
         if not all(_reachable(report, keys) for report in both):
             break
         others = {side: left_out(report, keys) for side, report in zip(SIDES, both, strict=True)}
@@ -77,8 +77,8 @@ def split(policy: Policy, again: int) -> Policy:
     return msgspec.structs.replace(policy, confidence=1 - (1 - policy.confidence) / (again + 1))
 
 
-def inconclusive(verdicts: Verdicts) -> set[str]:
-    """Return the keys of the cases whose gated time is inconclusive or invalid."""
+def undecided(verdicts: Verdicts) -> set[str]:
+    """Return the keys of the cases whose gated time has not enough data or is invalid."""
     return {
         row.key
         for row in verdicts.rows

@@ -151,7 +151,7 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     p is McNemar's, exact and one-sided: the probability of at least as many lost among the items lost or won, at even
     odds, adjusted over the cases by Holm's method. The verdict is REGRESSED where p is at most 1 - confidence or the
     answers are below a floor, IMPROVED likewise for items won, OK where a loss of the threshold is ruled out, else
-    INCONCLUSIVE. The worst of several launches that differ has its p multiplied by their number; it is never OK.
+    NOT_ENOUGH_DATA. The worst of several launches that differ has its p multiplied by their number; it is never OK.
 
     Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
     where the baseline failed its own check and the candidate passes it.
@@ -206,7 +206,7 @@ def _row(case: Answered, worse: float, better: float, confidence: float, note: s
     if note and verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason += f"\n{note}"
     alone: Verdict | None = None
-    if verdict in {"OK", "INCONCLUSIVE"} and case.labelled and case.odd_launch is None and family_size > 1:
+    if verdict in {"OK", "NOT_ENOUGH_DATA"} and case.labelled and case.odd_launch is None and family_size > 1:
         alone = "REGRESSED" if low > 0 else "IMPROVED" if high < 0 else None
     return Row.of(
         case.result,
@@ -231,14 +231,14 @@ def _verdict_on_items(
 ) -> tuple[Verdict, _Cause]:
     """Return the verdict on items lost and won; `largest_loss` is the upper end of the net loss's interval."""
     if not case.labelled:
-        return ("INCONCLUSIVE" if case.other or case.odd_launch is not None else "OK"), "unlabelled"
+        return ("NOT_ENOUGH_DATA" if case.other or case.odd_launch is not None else "OK"), "unlabelled"
     if worse <= alpha:
         return "REGRESSED", "lost"
     if case.odd_launch is not None:
-        return "INCONCLUSIVE", "disagree"
+        return "NOT_ENOUGH_DATA", "disagree"
     if better <= alpha:
         return "IMPROVED", "won"
-    return ("OK", "ruled_out") if largest_loss <= case.rule.margin else ("INCONCLUSIVE", "not_ruled_out")
+    return ("OK", "ruled_out") if largest_loss <= case.rule.margin else ("NOT_ENOUGH_DATA", "not_ruled_out")
 
 
 def _reason(case: Answered, cause: _Cause, floor: str | None, chance: float) -> str:
@@ -268,7 +268,7 @@ def _row_of_random_weights(case: Answered, note: str) -> Row:
     if (floor := below_floor(case.result, case.rule)) is not None:
         verdict, reason = "REGRESSED", floor
     elif case.difference is None:
-        verdict, reason = "INCONCLUSIVE", "The baseline has no log-likelihoods to compare with."
+        verdict, reason = "NOT_ENOUGH_DATA", "The baseline has no log-likelihoods to compare with."
     elif _numbers_differ(case) or (case.largest is not None and case.largest > case.allowed_largest):
         verdict = _verdict_on_numbers(case)
         reason = _reason_of_numbers(case) + (f"\n{note}" if note else "")

@@ -35,7 +35,7 @@ class ExitStatus(enum.IntEnum):
     """A metric regressed, a case failed, or one is missing."""
     USAGE = 2
     """The arguments are wrong, or a file cannot be read."""
-    INCONCLUSIVE = 3
+    NOT_ENOUGH_DATA = 3
     """Too little was measured to decide, and the policy fails on it."""
     NOT_COMPARABLE = 4
     """Something that is gated was measured under other conditions."""
@@ -64,7 +64,7 @@ def fails(row: Row, policy: Policy) -> bool:
         return not policy.allow_missing
     if row.metric == "outcome" and row.verdict == "INVALID":
         return True  # the case was interrupted, which is no matter of noise
-    if row.verdict in {"INCONCLUSIVE", "INVALID"}:
+    if row.verdict in {"NOT_ENOUGH_DATA", "INVALID"}:
         return policy.on_inconclusive == "fail"
     return row.verdict in WORSE or row.verdict == "NOT_COMPARABLE"
 
@@ -80,4 +80,4 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
         return ExitStatus.PASSED if policy.allow_no_baseline else ExitStatus.NOTHING_COMPARED
     if not verdicts.armed.gated or (policy.require_armed and verdicts.armed.gated_unarmed):
         return ExitStatus.NOTHING_COMPARED
-    return ExitStatus.INCONCLUSIVE if failing else ExitStatus.PASSED
+    return ExitStatus.NOT_ENOUGH_DATA if failing else ExitStatus.PASSED

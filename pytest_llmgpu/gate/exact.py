@@ -111,8 +111,8 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     elif high <= 1 + threshold:
         verdict = "OK"
     else:
-        verdict = "INCONCLUSIVE"
-    more = "The launches differ by more than the threshold." if verdict == "INCONCLUSIVE" else None
+        verdict = "NOT_ENOUGH_DATA"
+    more = "The launches differ by more than the threshold." if verdict == "NOT_ENOUGH_DATA" else None
     if (in_use := _in_use(base, head, rule)) is not None:
         verdict, more = "REGRESSED", in_use
     if verdict != "OK" and (cause := other_execution(base, head)) is not None:

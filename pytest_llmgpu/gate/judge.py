@@ -23,7 +23,7 @@ from pytest_llmgpu.report.verdicts import BETTER, COMPARED, DIFFERS, WORSE, Arme
 
 __all__ = ["judge"]
 
-_MAY_BE_KNOWN = WORSE | {"INCONCLUSIVE"}
+_MAY_BE_KNOWN = WORSE | {"NOT_ENOUGH_DATA"}
 
 
 def judge(
@@ -90,7 +90,7 @@ def _judge(
 def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
     """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
 
-    An inconclusive row can be the known regression, hidden by noise.
+    A row with not enough data can be the known regression, hidden by noise.
     """
     warnings = []
     reasons: dict[tuple[str, str], str] = {}

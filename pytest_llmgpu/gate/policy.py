@@ -1,4 +1,4 @@
-"""The policy of a gate: thresholds, the handling of inconclusive rows, and known regressions."""
+"""The policy of a gate: thresholds, the handling of rows with not enough data, and known regressions."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The confidence of each end of an interval. The probability of a false alarm in all rows of a metric is at most 1
     minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
-    """Effect of an INCONCLUSIVE row on the gate: `pass` or `fail`."""
+    """Effect of a NOT_ENOUGH_DATA row on the gate: `pass` or `fail`."""
     allow_missing: bool = False
     """True if cases and figures pass that only the baseline has."""
     allow_no_baseline: bool = False

@@ -86,7 +86,7 @@ class Trial(NamedTuple):
     nothing_compared: bool
     """True if no gated row could be compared, which prevents the promotion too."""
     measure_noise: bool
-    """True if a time is inconclusive and the noise is only assumed, so that a calibration can help."""
+    """True if a time has not enough data and the noise is only assumed, so that a calibration can help."""
     begin_again: bool
     """True if the report measured something else, so that no measurement of it can replace the baseline."""
 
@@ -128,8 +128,8 @@ def trial(
 ) -> Trial:
     """Compare a report with the baseline that it would replace.
 
-    This is stricter than the gate. Inconclusive and invalid rows fail, and so does a case that was deselected, because
-    later reports would not be compared with it.
+    This is stricter than the gate. Rows with not enough data and invalid rows fail, and so does a case that was
+    deselected, because later reports would not be compared with it.
     """
     strict = msgspec.structs.replace(policy, on_inconclusive="fail")
     session = msgspec.structs.replace(candidate.session, deselected=[])
@@ -137,13 +137,13 @@ def trial(
     verdicts = judge.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
     failing = worst_first(row for row in verdicts.rows if fails(row, strict))
     nothing_compared = not failing and not verdicts.armed.gated
-    inconclusive = any(row.metric == "time" and row.verdict == "INCONCLUSIVE" for row in failing)
+    undecided = any(row.metric == "time" and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
     other = {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
     return Trial(
         verdicts,
         failing,
         nothing_compared,
-        measure_noise=calibration is None and inconclusive,
+        measure_noise=calibration is None and undecided,
         begin_again=other and (bool(failing) or nothing_compared),
     )
 

@@ -96,7 +96,7 @@ def _load_time(base: Series, head: Series, rule: LoadTimeRule) -> Row | None:
     elif high <= 1 + rule.margin:
         verdict = "OK"
     elif rule.gate or launches > 1:
-        verdict = "INCONCLUSIVE"
+        verdict = "NOT_ENOUGH_DATA"
     else:
         return None
     return _row(

@@ -35,7 +35,7 @@ _NEXT_STEPS = {
     "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
     "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
     "INVALID": "Measure again with no other process on the GPUs.",
-    "INCONCLUSIVE": "Measure again with more launches: --llmgpu-launches.",
+    "NOT_ENOUGH_DATA": "Measure again with more launches: --llmgpu-launches.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 

@@ -21,13 +21,11 @@ import msgspec
 
 from pytest_llmgpu.report import decompression, validation
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
+from pytest_llmgpu.report.verdicts import with_present_names
 
 __all__ = ["check_writable", "dump", "encode", "load", "one_line", "parse", "paused", "readable_version"]
 
 _SUFFIXES = (".json", ".json.gz")
-
-_RENAMED = ((b'"margin":', b'"threshold":'), (b'"smallest_change":', b'"smallest_seen":'))
-"""Fields of verdicts that were renamed. Within a string of JSON these bytes have a backslash before the quote."""
 
 
 class _Head(msgspec.Struct):
@@ -123,13 +121,12 @@ def parse(data: bytes, name: str) -> Report:
         ValueError: one line with the name, the error and its place.
     """
     try:
-        return _decode(decompression.unpack(data))
+        return _decode(with_present_names(decompression.unpack(data)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"report {name}: {one_line(error)}") from None
 
 
 def _decode(data: bytes) -> Report:
-    data = _renamed(data)
     try:
         report = msgspec.json.decode(data, type=Report)
         validation.check(report.cases)
@@ -139,14 +136,6 @@ def _decode(data: bytes) -> Report:
         raise ValueError(f"breaks schema_version {version}: {reason}") from None
     _check_version(report.schema_version)
     return report
-
-
-def _renamed(data: bytes) -> bytes:
-    """Return the text of a report with the present names of fields and verdicts."""
-    for old, new in _RENAMED:
-        if old in data:
-            data = data.replace(old, new)
-    return data
 
 
 def readable_version(data: bytes) -> int:

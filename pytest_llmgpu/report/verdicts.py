@@ -24,6 +24,7 @@ __all__ = [
     "Row",
     "Verdict",
     "Verdicts",
+    "with_present_names",
     "worst_first",
 ]
 
@@ -34,7 +35,7 @@ Verdict = Literal[
     "MISSING",
     "NOT_COMPARABLE",
     "INVALID",
-    "INCONCLUSIVE",
+    "NOT_ENOUGH_DATA",
     "NO_BASELINE",
     "NEW",
     "CAPACITY_IMPROVED",
@@ -52,10 +53,10 @@ WORSE: frozenset[Verdict] = frozenset(("FAILED", "CAPACITY_REGRESSED", "REGRESSE
 BETTER: frozenset[Verdict] = frozenset(("CAPACITY_IMPROVED", "IMPROVED"))
 """Verdicts on a candidate that is better."""
 
-UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID", "INCONCLUSIVE"))
+UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID", "NOT_ENOUGH_DATA"))
 """Verdicts where something should have been compared and was not, or could not be decided."""
 
-COMPARED: frozenset[Verdict] = WORSE | BETTER | {"INCONCLUSIVE", "OK"}
+COMPARED: frozenset[Verdict] = WORSE | BETTER | {"NOT_ENOUGH_DATA", "OK"}
 """Verdicts that compare the candidate with the baseline; the others state why that was not possible."""
 
 DIFFERS = "differs from the baseline: "
@@ -63,6 +64,14 @@ DIFFERS = "differs from the baseline: "
 
 ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
+
+
+_RENAMED = (
+    (b'"margin":', b'"threshold":'),
+    (b'"smallest_change":', b'"smallest_seen":'),
+    (b'"INCONCLUSIVE"', b'"NOT_ENOUGH_DATA"'),
+)
+"""Fields and a verdict that were renamed. Within a string of JSON these bytes have a backslash before each quote."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -193,6 +202,14 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """Warnings that belong to no row, such as different software or expired entries of the policy."""
     rows: list[Row] = []
     """Rows by case in the order of the candidate; cases that only the baseline has come last."""
+
+
+def with_present_names(data: bytes) -> bytes:
+    """Return the JSON of a report or of verdicts of any version with the present names of fields and verdicts."""
+    for old, new in _RENAMED:
+        if old in data:
+            data = data.replace(old, new)
+    return data
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:

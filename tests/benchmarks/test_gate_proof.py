@@ -85,13 +85,13 @@ def test_some_cases_can_be_chosen(resample: ModuleType) -> None:
         resample.chosen(both, ["mp-bs2", "mp-bs4"])
 
 
-def test_a_change_within_the_noise_is_inconclusive(resample: ModuleType) -> None:
+def test_a_change_within_the_noise_has_not_enough_data(resample: ModuleType) -> None:
     """The minimum launches required are more than there are; fewer launches are never OK."""
     found = resample.study(recorded(0.04), [1, 3], trials=20, calibrating=10, seed=0)
     assert found["launches_asked_for"] > found["most_launches_a_side"] == 15
     assert [one["launches"] for one in found["trials"]] == [1, 3]
     assert found["checks"]["launches_asked_for_show_it"] is None
-    assert all(one["slower"]["rows"]["INCONCLUSIVE"] for one in found["trials"])
+    assert all(one["slower"]["rows"]["NOT_ENOUGH_DATA"] for one in found["trials"])
 
 
 @pytest.mark.parametrize(("verdict", "broken"), [("REGRESSED", "no_false_alarms"), ("OK", "slower_is_never_ok")])
@@ -135,7 +135,7 @@ def test_the_recorded_launches_are_complete(resample: ModuleType) -> None:
 def test_launches_of_a_busy_gpu_keep_the_promises_of_the_gate(resample: ModuleType) -> None:
     """With real launches of an H200 at batch size 32 a change of 4 % is found, and the same program is OK.
 
-    Batch size 2, which waits for the CPU, is inconclusive.
+    Batch size 2, which waits for the CPU, has not enough data.
     """
     found = file.load(BENCHMARKS / "reports" / "launches-gpu-2.json.gz")
     assert {len(result.launches) for result in found.cases} == {20}
@@ -181,7 +181,7 @@ def test_the_recorded_proof_is_judged_the_same(resample: ModuleType, script: Cal
     assert [time_verdict(base, head) for base, head in zip(without, slower, strict=True)] == ["REGRESSED"] * 20
     following = script("end_to_end").following
     alike = Counter(time_verdict(base, without[following(n, 20, 4)]) for n, base in enumerate(without))
-    assert set(alike) <= {"OK", "INCONCLUSIVE"}
+    assert set(alike) <= {"OK", "NOT_ENOUGH_DATA"}
     assert alike["OK"] >= 10, "a false alarm is not hidden by noise"
 
 
@@ -295,14 +295,14 @@ def test_a_folder_of_a_different_experiment_is_refused(script: Callable[[str], M
 
 Trial = tuple[int, Counter[str]]
 SEEN: Trial = (1, Counter(REGRESSED=2))
-HIDDEN: Trial = (0, Counter(INCONCLUSIVE=2))
-NOTHING: Trial = (0, Counter(OK=1, INCONCLUSIVE=1))
+HIDDEN: Trial = (0, Counter(NOT_ENOUGH_DATA=2))
+NOTHING: Trial = (0, Counter(OK=1, NOT_ENOUGH_DATA=1))
 
 
 @pytest.mark.parametrize(
     ("with_fault", "without_fault", "ok"),
     [
-        ([SEEN, HIDDEN, (1, Counter(REGRESSED=1, INCONCLUSIVE=1))], [NOTHING, HIDDEN, (0, Counter(OK=2))], True),
+        ([SEEN, HIDDEN, (1, Counter(REGRESSED=1, NOT_ENOUGH_DATA=1))], [NOTHING, HIDDEN, (0, Counter(OK=2))], True),
         ([SEEN], [], True),  # one round has no next one
         ([], [], False),
         ([SEEN, (0, Counter())], [NOTHING, NOTHING], False),
@@ -316,7 +316,7 @@ NOTHING: Trial = (0, Counter(OK=1, INCONCLUSIVE=1))
         ([SEEN, SEEN], [NOTHING, SEEN], False),
         ([SEEN], [(0, Counter(IMPROVED=1, OK=1))], False),
         ([(0, Counter(REGRESSED=1))], [NOTHING], False),
-        ([(1, Counter(INCONCLUSIVE=1))], [NOTHING], False),
+        ([(1, Counter(NOT_ENOUGH_DATA=1))], [NOTHING], False),
         ([SEEN], [(1, Counter(OK=1))], False),
         ([(1, Counter(REGRESSED=1, OK=0))], [NOTHING], True),
     ],
@@ -324,15 +324,15 @@ NOTHING: Trial = (0, Counter(OK=1, INCONCLUSIVE=1))
 def test_a_proof_needs_a_correct_row_in_every_round(
     script: Callable[[str], ModuleType], with_fault: list[Trial], without_fault: list[Trial], ok: bool
 ) -> None:
-    """Every round has a correct or an inconclusive row, and an exit status that agrees."""
+    """Every round has a correct or an undecided row, and an exit status that agrees."""
     assert script("end_to_end").proven(with_fault=with_fault, without_fault=without_fault) is ok
 
 
 def test_rounds_are_summarised(script: Callable[[str], ModuleType]) -> None:
     """The summary has exit statuses, verdicts, and the rounds in which the fault was found."""
-    trials = [(1, Counter(REGRESSED=2)), (0, Counter(OK=1, INCONCLUSIVE=1))]
+    trials = [(1, Counter(REGRESSED=2)), (0, Counter(OK=1, NOT_ENOUGH_DATA=1))]
     assert script("end_to_end").summary(trials) == {
         "exit_status": {"0": 1, "1": 1},
         "rounds_regressed": 1,
-        "rows": {"INCONCLUSIVE": 1, "OK": 1, "REGRESSED": 2},
+        "rows": {"NOT_ENOUGH_DATA": 1, "OK": 1, "REGRESSED": 2},
     }

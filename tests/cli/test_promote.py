@@ -121,7 +121,7 @@ def test_a_baseline_may_have_a_case_that_ran_out_of_memory() -> None:
     ("head", "reason"),
     [
         ([timed(1.1)], "REGRESSED: mp-bs1 time"),
-        ([timed(1.02)], "INCONCLUSIVE: mp-bs1 time"),
+        ([timed(1.02)], "NOT_ENOUGH_DATA: mp-bs1 time"),
         ([timed(calls=65)], "REGRESSED: mp-bs1 traffic"),
         ([make_failed("oom")], "CAPACITY_REGRESSED: mp-bs1 outcome"),
         ([timed(dtype="float32")], "NOT_COMPARABLE: mp-bs1 outcome"),
@@ -131,7 +131,7 @@ def test_a_baseline_may_have_a_case_that_ran_out_of_memory() -> None:
 def test_a_report_worse_than_the_baseline_is_refused(
     head: list[CaseResult], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Inconclusive verdicts are refused too, and the baseline does not change."""
+    """Verdicts with not enough data are refused too, and the baseline does not change."""
     _to_file(on_h200())
     before = TARGET.read_bytes()
     capsys.readouterr()
@@ -140,12 +140,12 @@ def test_a_report_worse_than_the_baseline_is_refused(
     assert TARGET.read_bytes() == before
 
 
-def test_an_inconclusive_report_is_refused_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undecided_report_is_refused_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     """The remedy is more launches, or a calibration if the noise is assumed."""
     _to_file(on_h200())
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "INCONCLUSIVE: mp-bs1 time" in line
+    assert "NOT_ENOUGH_DATA: mp-bs1 time" in line
     default_path(Path(".llmgpu"), H200).unlink()
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     objection, remedy = capsys.readouterr().err.splitlines()

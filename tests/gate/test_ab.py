@@ -61,7 +61,7 @@ def test_launches_alternate() -> None:
     assert {row.verdict for row in verdicts.rows if row.gated} == {"OK"}
 
 
-def test_inconclusive_cases_alone_are_measured_again() -> None:
+def test_undecided_cases_alone_are_measured_again() -> None:
     """Their launches alternate and add up until they are conclusive; other cases do not change."""
     machine = _Machine([0.06, -0.06])
     both, verdicts = compare(machine, _judged, launches=2, again=2)
@@ -79,13 +79,13 @@ def test_inconclusive_cases_alone_are_measured_again() -> None:
 
 
 def test_measuring_again_has_an_end() -> None:
-    """After `again` rounds a case stays INCONCLUSIVE."""
+    """After `again` rounds a case stays NOT_ENOUGH_DATA."""
     for again in (0, 1, 2):
         machine = _Machine([0.3, -0.3] * 9)
         both, verdicts = compare(machine, _judged, launches=2, again=again)
         assert len(machine.ran) == 4 * (again + 1)
         assert _launches(both.head)["mp-bs2"] == 2 * (again + 1)
-        assert _verdict(verdicts, "mp-bs2") == "INCONCLUSIVE"
+        assert _verdict(verdicts, "mp-bs2") == "NOT_ENOUGH_DATA"
 
 
 def test_other_cases_of_a_repeated_round_are_ignored() -> None:

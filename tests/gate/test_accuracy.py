@@ -31,7 +31,7 @@ def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> 
         (0, 0, "OK", 1.0),
         (4, 0, "OK", 1 / 16),  # 0.4 points at most, and the margin is 0.5
         (5, 0, "REGRESSED", 1 / 32),
-        (8, 4, "INCONCLUSIVE", 794 / 4096),
+        (8, 4, "NOT_ENOUGH_DATA", 794 / 4096),
         (3, 3, "OK", 42 / 64),
         (0, 5, "IMPROVED", 1 / 32),
     ],
@@ -56,7 +56,7 @@ def test_lost_items_are_named(prose: Prose) -> None:
 
 def test_few_items_cannot_rule_out_a_loss() -> None:
     """One of 16 lost is 6 points, and may be chance: neither OK nor REGRESSED."""
-    assert _judged(_result(items=16), _result(3, items=16)).verdict == "INCONCLUSIVE"
+    assert _judged(_result(items=16), _result(3, items=16)).verdict == "NOT_ENOUGH_DATA"
     assert _judged(_result(items=16), _result(3, items=16), margin=0.07).verdict == "OK"
 
 
@@ -68,7 +68,7 @@ def test_cases_are_one_family() -> None:
     assert isinstance(same, Answered)
     (alone,), (among, *rest) = (rows(cases, 0.95, "") for cases in ([found], [found, *[same] * 19]))
     assert (alone.verdict, alone.alone) == ("REGRESSED", None)
-    assert (among.verdict, among.alone) == ("INCONCLUSIVE", "REGRESSED")
+    assert (among.verdict, among.alone) == ("NOT_ENOUGH_DATA", "REGRESSED")
     assert {row.alone for row in rest} == {None}
 
 
@@ -90,11 +90,11 @@ def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> 
 
 
 def test_without_labels_only_sameness_can_be_told() -> None:
-    """Reports from before they were kept: equal answers are OK, others INCONCLUSIVE; one side's labels are enough."""
+    """Without labels equal answers are OK, others NOT_ENOUGH_DATA; the labels of one report are enough."""
     plain, other = (make_accuracy(items=ITEMS, predictions=[first] + [0] * (ITEMS - 1)) for first in (0, 1))
     assert _judged(make_result(accuracy=plain), make_result(accuracy=plain)).verdict == "OK"
     row = _judged(make_result(accuracy=plain), make_result(accuracy=other))
-    assert (row.verdict, row.p) == ("INCONCLUSIVE", None)
+    assert (row.verdict, row.p) == ("NOT_ENOUGH_DATA", None)
     labelled = msgspec.structs.replace(plain, labels=[0] * ITEMS)
     assert _judged(make_result(accuracy=labelled), make_result(accuracy=other)).lost == [0]
 
@@ -140,10 +140,10 @@ def test_launches_that_disagree_a_little_are_not_ok(prose: Prose) -> None:
     other = answered(_result(0), _of_launches(_result(0), _wrong_otherwise(0)), AccuracyRule())
     for head in ([_result(7)], [_result(*range(5))], [_result(*range(100, 110))]):
         row = _judged(_result(*range(100, 120)), _of_launches(*[_result(*range(100, 120))] * 4, *head))
-        assert row.verdict == "INCONCLUSIVE"
+        assert row.verdict == "NOT_ENOUGH_DATA"
         assert prose == row.reason
     assert isinstance(other, Answered)
-    assert rows([other], 0.95, "")[0].verdict == "INCONCLUSIVE"
+    assert rows([other], 0.95, "")[0].verdict == "NOT_ENOUGH_DATA"
     assert predictions_row(other, gated=True).verdict == "REGRESSED"
 
 
@@ -153,7 +153,7 @@ def test_the_worst_of_launches_is_no_evidence_by_itself() -> None:
     found = [answered(_result(), head, AccuracyRule()) for head in (five, _of_launches(*[_result()] * 4, five))]
     typical, worst = rows([one for one in found if isinstance(one, Answered)], 0.95, "")
     assert (typical.verdict, typical.alone) == ("OK", "REGRESSED")
-    assert (worst.verdict, worst.alone, worst.low) == ("INCONCLUSIVE", None, typical.low)
+    assert (worst.verdict, worst.alone, worst.low) == ("NOT_ENOUGH_DATA", None, typical.low)
 
 
 def _wrong_otherwise(number: int) -> CaseResult:
@@ -272,7 +272,7 @@ def test_random_weights_are_judged_by_their_numbers_alone(prose: Prose) -> None:
         assert row.verdict == verdict
         assert words in row.reason
     unknown = make_result(accuracy=make_answers(right, []), load_format="dummy", dtype="float16")
-    assert _judged(unknown, other).verdict == "INCONCLUSIVE"
+    assert _judged(unknown, other).verdict == "NOT_ENOUGH_DATA"
 
 
 def test_random_weights_are_no_member_of_the_family() -> None:

@@ -17,7 +17,7 @@ _GATED = {
     "MISSING": RowClass.FAILS,
     "NOT_COMPARABLE": RowClass.FAILS,
     "INVALID": RowClass.UNCLEAR,
-    "INCONCLUSIVE": RowClass.UNCLEAR,
+    "NOT_ENOUGH_DATA": RowClass.UNCLEAR,
     "NO_BASELINE": RowClass.NEW,
     "NEW": RowClass.NEW,
     "CAPACITY_IMPROVED": RowClass.BETTER,
@@ -52,7 +52,7 @@ def test_a_row_that_is_not_gated_or_known_never_fails(verdict: Verdict) -> None:
 
 def test_the_policy_decides_on_what_is_unclear() -> None:
     """Two keys turn a lack of data into a failure or let a missing case pass; an interrupted case always fails."""
-    assert classify(_row("INCONCLUSIVE"), Policy(on_inconclusive="fail")) is RowClass.FAILS
+    assert classify(_row("NOT_ENOUGH_DATA"), Policy(on_inconclusive="fail")) is RowClass.FAILS
     assert classify(_row("INVALID"), Policy(on_inconclusive="fail")) is RowClass.FAILS
     assert classify(_row("MISSING"), Policy(allow_missing=True)) is RowClass.UNCLEAR
     assert classify(_row("INVALID", metric="outcome"), Policy()) is RowClass.FAILS

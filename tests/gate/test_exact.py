@@ -189,8 +189,8 @@ def test_workspace_outside_torch_counts() -> None:
     assert _row(memory_row(_using(16.0), _using(16.0, workspace=GIB), MemoryRule())).verdict == "REGRESSED"
 
 
-def test_launches_that_differ_are_inconclusive() -> None:
+def test_launches_that_differ_have_not_enough_data() -> None:
     """One of two grew: the range has the margin inside."""
     row = _row(memory_row(_using(16.0, 16.0), _using(16.0, 17.0), MemoryRule()))
-    assert (row.verdict, row.n) == ("INCONCLUSIVE", 2)
+    assert (row.verdict, row.n) == ("NOT_ENOUGH_DATA", 2)
     assert memory_row(make_result(), make_result(), MemoryRule()) == "memory was not measured"

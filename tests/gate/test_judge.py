@@ -239,11 +239,11 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
     )
 
 
-def test_inconclusive_fails_where_the_policy_says_so() -> None:
+def test_not_enough_data_fails_where_the_policy_says_so() -> None:
     """Exit 3; an invalid window likewise."""
     strict = Policy(on_inconclusive="fail")
     close = _judge([_full()], [_full(slower=1.02)])
-    assert _said(close)["time"] == "INCONCLUSIVE"
+    assert _said(close)["time"] == "NOT_ENOUGH_DATA"
     spoilt = _full()
     make_invalid(spoilt.launches[0], "a stranger's process")
     invalid = _judge([_full()], [spoilt])
@@ -272,7 +272,7 @@ def test_a_known_regression_that_noise_hides_is_known() -> None:
     """It does not fail a strict gate, and no warning asks to remove the entry."""
     policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time")])
     found = _judge([_full()], [_full(slower=1.02)], policy)
-    assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("INCONCLUSIVE", "bug 7")]
+    assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("NOT_ENOUGH_DATA", "bug 7")]
     assert (exit_status(found, policy), found.warnings) == (0, [])
 
 

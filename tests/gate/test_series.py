@@ -87,7 +87,7 @@ def test_a_probe_needs_no_second_one() -> None:
         ([10.0] * 5, [10.0] * 5, "OK"),
         ([10.0] * 5, [20.0] * 5, "REGRESSED"),
         ([20.0] * 5, [10.0] * 5, "IMPROVED"),
-        ([10.0] * 2, [11.0] * 2, "INCONCLUSIVE"),
+        ([10.0] * 2, [11.0] * 2, "NOT_ENOUGH_DATA"),
         ([10.0], [1000.0], "REGRESSED"),
         ([10.0], [11.0], None),
     ],
@@ -108,4 +108,4 @@ def test_a_gated_load_time_states_that_one_launch_decides_nothing() -> None:
     """Where the policy gates it, a lack of launches is a row of its own."""
     (then,), (now,) = by_series([_loaded(1, [10.0])]).values(), by_series([_loaded(1, [11.0])]).values()
     policy = Policy(load_time=LoadTimeRule(gate=True))
-    assert [row.verdict for row in series_rows(then, now, policy)] == ["INCONCLUSIVE"]
+    assert [row.verdict for row in series_rows(then, now, policy)] == ["NOT_ENOUGH_DATA"]

@@ -42,7 +42,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
     result.stdout.fnmatch_lines(
         [
             "*test_it.py::test_hellaswag?mp-bs4? PASSED*",
-            "*llmgpu gate::test_it.py::test_hellaswag?mp-bs1? INCONCLUSIVE*",
+            "*llmgpu gate::test_it.py::test_hellaswag?mp-bs1? NOT_ENOUGH_DATA*",
             "*llmgpu gate::test_it.py::test_hellaswag?mp-bs4? REGRESSED*",
             "*llmgpu gate::the whole run OK*100%*",
             "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
@@ -52,7 +52,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "policy: built-in",
             "REGRESSED: 1 row of 1 case fails the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
-            "*1 failed, 4 passed, 2 inconclusive*",
+            "*1 failed, 4 passed, 2 not enough data*",
         ]
     )
     assert "Traceback" not in result.stdout.str()
@@ -81,10 +81,10 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     """A run as fast as its baseline passes; too little data is counted separately, and the policy can make it fail."""
     result = runs(_COMPARE)
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*4 passed, 3 inconclusive*"])
+    result.stdout.fnmatch_lines(["*4 passed, 3 not enough data*"])
     strict = runs(_COMPARE, "--llmgpu-on-inconclusive=fail")
     assert strict.ret == 1
-    strict.stdout.fnmatch_lines(["mp-bs1: time INCONCLUSIVE: *", "*3 failed, 4 passed*"])
+    strict.stdout.fnmatch_lines(["mp-bs1: time NOT_ENOUGH_DATA: *", "*3 failed, 4 passed*"])
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: 
     if outcome == "error":
         assert (found["mp-bs4", "outcome"], found["mp-bs8", "outcome"]) == ("FAILED", "MISSING")
     else:
-        assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "INCONCLUSIVE")
+        assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "NOT_ENOUGH_DATA")
 
 
 @pytest.mark.slow

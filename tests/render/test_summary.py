@@ -157,7 +157,7 @@ def test_a_regression_comes_before_a_missing_comparison(prose: Prose) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "status"),
-    [([("time", "NOT_COMPARABLE")], "unclear"), ([("time", "INCONCLUSIVE")], "pass"), ([], "unclear")],
+    [([("time", "NOT_COMPARABLE")], "unclear"), ([("time", "NOT_ENOUGH_DATA")], "pass"), ([], "unclear")],
 )
 def test_the_exit_status_of_the_gate_decides(rows: list[tuple[str, str]], status: str) -> None:
     """A report that does not compare, and a report without a comparison, do not pass."""
@@ -166,7 +166,7 @@ def test_the_exit_status_of_the_gate_decides(rows: list[tuple[str, str]], status
 
 def test_the_policy_of_the_verdicts_decides_what_fails() -> None:
     """A given policy has precedence."""
-    strict = _verdicts(("time", "INCONCLUSIVE"), policy=Policy(on_inconclusive="fail"))
+    strict = _verdicts(("time", "NOT_ENOUGH_DATA"), policy=Policy(on_inconclusive="fail"))
     assert policy_of(strict) == Policy(on_inconclusive="fail")
     assert conclude(_report(), strict).problems != []
     assert conclude(_report(), strict, Policy()).problems == []

@@ -24,10 +24,10 @@ __all__ = ["COMMAND"]
 
 _EPILOG = """\
 Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
-head, base, head. Cases with inconclusive time are measured again. The policy is that of the base commit, or the file
-of --policy; its error rate is divided by the number of comparisons. The merged reports are kept in .llmgpu/ab. Exit
-status, as for llmgpu gate: 0 passed, 1 regressed, 2 bad usage or a launch without a report, 3 inconclusive and the
-policy fails on it, 4 not comparable, 5 nothing compared."""
+head, base, head. Cases with not enough data on time are measured again. The policy is that of the base commit, or the
+file of --policy; its error rate is divided by the number of comparisons. The merged reports are kept in .llmgpu/ab.
+Exit status, as for llmgpu gate: 0 passed, 1 regressed, 2 bad usage or a launch without a report, 3 not enough data and
+the policy fails on it, 4 not comparable, 5 nothing compared."""
 
 _KEPT = Path(".llmgpu") / "ab"
 _LETTERS = 8
@@ -65,10 +65,10 @@ class _Ab:
             type=int,
             choices=(0, 1, 2),
             default=2,
-            help="how often cases with inconclusive time are measured again: 0, 1 or 2 (default: 2)",
+            help="how often cases with not enough data on time are measured again: 0, 1 or 2 (default: 2)",
         )
         parser.add_argument(
-            "--on-inconclusive", choices=("pass", "fail"), help="result of inconclusive rows (default: pass)"
+            "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
         )
         add_rules(parser)
         parser.set_defaults(in_turn=True)

@@ -12,8 +12,8 @@ from pytest_llmgpu.cli.protocol import Command
 __all__ = ["COMMAND"]
 
 _STATUSES = (
-    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 inconclusive and the policy fails on it, "
-    "4 not comparable, 5 nothing compared"
+    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data and the policy fails on "
+    "it, 4 not comparable, 5 nothing compared"
 )
 
 
@@ -26,7 +26,7 @@ class _Gate:
         add_reports(parser, optional=True)
         add_rules(parser)
         parser.add_argument(
-            "--on-inconclusive", choices=("pass", "fail"), help="result of inconclusive rows (default: pass)"
+            "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
         )
         for flag, text in (
             ("--allow-missing", "let cases and figures pass that only the baseline has"),

@@ -25,7 +25,7 @@ _SHOWN = 10
 
 class _Promote:
     name = "promote"
-    help = "make a report the baseline unless it is dirty, failed, invalid, inconclusive or worse"
+    help = "make a report the baseline unless it is dirty, failed, invalid, undecided or worse"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file"

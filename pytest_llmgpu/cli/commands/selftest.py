@@ -109,7 +109,7 @@ def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[
         more = f" and {len(cases) - 1:,} more" if len(cases) > 1 else ""
         yield printable(f"{title}: {cases[0].id}{more}{f', {verdict}' if verdict else ''}")
         yield from (textwrap.indent(textwrap.fill(printable(line), WIDTH), _INDENT) for line in reason.splitlines())
-        if verdict in {"INCONCLUSIVE", "REGRESSED"} and cases[0].metric == "time":
+        if verdict in {"NOT_ENOUGH_DATA", "REGRESSED"} and cases[0].metric == "time":
             yield f"{_INDENT}{_launches(cases)}{' (noise assumed: llmgpu calibrate)' if assumed else ''}"
     if len(by_reason) > _SHOWN:
         yield f"{_INDENT}and {len(by_reason) - _SHOWN:,} more reasons: see --json"

@@ -55,8 +55,8 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
     The p of a case is the probability of its change, or of a larger one, if the true change were equal to the
     threshold. It is at most 1 - confidence if the interval lies above the threshold. Holm's method adjusts the p of a
     family. A case is REGRESSED if its adjusted p is at most 1 - confidence, IMPROVED if the same holds below minus the
-    threshold, OK if its interval lies below the threshold, and INCONCLUSIVE in all other cases. It is never OK if half
-    of the interval is wider than the threshold plus `PROMISED`: with so much noise chance can put it there.
+    threshold, OK if its interval lies below the threshold, and NOT_ENOUGH_DATA in all other cases. It is never OK if
+    half of the interval is wider than the threshold plus `PROMISED`: with so much noise chance can put it there.
 
     The typical batch decides, because it has the least noise. The sum of all batches has a veto, because a stall in
     every tenth batch does not change the typical one. If the sum is above the threshold, the case is not OK or
@@ -168,7 +168,7 @@ def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Judged:
             "A part of the batches was much slower" if in_part else "The time of all batches is above the threshold"
         )
         reason += "." if case.sums_decide else f". Measure at least {OWN_NOISE} launches in each report to confirm it."
-        return _Judged("INCONCLUSIVE", reason, change, p)
+        return _Judged("NOT_ENOUGH_DATA", reason, change, p)
     reason = f"Time {typical}, {seconds}"
     if chances.faster <= alpha:
         return _Judged("IMPROVED", f"{reason}{_assumed(case)}{_sums(case, change)}", change, p)
@@ -189,7 +189,7 @@ def _verdict(case: Timed, chances: _Chances, confidence: float) -> _Judged:
     else:
         hint = f"{required}: {'more than 1,000' if needed is None else f'{needed:,}'}, now {min(case.launches):,}."
         hint += _assumed(case) if case.noise == case.known else ""
-    return _Judged("INCONCLUSIVE", f"{reason}{_sums(case, change)}\n{hint}", change, p, needed)
+    return _Judged("NOT_ENOUGH_DATA", f"{reason}{_sums(case, change)}\n{hint}", change, p, needed)
 
 
 def _sums(case: Timed, *stated: Change) -> str:

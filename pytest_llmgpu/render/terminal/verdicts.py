@@ -53,22 +53,22 @@ class GateResult(msgspec.Struct, frozen=True, kw_only=True):
     """The verdicts of these rows."""
     interrupted: bool
     """True if the outcome of a case fails the gate."""
-    inconclusive: int
+    undecided: int
     """The number of gated rows with too few launches to decide."""
     invalid: int
     """The number of gated rows whose measurement was disturbed."""
     known: int
     """The number of rows that a `known` entry of the policy accepts."""
     undetected: float | None
-    """The largest slowdown that the inconclusive times may hide, as a fraction; None if there is none."""
+    """The largest slowdown that the undecided times may hide, as a fraction; None if there is none."""
 
 
 def gate_result(verdicts: Verdicts, policy: Policy) -> GateResult:
     """Return the result of the gate under a policy."""
     failing = [row for row in verdicts.rows if fails(row, policy)]
     gated = [row for row in verdicts.rows if row.gated]
-    inconclusive = [row for row in gated if row.verdict == "INCONCLUSIVE"]
-    changes = [row.smallest_seen for row in inconclusive if row.metric == "time" and row.smallest_seen is not None]
+    undecided = [row for row in gated if row.verdict == "NOT_ENOUGH_DATA"]
+    changes = [row.smallest_seen for row in undecided if row.metric == "time" and row.smallest_seen is not None]
     return GateResult(
         status=exit_status(verdicts, policy),
         has_baseline=verdicts.baseline is not None,
@@ -78,7 +78,7 @@ def gate_result(verdicts: Verdicts, policy: Policy) -> GateResult:
         failing_cases=len({(row.key, row.id) for row in failing}),
         failing=frozenset(row.verdict for row in failing),
         interrupted=any(row.metric == "outcome" for row in failing),
-        inconclusive=len(inconclusive),
+        undecided=len(undecided),
         invalid=sum(row.verdict == "INVALID" for row in gated),
         known=sum(row.known is not None for row in verdicts.rows),
         undetected=max(changes, default=None),
@@ -95,9 +95,9 @@ def describe(result: GateResult) -> str:
     if result.status is not ExitStatus.PASSED:
         parts += [f"{result.gated_unarmed:,} not compared"] if result.gated_unarmed else []
         return f"{_word(result)}: {', '.join(parts)}"
-    if result.inconclusive:
+    if result.undecided:
         hidden = "" if result.undetected is None else f" (may hide a slowdown up to {_pct(result.undetected)})"
-        parts.append(f"{result.inconclusive:,} inconclusive{hidden}")
+        parts.append(f"{result.undecided:,} with not enough data{hidden}")
     parts += [f"{result.invalid:,} invalid"] if result.invalid else []
     parts += [f"{result.known:,} known"] if result.known else []
     return f"{_word(result)}: {', '.join(parts)}"
@@ -106,7 +106,7 @@ def describe(result: GateResult) -> str:
 def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
     """Return the result of the gate as one line, with its colour."""
     result = gate_result(verdicts, policy)
-    unclear = result.inconclusive or result.invalid
+    unclear = result.undecided or result.invalid
     return painter(color)(describe(result), _RED if result.status else _YELLOW if unclear else _GREEN)
 
 
@@ -142,8 +142,8 @@ def _word(result: GateResult) -> str:
         if len(result.failing) == 1:
             return next(iter(result.failing))
         return "MISSING" if result.failing.isdisjoint(WORSE) else "REGRESSED"  # MISSING and NOT_COMPARABLE together
-    if result.status is ExitStatus.INCONCLUSIVE:
-        word = "INVALID" if result.interrupted or result.failing == {"INVALID"} else "INCONCLUSIVE"
+    if result.status is ExitStatus.NOT_ENOUGH_DATA:
+        word = "INVALID" if result.interrupted or result.failing == {"INVALID"} else "NOT ENOUGH DATA"
         return word if result.interrupted else f'{word} (the policy has on_inconclusive = "fail")'
     if result.status is ExitStatus.NOTHING_COMPARED:
         reason = "no baseline" if not result.has_baseline else "the policy has require_armed" if result.gated else ""

@@ -188,7 +188,7 @@ def test_the_verdicts_can_be_reproduced(project: _Project, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_inconclusive_cases_are_measured_again(project: _Project) -> None:
+def test_undecided_cases_are_measured_again(project: _Project) -> None:
     """Only these cases are measured again, and the error rate is divided by the number of comparisons."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.0], "2": [15.0, 25.0]})
@@ -201,10 +201,10 @@ def test_inconclusive_cases_are_measured_again(project: _Project) -> None:
     assert "confidence = 0.975\n" in (project.kept / "policy.toml").read_text()
     assert head.verdicts is not None
     gated = {row.id: row.verdict for row in head.verdicts.rows if row.gated}
-    assert gated == {"mp-bs1": "OK", "mp-bs2": "INCONCLUSIVE"}
+    assert gated == {"mp-bs1": "OK", "mp-bs2": "NOT_ENOUGH_DATA"}
 
 
-def test_inconclusive_fails_on_request(project: _Project) -> None:
+def test_not_enough_data_fails_on_request(project: _Project) -> None:
     """The exit status is 3, as for the gate."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.0], "2": [15.0, 25.0]})

@@ -11,8 +11,9 @@ from support.export_reports import judged, row, two_strategies, verdicts
 from support.stored_reports import measured
 
 from pytest_llmgpu.cli import main
+from pytest_llmgpu.cli.baseline_arguments import read_verdicts
 from pytest_llmgpu.render.exports import FORMATS, export
-from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.store.store import save
 
@@ -65,6 +66,21 @@ def test_export_takes_the_verdicts_of_a_gate(capsys: pytest.CaptureFixture[str])
     Path("verdicts.json").write_bytes(msgspec.json.encode(verdicts([row("FAILED", "outcome", id="mp-bs8")])))
     assert main(["export", "github-annotations", "report.json", "--verdicts", "verdicts.json"]) == 0
     assert "FAILED%3A mp-bs8%2C outcome" in capsys.readouterr().out
+
+
+def test_verdicts_of_an_older_version_have_the_present_names() -> None:
+    """INCONCLUSIVE is read as NOT_ENOUGH_DATA in verdicts and in reports, but not within a text."""
+    old = row("NOT_ENOUGH_DATA", reason='"verdict": "INCONCLUSIVE"')
+    old = msgspec.structs.replace(old, alone="NOT_ENOUGH_DATA")
+    report = judged(two_strategies(), two_strategies())
+    report.verdicts = verdicts([old])
+    for path, record in (("report.json", report), ("verdicts.json", report.verdicts)):
+        data = msgspec.json.format(msgspec.json.encode(record))
+        data = data.replace(b'"NOT_ENOUGH_DATA"', b'"INCONCLUSIVE"')
+        assert data.count(b': "INCONCLUSIVE"') == 2
+        Path(path).write_bytes(data)
+    assert load(Path("report.json")).verdicts == report.verdicts
+    assert read_verdicts(Path("verdicts.json"), report) == report.verdicts
 
 
 def test_export_refuses_the_verdicts_of_another_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,8 @@ def _invalid() -> CaseResult:
         ([timed(4.0)], [], 1, "REGRESSED: "),
         ([timed(calls=65)], [], 1, "REGRESSED: "),
         ([make_failed("oom")], [], 1, "REGRESSED: "),
-        ([timed(1.03)], [], 0, "1 inconclusive"),
-        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "INCONCLUSIVE"),
+        ([timed(1.03)], [], 0, "1 with not enough data"),
+        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "NOT ENOUGH DATA"),
         ([timed(), timed(batch_size=2)], [], 0, "PASSED: "),
         ([timed(), timed(batch_size=2)], ["--require-armed"], 5, "NOT ARMED"),
         ([timed(dtype="float32")], [], 4, "NOT COMPARABLE"),
@@ -277,7 +277,7 @@ def test_equal_files_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_gate_uses_the_calibration_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """A change that is inconclusive with assumed noise is decided with the measured noise."""
+    """A change that has not enough data with assumed noise is decided with the measured noise."""
     quiet = [1 + 0.0002 * number for number in range(10)]
     dump(on_h200([timed(*quiet)]), Path("launches.json"))
     _write(head=on_h200([timed(1.05)]))

@@ -71,7 +71,7 @@ def test_an_undetected_regression_has_the_number_of_launches_required(capsys: py
     assert main(["selftest", "report.json"]) == 1
     out = capsys.readouterr().out
     assert "NOT DETECTED in 2 of 2 cases" in out.splitlines()[0]
-    assert "time is not detected: mp-bs1 and 1 more, INCONCLUSIVE" in out
+    assert "time is not detected: mp-bs1 and 1 more, NOT_ENOUGH_DATA" in out
     assert re.search(r"minimum launches required .*: (more than )?[\d,]+ \(noise assumed: llmgpu calibrate\)", out)
     assert out.endswith("NOT PROVEN: 1 of 5 regressions would pass: time\n")
 
@@ -118,7 +118,7 @@ def test_the_result_is_available_as_json(capsys: pytest.CaptureFixture[str]) -> 
     found = json.loads(printed)
     assert found["ok"] is False
     assert [trial["plant"] for trial in found["trials"] if not trial["caught"]] == ["time"]
-    assert found["trials"][0]["missed"][0]["verdict"] == "INCONCLUSIVE"
+    assert found["trials"][0]["missed"][0]["verdict"] == "NOT_ENOUGH_DATA"
     Path("file").write_text("")
     assert main(["selftest", "report.json", "--json", "file/a/found.json"]) == 2
     assert capsys.readouterr().err == "llmgpu: file/a/found.json: cannot be written: Not a directory\n"

@@ -66,12 +66,12 @@ def test_the_report_is_not_changed() -> None:
 def test_one_launch_with_noise_does_not_detect_five_percent() -> None:
     """The minimum number of launches is stated; with the large assumed noise there is none."""
     (assumed,) = _trial(_tested(_full(), calibration=Calibration()), "time").missed
-    assert (assumed.verdict, assumed.launches_needed) == ("INCONCLUSIVE", None)
+    assert (assumed.verdict, assumed.launches_needed) == ("NOT_ENOUGH_DATA", None)
     found = _tested(_full(), calibration=Calibration(typical=0.05))
     assert not found.ok
     assert [trial.plant for trial in found.trials if not trial.caught] == ["time"]
     missed = _trial(found, "time").missed[0]
-    assert (missed.id, missed.verdict) == ("mp-bs1", "INCONCLUSIVE")
+    assert (missed.id, missed.verdict) == ("mp-bs1", "NOT_ENOUGH_DATA")
     assert missed.launches_needed is not None
     assert missed.launches_needed > 10
 

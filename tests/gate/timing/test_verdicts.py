@@ -25,7 +25,7 @@ def _judged(
 
 @pytest.mark.parametrize(
     ("slower", "verdict"),
-    [(1.06, "REGRESSED"), (1.022, "INCONCLUSIVE"), (1.01, "OK"), (1.0, "OK"), (0.99, "OK"), (0.94, "IMPROVED")],
+    [(1.06, "REGRESSED"), (1.022, "NOT_ENOUGH_DATA"), (1.01, "OK"), (1.0, "OK"), (0.99, "OK"), (0.94, "IMPROVED")],
 )
 def test_the_interval_decides_three_ways(slower: float, verdict: str) -> None:
     """The interval of a launch with 0.1 % noise is above the threshold, below it, or contains it."""
@@ -40,18 +40,18 @@ def test_the_interval_decides_three_ways(slower: float, verdict: str) -> None:
 
 
 def test_the_threshold_does_not_grow_with_the_noise() -> None:
-    """A change within the noise is INCONCLUSIVE, never OK or REGRESSED, and equal times are too."""
+    """A change within the noise is NOT_ENOUGH_DATA, never OK or REGRESSED, and equal times are too."""
     for slower in (1.0, 1.05, 1.10):
         row = _judged(with_launches([1.0]), with_launches([slower]), sd=0.05)
-        assert (row.verdict, row.threshold) == ("INCONCLUSIVE", 0.02)
+        assert (row.verdict, row.threshold) == ("NOT_ENOUGH_DATA", 0.02)
 
 
 def test_chance_is_not_ok() -> None:
-    """With noise above the threshold a case that looks much faster by chance is INCONCLUSIVE."""
+    """With noise above the threshold a case that looks much faster by chance is NOT_ENOUGH_DATA."""
     lucky = _judged(with_launches([1.0]), with_launches([0.44]), sd=0.2)
     assert lucky.high is not None
     assert lucky.high < 1.02
-    assert lucky.verdict == "INCONCLUSIVE"
+    assert lucky.verdict == "NOT_ENOUGH_DATA"
     sure = _judged(with_launches([1.0]), with_launches([0.97]), sd=0.009)
     assert sure.verdict == "OK", "half of the interval is within the threshold plus 2 %"
 
@@ -65,7 +65,7 @@ def test_an_uncalibrated_runner_has_twenty_percent() -> None:
         "Minimum launches required in each report to detect +4 %: more than 1,000, now 1. "
         "Noise assumed 20 %: run llmgpu calibrate."
     )
-    assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
+    assert (row.verdict, row.launches_needed) == ("NOT_ENOUGH_DATA", None)
     assert _judged(with_launches([1.0]), with_launches([3.0]), sd=None).verdict == "REGRESSED"
 
 
@@ -113,7 +113,7 @@ def test_the_larger_of_both_thresholds_is_used() -> None:
 def test_several_launches_bring_their_own_spread() -> None:
     """A larger spread of the launches is used instead of the calibrated noise."""
     base, head = with_launches([0.9, 1.0, 1.1]), with_launches([0.95, 1.05, 1.15])
-    assert _judged(base, head, sd=0.0001).verdict == "INCONCLUSIVE"
+    assert _judged(base, head, sd=0.0001).verdict == "NOT_ENOUGH_DATA"
     steady = with_launches([1.0, 1.001, 0.999]), with_launches([1.05, 1.051])
     row = _judged(*steady, sd=0.0001)
     assert (row.verdict, row.n) == ("REGRESSED", 2)
@@ -126,7 +126,7 @@ def test_many_rows_are_one_family() -> None:
     cases = [case for case in close if isinstance(case, Timed)]
     assert rows(cases[:1], 0.95, "")[0].verdict == "REGRESSED"
     first = rows(cases, 0.95, "")[0]
-    assert first.verdict == "INCONCLUSIVE"
+    assert first.verdict == "NOT_ENOUGH_DATA"
     assert "among 100 cases" in first.reason
     clear = timed(base, with_launches([1.2]), TimeRule(), 0.01)
     assert isinstance(clear, Timed)
@@ -146,7 +146,7 @@ def test_extreme_times_give_finite_ratios() -> None:
 def test_a_stall_that_is_longer_than_the_case_is_bounded() -> None:
     """A case of 3 ms that can lose 30 ms has a wide, but finite interval."""
     row = _judged(with_latencies([[0.003 / BATCHES] * BATCHES]), with_latencies([[0.0033 / BATCHES] * BATCHES]))
-    assert row.verdict == "INCONCLUSIVE"
+    assert row.verdict == "NOT_ENOUGH_DATA"
     assert row.high is not None
     assert 2 < row.high < 10_000
 
@@ -201,11 +201,11 @@ def test_a_stall_in_some_batches_is_not_ok() -> None:
     """The typical batch is unchanged, and the sum of all batches takes three times as long."""
     base, head = with_latencies([[1.0] * BATCHES]), with_latencies([_stalling(1.0, 4, 10.0)])
     row = _judged(base, head)
-    assert row.verdict == "INCONCLUSIVE"
+    assert row.verdict == "NOT_ENOUGH_DATA"
     assert row.reason.startswith("Typical batch +0.0 %")
     assert "all batches +225.0 %" in row.reason
     faster = with_latencies([_stalling(0.8, 4, 10.0)])
-    assert _judged(base, faster).verdict == "INCONCLUSIVE", "no improvement either"
+    assert _judged(base, faster).verdict == "NOT_ENOUGH_DATA", "no improvement either"
     assert _judged(head, base).verdict == "OK"
 
 
@@ -217,12 +217,12 @@ def test_launches_that_all_stall_are_regressed() -> None:
     assert row.verdict == "REGRESSED"
     assert "a part of the batches became much slower" in row.reason
     once = with_latencies([_stalling(1.0, 4, 10.0), [1.001] * BATCHES, [0.999] * BATCHES])
-    assert _judged(quiet, once).verdict == "INCONCLUSIVE"
+    assert _judged(quiet, once).verdict == "NOT_ENOUGH_DATA"
 
 
 @pytest.mark.parametrize(
     ("level", "sd", "verdict"),
-    [(1.0, 0.3, "INCONCLUSIVE"), (1.0, 0.001, "OK"), (1.05, 0.001, "REGRESSED"), (0.9, 0.001, "IMPROVED")],
+    [(1.0, 0.3, "NOT_ENOUGH_DATA"), (1.0, 0.001, "OK"), (1.05, 0.001, "REGRESSED"), (0.9, 0.001, "IMPROVED")],
 )
 def test_a_different_change_of_the_sum_is_stated_whatever_the_noise_is(level: float, sd: float, verdict: str) -> None:
     """The change of the figures in the table is stated after the change of the typical batch, in the first line."""
@@ -264,7 +264,7 @@ def test_a_verdict_that_only_the_family_changed_is_marked() -> None:
     assert _judged(with_latencies([[1.0] * BATCHES]), slow).alone is None
     single = _judged(with_launches([1.0] * 3), with_launches([1.0366] * 3), sd=0.01)
     assert single.low is not None
-    assert (single.verdict, single.low > 1.02, single.alone) == ("INCONCLUSIVE", True, None), "one case"
+    assert (single.verdict, single.low > 1.02, single.alone) == ("NOT_ENOUGH_DATA", True, None), "one case"
 
 
 def test_launches_that_are_not_used_are_stated() -> None:
@@ -283,7 +283,7 @@ def test_cases_that_are_not_gated_are_a_separate_family() -> None:
     same = timed(base, base, TimeRule(gate=False), 0.01)
     cases = [case for case in (*[same] * 60, slower, reported) if isinstance(case, Timed)]
     verdicts = [row.verdict for row in rows(cases, 0.95, "")]
-    assert verdicts[60:] == ["REGRESSED", "INCONCLUSIVE"]
+    assert verdicts[60:] == ["REGRESSED", "NOT_ENOUGH_DATA"]
 
 
 def test_the_smallest_change_is_that_of_the_family() -> None:
@@ -315,7 +315,7 @@ def test_a_slowdown_of_all_batches_names_no_part() -> None:
 
 @pytest.mark.parametrize(
     ("deviations", "sum_deviations", "verdict"),
-    [(2.1, 0.0, "REGRESSED"), (1.97, 0.0, "INCONCLUSIVE"), (0.0, 2.5, "INCONCLUSIVE"), (0.0, 2.9, "REGRESSED")],
+    [(2.1, 0.0, "REGRESSED"), (1.97, 0.0, "NOT_ENOUGH_DATA"), (0.0, 2.5, "NOT_ENOUGH_DATA"), (0.0, 2.9, "REGRESSED")],
 )
 def test_both_figures_of_a_case_share_the_chance_of_a_false_alarm(
     deviations: float, sum_deviations: float, verdict: str
@@ -334,7 +334,7 @@ def test_sessions_that_differ_set_a_limit() -> None:
     base, head = with_launches([1.0] * 5), with_launches([1.05] * 5)
     assert _judged(base, head, sd=0.003).verdict == "REGRESSED"
     row = _judged(base, head, sd=0.003, session_sd=0.015)
-    assert (row.verdict, row.launches_needed) == ("INCONCLUSIVE", None)
+    assert (row.verdict, row.launches_needed) == ("NOT_ENOUGH_DATA", None)
     assert row.reason.splitlines()[1] == (
         "Sessions differ by 1.5 %: more launches do not help. Measure both in one session with llmgpu ab. "
         "Minimum launches required in each report to detect +4 % there: 5."

@@ -62,7 +62,7 @@ def _finding(severity: Any, text: str = "Something.") -> Finding:
 def test_annotations_are_limited_to_what_github_shows() -> None:
     """The worst are kept, and the last one has the number of the others."""
     report = make_report()
-    rows = [row("INCONCLUSIVE", id=f"mp-bs{number}") for number in range(20)]
+    rows = [row("NOT_ENOUGH_DATA", id=f"mp-bs{number}") for number in range(20)]
     report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("FAILED", id="tp-bs2", metric="outcome")])
     lines = _annotations(report)
     assert len(lines) == LIMIT
@@ -117,7 +117,7 @@ def test_the_severity_follows_the_policy() -> None:
     assert found["CAPACITY_REGRESSED: tp-bs64, outcome"].level == "warning"
     assert found["CAPACITY_REGRESSED: tp-bs64, outcome"].text.endswith("Known: bug 7")
     strict = judged(two_strategies(), two_strategies(), Policy(on_inconclusive="fail"))
-    assert {notice.level for notice in notices(strict) if "INCONCLUSIVE" in notice.title} == {"failure"}
+    assert {notice.level for notice in notices(strict) if "NOT_ENOUGH_DATA" in notice.title} == {"failure"}
 
 
 def test_without_verdicts_findings_and_outcomes_are_notices() -> None:
@@ -147,8 +147,8 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
     assert sorted(titles) == [
         "FAILED: tp-bs64, outcome",
         "FAILED: tp-bs8, outcome",
-        "INCONCLUSIVE: mp-bs64, time",
-        "INCONCLUSIVE: mp-bs8, time",
+        "NOT_ENOUGH_DATA: mp-bs64, time",
+        "NOT_ENOUGH_DATA: mp-bs8, time",
         "a-warning: mp-bs8",
     ]
 
@@ -157,12 +157,12 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
     ("report", "headline"),
     [
         (judged(two_strategies(), two_strategies(oom=())), r"❌ 2 fail \(2 CAPACITY REGRESSED, "),
-        (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 INCONCLUSIVE, .* OK"),
+        (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 NOT ENOUGH DATA, .* OK"),
         (judged(two_strategies(), None), r"❌ nothing gated was compared \(\d+ NO BASELINE"),
         (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ nothing gated was compared \("),
         (
             judged(two_strategies(), without_traffic(), Policy(require_armed=True)),
-            r"❌ not everything gated was compared \(3 INCONCLUSIVE",
+            r"❌ not everything gated was compared \(3 NOT ENOUGH DATA",
         ),
         (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
         (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
@@ -190,7 +190,9 @@ def test_the_summary_begins_with_the_worst() -> None:
     assert report.verdicts is not None
     report.verdicts.warnings.append("differs from the baseline: driver")
     page = _summary(report)
-    places = [page.index(text) for text in ("CAPACITY REGRESSED |", "| INCONCLUSIVE |", "driver", HEADER[0], "| OK |")]
+    places = [
+        page.index(text) for text in ("CAPACITY REGRESSED |", "| NOT ENOUGH DATA |", "driver", HEADER[0], "| OK |")
+    ]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
     assert "4 rows compared" not in page
@@ -260,7 +262,7 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     assert lines[:2] == list(HEADER)
     assert lines[2] == (
         "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.07 "
-        "| 75.00 % | 17.00 GiB | 40.000 MB | INCONCLUSIVE: time |"
+        "| 75.00 % | 17.00 GiB | 40.000 MB | NOT ENOUGH DATA: time |"
     )
     assert (
         "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | CAPACITY REGRESSED: outcome |" in lines[5]

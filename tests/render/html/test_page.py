@@ -89,7 +89,7 @@ def test_verdicts_are_grouped_by_their_effect_on_the_gate() -> None:
     rows = [
         _row("a", "OK"),
         _row("b", "IMPROVED"),
-        _row("c", "INCONCLUSIVE"),
+        _row("c", "NOT_ENOUGH_DATA"),
         _row("d", "REGRESSED", gated=False),
         _row("e", "REGRESSED"),
         _row("f", "REGRESSED", known="accepted"),

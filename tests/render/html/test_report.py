@@ -245,7 +245,7 @@ def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
     assert "Unclear: 1" in text
     assert "Fails" not in text
     assert "Holm" not in text
-    report.verdicts = make_verdicts(time_row(report, verdict="INCONCLUSIVE", alone="REGRESSED"))
+    report.verdicts = make_verdicts(time_row(report, verdict="NOT_ENOUGH_DATA", alone="REGRESSED"))
     [note] = notes(report.verdicts)
     assert note in Page(html_report.render(report)).text
 

@@ -119,7 +119,7 @@ def test_a_verdict_that_the_correction_changed_is_noted() -> None:
 
     text = judged(1.065)
     assert "+2.2 to +" in _lines(text, "mp-bs1 ")[0]
-    assert "INCONCLUSIVE" in _lines(text, "mp-bs1 ")[0]
+    assert "NOT_ENOUGH_DATA" in _lines(text, "mp-bs1 ")[0]
     [note] = _lines(text, "Holm")
     assert note.endswith("time of mp-bs1 is REGRESSED")
     assert "Holm" not in judged(1.0)
@@ -145,7 +145,7 @@ def test_rows_that_cannot_fail_the_gate_are_marked() -> None:
     assert "REGRESSED (not gated)" in _lines(text, "predictions")[0]
     assert "    Known: bug 7" in text.splitlines()
     result = gate_result(found, rules)
-    assert (result.status, result.gated, result.inconclusive, result.known) == (ExitStatus.PASSED, 4, 1, 1)
+    assert (result.status, result.gated, result.undecided, result.known) == (ExitStatus.PASSED, 4, 1, 1)
 
 
 def test_text_of_a_report_cannot_drive_the_terminal() -> None:
@@ -183,10 +183,10 @@ def test_colour_changes_no_text() -> None:
     [
         ([_full()], {}, ExitStatus.PASSED, "PASSED"),
         ([_full(1.05, calls=65)], {}, ExitStatus.REGRESSED, "REGRESSED"),
-        ([_full(1.02)], {"on_inconclusive": "fail"}, ExitStatus.INCONCLUSIVE, "INCONCLUSIVE (the policy"),
+        ([_full(1.02)], {"on_inconclusive": "fail"}, ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA (the policy"),
         ([_full(1.02)], {}, ExitStatus.PASSED, "PASSED"),
-        ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.INCONCLUSIVE, "INVALID"),
-        ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.INCONCLUSIVE, "INVALID (the policy"),
+        ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_ENOUGH_DATA, "INVALID"),
+        ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.NOT_ENOUGH_DATA, "INVALID (the policy"),
         ([_full(dtype="float32")], {}, ExitStatus.NOT_COMPARABLE, "NOT COMPARABLE"),
         ([_full(), _full(batch_size=2)], {"require_armed": True}, ExitStatus.NOTHING_COMPARED, "NOT ARMED"),
     ],
