@@ -11,21 +11,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from types import ModuleType
+from typing import Any, TextIO
 
 import msgspec
 
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks.protocol import Dataset, Task
+from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.text import listed, plural
-from pytest_llmgpu.strategies.protocol import Strategy
 
 __all__ = ["BatchPrinter", "Rerun", "find", "main"]
 
@@ -124,9 +124,9 @@ def find(
             one; or the case needs another number of processes or more GPUs.
     """
     case = _read_case(report_path, case_id)
-    place, built = _find_strategy(case, case_id, strategy)
+    place, built = _find("strategy", case.strategy, strategy, case_id, strategies)
     _check_process_count(built.ranks(case.devices), report_path, case_id)
-    task_place, task_object = _find_task(case, case_id, task)
+    task_place, task_object = _find("task", case.task, task, case_id, tasks)
     try:
         items = task_object.load(dataset or case.dataset, rootdir=Path.cwd(), limit=case.limit)
     except ValueError as error:
@@ -172,34 +172,34 @@ def _read_case(report_path: str, case_id: str) -> Case:
     return msgspec.structs.replace(result.case, cuda_graphs="on" if result.case.execution == "cuda_graphs" else "off")
 
 
-def _find_strategy(case: Case, case_id: str, requested: str | None) -> tuple[str, Strategy]:
-    """Return the place and the object of a case's strategy; the report has its name only."""
-    try:
-        place = strategies.find(requested or case.strategy)
-        strategy = strategies.make(place)
-    except ValueError as error:
-        sys.exit(f"{case_id}: {error} (--strategy MODULE:ATTRIBUTE gives its place)")
-    if strategy.name != case.strategy:
-        sys.exit(
-            f"{case_id}: --strategy={requested} is strategy {strategy.name!r}, but {case.strategy!r} was measured: "
-            f"give the place of {case.strategy!r}"
-        )
-    return place, strategy
+def _find(kind: str, measured: str, requested: str | None, case_id: str, registry: ModuleType) -> tuple[str, Any]:
+    """Return the place and the object of a case's strategy or task.
 
+    The report decides nothing that is imported: only a built-in name is looked up, and a place comes from the user.
 
-def _find_task(case: Case, case_id: str, requested: str | None) -> tuple[str, Task]:
-    """Return the place and the object of a case's task; the report has its name only."""
-    try:
-        place = tasks.find(requested or case.task)
-        task = tasks.make(place)
-    except ValueError as error:
-        sys.exit(f"{case_id}: {error} (--task MODULE:ATTRIBUTE gives its place)")
-    if task.name != case.task:
+    Args:
+        kind: `strategy` or `task`.
+        measured: The name in the report.
+        requested: The place that the user gave; None if the user gave none.
+        case_id: The id of the case.
+        registry: `strategies` or `tasks`.
+    """
+    if requested is None and measured not in registry.BUILT_IN:
         sys.exit(
-            f"{case_id}: --task={requested} is task {task.name!r}, but {case.task!r} was measured: "
-            f"give the place of {case.task!r}"
+            f"{case_id}: {measured!r} is no built-in {kind}: --{kind} MODULE:ATTRIBUTE gives its place; built in are "
+            f"{', '.join(sorted(registry.BUILT_IN))}"
         )
-    return place, task
+    try:
+        place = registry.find(requested or measured)
+        made = registry.make(place)
+    except ValueError as error:
+        sys.exit(f"{case_id}: {error} (--{kind} MODULE:ATTRIBUTE gives its place)")
+    if made.name != measured:
+        sys.exit(
+            f"{case_id}: --{kind}={requested} is {kind} {made.name!r}, but {measured!r} was measured: "
+            f"give the place of {measured!r}"
+        )
+    return place, made
 
 
 def _check_process_count(needed: int, report_path: str, case_id: str) -> None:

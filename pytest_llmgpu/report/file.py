@@ -10,20 +10,35 @@ import gc
 import gzip
 import math
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from pytest_llmgpu.report import decompression, validation
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
+from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import with_present_names
 
-__all__ = ["check_writable", "dump", "encode", "load", "one_line", "parse", "paused", "readable_version"]
+__all__ = [
+    "check_writable",
+    "dump",
+    "encodable",
+    "encode",
+    "load",
+    "one_line",
+    "parse",
+    "paused",
+    "readable_version",
+    "write",
+]
+
+_Record = TypeVar("_Record")
 
 _SUFFIXES = (".json", ".json.gz")
 
@@ -67,13 +82,22 @@ def dump(report: Report, path: Path) -> None:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
         OSError: the file cannot be written. The old file is unchanged.
     """
-    data = encode(report, compressed=path.name.endswith(".gz"))
+    write(path, encode(report, compressed=path.name.endswith(".gz")))
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file and its folder. A reader finds the old file or the new one, never a part of it.
+
+    Raises:
+        OSError: the file cannot be written. The old file is unchanged.
+    """
     target = path.resolve()  # a symbolic link is followed, not replaced
     target.parent.mkdir(parents=True, exist_ok=True)
-    # No file of tempfile: its mode 0600 would stay on the report, and other users could not read it.
-    temporary = target.parent / f".llmgpu-{os.getpid()}.tmp"
+    # No file of tempfile: its mode 0600 would stay on the file, and other users could not read it.
+    # No process id: containers that share a volume have equal ones.
+    temporary = target.parent / f".llmgpu-{secrets.token_hex(16)}.tmp"
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -93,6 +117,23 @@ def encode(report: Report, *, compressed: bool) -> bytes:
     fields = {**msgspec.to_builtins(report), "schema_version": SCHEMA_VERSION}
     data = (_text(fields, "$", "") + "\n").encode()
     return gzip.compress(data, mtime=0) if compressed else data
+
+
+def encodable(record: _Record) -> _Record:
+    """Return a record in which every text is valid UTF-8 (see `text.valid`); the same record if it is already."""
+    try:
+        msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return msgspec.convert(_with_valid_texts(msgspec.to_builtins(record)), type(record))
+    return record
+
+
+def _with_valid_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {valid(key): _with_valid_texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_valid_texts(item) for item in value]
+    return valid(value) if isinstance(value, str) else value
 
 
 def load(path: Path) -> Report:
@@ -165,10 +206,7 @@ def _text(value: Any, place: str, indent: str) -> str:
     """Return indented JSON with each list of scalars on one line; `place` is the place of the value for errors."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
-        lines = (
-            f"{msgspec.json.encode(key).decode()}: {_text(item, f'{place}.{key}', inner)}"
-            for key, item in value.items()
-        )
+        lines = (f"{_json(key)}: {_text(item, f'{place}.{key}', inner)}" for key, item in value.items())
         return "{\n" + ",\n".join(inner + line for line in lines) + "\n" + indent + "}"
     if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         lines = (_text(item, f"{place}[{number}]", inner) for number, item in enumerate(value))
@@ -177,7 +215,14 @@ def _text(value: Any, place: str, indent: str) -> str:
         if isinstance(item, float) and not math.isfinite(item):
             where = f"{place}[{number}]" if isinstance(value, list) else place
             raise ValueError(f"{where} is {item}, which JSON does not allow; this is a bug in pytest-llmgpu")
-    return msgspec.json.encode(value).decode()
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_with_valid_texts(value)).decode()
 
 
 def _mode(path: Path) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["GIB", "MIB", "byte_size", "gib", "listed", "percent", "plural", "printable", "signed_percent"]
+__all__ = ["GIB", "MIB", "byte_size", "gib", "listed", "percent", "plural", "printable", "signed_percent", "valid"]
 
 MIB = 2**20
 """Bytes in a mebibyte."""
@@ -51,6 +51,11 @@ def listed(names: Iterable[object], most: int = 12) -> str:
     found = [str(name) for name in names]
     more = f" and {len(found) - most:,} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
+
+
+def valid(text: str) -> str:
+    r"""Return text that UTF-8 can encode. A byte of a path that is not UTF-8 is shown by its code: `caf\udce9`."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def printable(text: str) -> str:

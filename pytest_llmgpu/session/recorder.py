@@ -19,6 +19,7 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
 from pytest_llmgpu.report.result import CaseResult, Failure
+from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session.commit import commit
@@ -139,6 +140,7 @@ class Recorder:
         if result.failure is not None:
             # Findings quote it.
             result.failure = _publishable(result.failure, self._rootdir)
+        result = file.encodable(result)
         place, launches = self._launches_of(result)
         if len(launches) == 1:
             result.id = next_id(self.report, result.case)
@@ -179,13 +181,13 @@ class Recorder:
         """Add the state of the session to the report, judge it and write it; without a case there is no report."""
         if self.report is None:
             return
-        done = {result.nodeid for result in self.report.cases}
+        done, expected = {result.nodeid for result in self.report.cases}, list(map(valid, expected))
         self.report.session = Session(
             complete=not interrupted and done.issuperset(expected),
             interrupted=interrupted,
             exit_status=exit_status,
             collected=len(expected),
-            deselected=list(deselected),
+            deselected=list(map(valid, deselected)),
         )
         if judge is not None:
             self.report.verdicts = judge(self.report)
@@ -224,7 +226,7 @@ class Recorder:
         return _relative(str(where), self._rootdir)
 
     def _start(self, facts: TorchFacts) -> Report:
-        return Report(
+        started = Report(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
             argv=[_argument(argument, self._rootdir) for argument in self._arguments],
@@ -235,6 +237,7 @@ class Recorder:
             environment=machine.fingerprint(facts),
             commit=commit(self._rootdir),
         )
+        return file.encodable(started)
 
     def _write(self) -> None:
         if self.report is None or self.path is None:
@@ -242,22 +245,25 @@ class Recorder:
         try:
             file.dump(self.report, self.path)
             self._unwritten = None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
-            self._unwritten = f"{self._shown(self.path)} could not be written: {error.strerror or error}"
+            self._unwritten = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"
 
     def _rescue(self) -> None:
         """Write a report that could not be written to a temporary folder: it may be the work of hours."""
         if self._unwritten is None or self.report is None or self.path is None:
             return
         with suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix="llmgpu-"))
+            folder = Path(tempfile.mkdtemp(prefix="llmgpu-report-"))
             try:
                 file.dump(self.report, folder / self.path.name)
+            except ValueError:
+                # The figure that is not finite is null in this copy. The others are the work of hours.
+                (folder / self.path.name).write_bytes(msgspec.json.encode(self.report))
             except OSError:
                 folder.rmdir()
-            else:
-                self._unwritten += f"; the report is {folder / self.path.name}"
+                return
+            self._unwritten += f"; the report is {folder / self.path.name}"
 
 
 def _publishable(failure: Failure, rootdir: Path) -> Failure:

@@ -102,26 +102,19 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     tail = f"_{_commit(report)}_{_time(report)}{'' if name is None else f'_{name}'}.json{'.gz' if compressed else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     number, claim = _claim(folder)
-    try:
-        with claim.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except BaseException:
-        claim.unlink()
-        raise
-    # After this, the name of the claim may belong to another process.
     target = folder / f"{number:04}{tail}"
-    claim.replace(target)
+    try:
+        file.write(target, data)
+    finally:
+        claim.unlink()
     return target
 
 
 def _claim(folder: Path) -> tuple[int, Path]:
-    """Return the next free number and an unfinished file that reserves it for this process.
+    """Return the next free number and an empty file that reserves it for this process.
 
-    The name of the unfinished file is the number only, and it is renamed to the report in one step. While it exists, no
-    other process can take the number; when it is gone, the report exists. A number without a report and without an
-    unfinished file is therefore free. An unfinished file of a killed process stays, and its number is skipped.
+    The name of that file is the number only, and it is removed once the report exists. A number without a report and
+    without such a file is therefore free. The file of a killed process stays, and its number is skipped.
     """
     number = max((found.number for found in _stored_in(folder)), default=0) + 1
     while True:

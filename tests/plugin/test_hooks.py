@@ -633,6 +633,23 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
 
 
 @pytest.mark.slow
+def test_a_folder_whose_name_is_not_utf8_loses_no_report(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node ids, arguments and variables of other bytes are shown by their codes."""
+    folder = pytester.path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    pytester.makepyfile(test_it=_BENCHMARK).rename(folder / "test_it.py")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", os.fsdecode(b"/tmp/\xe9"))
+    result = run(f"{folder.name}/", "--llmgpu-html=page.html", sizes="8")
+    assert result.ret == 0
+    report = _report(pytester)
+    assert str(report.cases[0].nodeid).startswith(r"caf\udce9/test_it.py::test_hellaswag")
+    assert report.session.complete
+    assert (pytester.path / "page.html").exists()
+
+
+@pytest.mark.slow
 def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, run: Run) -> None:
     """With `-p no:terminal` the report is the only output."""
     pytester.makepyfile(test_it=_BENCHMARK)

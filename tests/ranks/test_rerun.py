@@ -200,12 +200,34 @@ def test_a_users_strategy_runs_by_its_place(measured: tuple[Path, Case], run: Ru
     _write(msgspec.structs.replace(case, strategy="slow"))
     files = ("report.json", "slow-bs2", "--dataset", folder / "items.jsonl", "--model", folder / "tiny")
     message = _refusal(run, *files)
-    assert message.startswith("slow-bs2: 'slow' is no strategy: ")
+    assert message.startswith("slow-bs2: 'slow' is no built-in strategy: ")
     assert "--strategy MODULE:ATTRIBUTE" in message
     message = _refusal(run, *files, "--strategy", "mp")
     assert message.startswith("slow-bs2: --strategy=mp is strategy 'mp', but 'slow' was measured")
     answer = run(*files, "--strategy", f"{__name__}:Slow")
     assert sum(answer["batches"]["sequences"]) == tiny_model.SEQUENCES
+
+
+@pytest.mark.parametrize("field", ["strategy", "task"])
+def test_a_report_chooses_nothing_that_is_imported(measured: tuple[Path, Case], tmp_path: Path, field: str) -> None:
+    """A report may come from anybody: a place in it is refused before it is imported, in one line."""
+    (tmp_path / "trap.py").write_text("open('sprung', 'w').close()\n\ndef spring(): pass\n")
+    case = msgspec.structs.replace(measured[1], **{field: "trap:spring"})
+    result = make_failed("error", Failure(phase="forward", message="x"))
+    result.id, result.case = "a", case
+    file.dump(make_report([result]), tmp_path / "report.json")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest_llmgpu.ranks", "report.json", "a"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].startswith(
+        f"a: 'trap:spring' is no built-in {field}: --{field} MODULE:ATTRIBUTE"
+    )
+    assert not (tmp_path / "sprung").exists()
 
 
 @pytest.mark.parametrize(

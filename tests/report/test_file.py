@@ -6,12 +6,15 @@ import math
 import os
 import random
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from support.report_factory import (
     make_case,
     make_document,
+    make_failed,
     make_full_report,
     make_report,
     make_result,
@@ -19,9 +22,9 @@ from support.report_factory import (
 )
 
 from pytest_llmgpu.report import decompression
-from pytest_llmgpu.report.file import check_writable, dump, encode, load, parse
+from pytest_llmgpu.report.file import check_writable, dump, encodable, encode, load, parse
 from pytest_llmgpu.report.report import SCHEMA_VERSION, next_id
-from pytest_llmgpu.report.result import Metric
+from pytest_llmgpu.report.result import Failure, Metric
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +122,56 @@ def test_a_report_has_the_permissions_of_any_new_file() -> None:
     Path("other").touch()
     dump(make_report(), Path("report.json"))
     assert stat.S_IMODE(Path("report.json").stat().st_mode) == stat.S_IMODE(Path("other").stat().st_mode)
+
+
+def test_text_that_is_not_utf8_loses_no_report() -> None:
+    """A path of other bytes, a variable or the text of an exception may have any letter; a report keeps its code."""
+    result = make_failed("error", Failure(phase="load", message="bad \udcff", log_tail="\ud800"))
+    report = make_report([result])
+    report.argv.append(os.fsdecode(b"caf\xe9/"))
+    report.environment.variables["NCCL_DEBUG_FILE"] = os.fsdecode(b"/tmp/\xe9")
+    dump(report, Path("report.json"))
+    read = load(Path("report.json"))
+    assert read.argv[-1] == "caf\\udce9/"
+    assert read.environment.variables["NCCL_DEBUG_FILE"] == "/tmp/\\udce9"
+    assert read.cases[0].failure is not None
+    assert (read.cases[0].failure.message, read.cases[0].failure.log_tail) == ("bad \\udcff", "\\ud800")
+
+
+def test_a_record_with_valid_text_only_is_the_same_record() -> None:
+    """A record is copied only if a text of it has to change."""
+    result = make_result()
+    assert encodable(result) is result
+    renamed = encodable(make_result(model="caf\udce9"))
+    assert renamed.case.model == "caf\\udce9"
+
+
+def test_a_link_with_the_name_of_a_temporary_file_is_not_followed() -> None:
+    """Another user of the folder cannot choose a file that is overwritten."""
+    Path("victim").write_text("mine")
+    Path(f".llmgpu-{os.getpid()}.tmp").symlink_to("victim")
+    dump(make_full_report(), Path("report.json"))
+    assert Path("victim").read_text() == "mine"
+
+
+def test_processes_of_equal_number_write_side_by_side() -> None:
+    """Containers that share a volume have equal process ids."""
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from pytest_llmgpu.report import file\n"
+        "os.getpid = lambda: 7\n"
+        "report, name = file.load(Path('given.json')), sys.argv[1]\n"
+        "report.argv.append(name)\n"
+        "for _ in range(100):\n"
+        "    file.dump(report, Path(name))\n"
+        "    assert file.load(Path(name)).argv[-1] == name\n"
+    )
+    dump(make_report([make_result()]), Path("given.json"))
+    names = [f"{number}.json" for number in range(4)]
+    writers = [subprocess.Popen([sys.executable, "-c", script, name]) for name in names]
+    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+    assert sorted(path.name for path in Path().iterdir()) == [*names, "given.json"]
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:

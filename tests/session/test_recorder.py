@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,20 @@ def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> N
     found = written[2].comparison
     assert found is not None
     assert (found.reference, found.flipped, found.lost, found.won, found.mcnemar_p) == ("mp-bs1", [0, 1], 2, 0, 0.5)
+
+
+def test_a_figure_that_is_not_finite_loses_no_report(
+    recorded: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run fails with the place of the figure, and a copy has every other figure."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    result = make_result()
+    result.launches[0].wall_s = math.nan
+    _add(recorded, result)
+    recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
+    (copy,) = tmp_path.glob("tmp/*/report.json")
+    (trouble,) = recorded.troubles
+    assert "$.cases[0].launches[0].wall_s is nan" in trouble
+    assert trouble.endswith(f"the report is {copy}")
+    assert file.load(copy).cases[0].launches[0].wall_s is None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import msgspec
 
 from pytest_llmgpu.gate.stats.intervals import UNCALIBRATED_SD
 from pytest_llmgpu.gate.timing.calibration import LEAST, VERSION, Calibration, Measured, as_it_counts
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import decompression, file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.store import git
@@ -46,13 +45,7 @@ def dump(measured: Measured, path: Path) -> None:
         OSError: The file cannot be written.
     """
     _check(measured, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".llmgpu-{os.getpid()}.tmp"
-    try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2) + b"\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    file.write(path, msgspec.json.format(msgspec.json.encode(measured), indent=2) + b"\n")
 
 
 def load(path: Path, repository: Path = Path()) -> tuple[Measured, str]:

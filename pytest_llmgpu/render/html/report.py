@@ -27,6 +27,7 @@ from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.render.time_table import make_time_table
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
@@ -67,8 +68,7 @@ def write(page: str, path: Path) -> None:
         ValueError: the page cannot be written; one line with the path and the reason.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8", newline="\n")
+        file.write(path, page.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"page {path}: cannot be written: {error.strerror or error}") from None
 
