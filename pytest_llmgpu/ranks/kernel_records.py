@@ -13,7 +13,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.work import KERNEL_NAME_LENGTH, OTHER_MODULE, KernelFamily
@@ -47,8 +47,11 @@ _POLLS = re.compile(r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturi
 _SYNCHRONIZES = re.compile(r"^cuda(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize")
 _COPY = re.compile(r"^Mem(cpy|set)\b")
 _COPY_TO_HOST = "Memcpy DtoH"
-_KERNEL_ROWS, _MODULE_ROWS = 40, 52
-"""Rows of their own for kernels and for modules: with one for each of 7 families and one for all other modules, 100."""
+_FAMILIES = get_args(KernelFamily)
+_KERNEL_ROWS = 36
+"""Kernels with a row of their own; one row for each family sums the others."""
+_MODULE_ROWS = 100 - _KERNEL_ROWS - len(_FAMILIES)
+"""Rows of modules: a rank has at most 100 rows."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -201,32 +204,51 @@ def rows(passes: Sequence[PassKernels], attributed: Modules | None) -> list[Name
         )
         for name, calls in passes[-1].kernels.items()
     )
-    found = by_kernel[:_KERNEL_ROWS]
-    for family in sorted({row.family for row in by_kernel[_KERNEL_ROWS:]}):
-        found.append(_summed(None, family, [row for row in by_kernel[_KERNEL_ROWS:] if row.family == family]))
+    found = [*by_kernel[:_KERNEL_ROWS], *_summed(by_kernel[_KERNEL_ROWS:], None)]
     if attributed is not None:
-        by_module = _by_time(
-            NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
+        found += _module_rows(
+            _by_time(
+                NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
+            )
         )
-        found += by_module[:_MODULE_ROWS]
-        if rest := by_module[_MODULE_ROWS:]:
-            found.append(_summed(OTHER_MODULE, "other", rest))
     return found
+
+
+def _module_rows(by_time: Sequence[NamedRow]) -> list[NamedRow]:
+    """Return the largest rows, and the others summed by module and family; no family of a module is lost.
+
+    Only a program of very many modules has a row `other` for each family: it sums the smallest modules.
+
+    Args:
+        by_time: A row for each module and kernel, the largest time first.
+    """
+    for own in range(min(_MODULE_ROWS, len(by_time)), -1, -1):
+        sums = _summed_by_module(by_time[own:])
+        if own + len(sums) <= _MODULE_ROWS:
+            return [*by_time[:own], *sums]
+    kept = _MODULE_ROWS - len(_FAMILIES)
+    return [*sums[:kept], *_summed(sums[kept:], OTHER_MODULE)]
 
 
 def _by_time(several: Iterable[NamedRow]) -> list[NamedRow]:
     """Return rows with cut names, equal ones summed, the largest time first."""
     summed: dict[tuple[str | None, str | None, KernelFamily], tuple[int, float]] = {}
     for row in several:
-        key = row.module, (row.kernel or "")[:KERNEL_NAME_LENGTH], row.family
+        key = row.module, None if row.kernel is None else row.kernel[:KERNEL_NAME_LENGTH], row.family
         calls, time_s = summed.get(key, (0, 0.0))
         summed[key] = calls + row.calls, time_s + row.time_s
     found = [NamedRow(*key, *amounts) for key, amounts in summed.items()]
     return sorted(found, key=lambda row: (-row.time_s, row.module or "", row.kernel or ""))
 
 
-def _summed(module: str | None, family: KernelFamily, several: Sequence[NamedRow]) -> NamedRow:
-    return NamedRow(module, None, family, sum(row.calls for row in several), sum(row.time_s for row in several))
+def _summed(several: Sequence[NamedRow], module: str | None) -> list[NamedRow]:
+    """Return a row without a kernel for each family of the rows."""
+    return _summed_by_module([row._replace(module=module) for row in several])
+
+
+def _summed_by_module(several: Sequence[NamedRow]) -> list[NamedRow]:
+    """Return a row without a kernel for each module and family of the rows, the largest time first."""
+    return _by_time(row._replace(kernel=None) for row in several)
 
 
 def folded(module: str, prefix: str = "") -> str:

@@ -35,7 +35,7 @@ KERNEL_NAME_LENGTH = 120
 """Names of kernels are cut to this number of characters: C++ templates make some of them thousands long."""
 
 OTHER_MODULE = "other"
-"""Module of the row that sums all modules without a row of their own."""
+"""Module of the rows that sum all modules without a row of their own, one row for each family."""
 
 WORK_OFF = "work passes are switched off for this case (--llmgpu-work=off)"
 """Reason in `why` of a launch."""
@@ -54,10 +54,10 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The module that launched the kernel in the eager pass, with layer numbers folded: `layers.*.mlp.down_proj`. Null:
     the row holds all calls of the kernel in a pass in the execution of the case (the median over the passes)."""
     kernel: Count | None
-    """The number of the kernel in `environment.kernel_names`. Null: the row sums the kernels without a row of their
-    own."""
+    """The number of the kernel in `environment.kernel_names`. Null: the row sums the kernels of the family that have no
+    row of their own."""
     family: KernelFamily
-    """The family of the kernel. A row that sums several modules has the family `other`."""
+    """The family of the kernel, or of all kernels that the row sums."""
     calls: Count
     """The number of calls in one pass."""
     time_s: Seconds
@@ -107,8 +107,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The number of calls in an eager pass that make the host wait for the GPU, plus the number of copies to the host.
     A scalar that is read back counts as two: its copy and its synchronization."""
     rows: list[WorkRow] | None = None
-    """The kernels with the largest times, at most 100 rows. The time of the remaining kernels is summed by family, the
-    time of the remaining modules in one row with the module `other`."""
+    """The kernels with the largest times, at most 100 rows. The time of the remaining kernels is summed by family, and
+    within a module by module and family. The smallest of very many modules are summed by family as `other`."""
     why: dict[str, str] = {}
     """Name of a field that is null to the reason."""
 

@@ -8,7 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pytest_llmgpu.ranks import kernel_records
-from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, Calls, Modules, PassKernels, Record
+from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, Calls, Modules, NamedRow, PassKernels, Record
+from pytest_llmgpu.report.kernel_families import family_of
 
 _GEMM, _ADD = "nvjet_hsh_128x256_64x4", "vectorized_elementwise_kernel<CUDAFunctor_add>"
 _REDUCED = "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -146,24 +147,37 @@ def test_the_time_of_a_row_is_the_median_over_the_passes() -> None:
     ]
 
 
-def test_a_rank_has_at_most_100_rows_that_sum_up_to_all() -> None:
-    """Small kernels are summed by family, small modules together: a change of a family is seen whole."""
-    names = [
-        f"{kind}{number}"
-        for kind in ("gemm", "sdpa", "elementwise", "copy_kernel", "rms_norm", "x")
-        for number in range(50)
-    ]
+_KINDS = ("gemm", "sdpa", "elementwise", "copy_kernel", "rms_norm", "nccl", "x")
+
+
+def _by_family(rows: Sequence[NamedRow], *, modules: bool) -> dict[str, tuple[int, float]]:
+    """Return the calls and seconds of each family in the rows of modules, or in those of whole passes."""
+    return {
+        family: (
+            sum(row.calls for row in rows if row.family == family and (row.module is not None) is modules),
+            pytest.approx(
+                sum(row.time_s for row in rows if row.family == family and (row.module is not None) is modules)
+            ),
+        )
+        for family in sorted({row.family for row in rows})
+    }
+
+
+@pytest.mark.parametrize("modules", [1, 5, 200])
+def test_a_rank_has_at_most_100_rows_that_sum_up_to_all(modules: int) -> None:
+    """Small kernels and small modules are summed by family: a change of a family is seen whole in either half."""
+    names = [f"{kind}{number}" for kind in _KINDS for number in range(50)]
     kernels = {name: Calls(1, 1.0 + number) for number, name in enumerate(names)}
-    attributed = Modules({("mlp", name): Calls(2, calls.time_s) for name, calls in kernels.items()}, {}, 0)
+    in_modules = {(f"mlp{n % modules}", name): Calls(1, 1.0 + n) for n, name in enumerate(names)}
+    attributed = Modules(in_modules, {}, 0)
     found = kernel_records.rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], attributed)
     assert len(found) <= 100
-    total_s = sum(calls.time_s for calls in kernels.values())
-    assert sum(row.time_s for row in found if row.module is None) == pytest.approx(total_s)
-    assert sum(row.calls for row in found if row.module is None) == len(names)
-    assert sum(row.time_s for row in found if row.module is not None) == pytest.approx(total_s)
-    assert found[-1].module == "other"
-    gemm_s = sum(calls.time_s for name, calls in kernels.items() if name.startswith("gemm"))
-    assert sum(row.time_s for row in found if row.module is None and row.family == "GEMM") == pytest.approx(gemm_s)
+    every = [NamedRow(None, name, family_of(name), *calls) for name, calls in kernels.items()]
+    assert _by_family(found, modules=False) == _by_family(every, modules=False)
+    assert _by_family(found, modules=True) == _by_family(every, modules=False)
+    named = {row.module for row in found if row.module is not None}
+    # A model has fewer modules and families than rows: none of them is lost.
+    assert ("other" in named) is (modules == 200)
 
 
 class _Event:
