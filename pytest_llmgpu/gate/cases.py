@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
 from pytest_llmgpu.gate import accuracy
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
+from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, Rules
@@ -60,6 +61,7 @@ class _Comparison:
         self.left_out: Counter[str] = Counter()
         self.gated_unarmed = 0
         self._entries: list[Row | Timed | Answered] = []
+        self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
         self._plain = not policy.override
         self._deselected = frozenset(head.session.deselected)
         self._ran = frozenset(result.nodeid for result in head.cases)
@@ -128,6 +130,7 @@ class _Comparison:
             self._outcome(head, "NO_BASELINE", "Out of memory; the baseline's case failed.")
 
     def _metrics(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
+        self._compared[head.id] = base, head
         noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
         self._take("time", pairing.timed(base, head, rules.time, *noise), rules.time.gate)
         answers = accuracy.answered(base, head, rules.accuracy)
@@ -194,10 +197,17 @@ class _Comparison:
         answered = [entry for entry in self._entries if isinstance(entry, Answered)]
         times = iter(verdicts.rows(timed, self.policy.confidence, note))
         answers = iter(accuracy.rows(answered, self.policy.confidence, note))
-        return [
+        rows = [
             next(times) if isinstance(entry, Timed) else next(answers) if isinstance(entry, Answered) else entry
             for entry in self._entries
         ]
+        return [self._with_cause(row) for row in rows]
+
+    def _with_cause(self, row: Row) -> Row:
+        if self.base is None or row.id not in self._compared:
+            return row
+        names = self.base.environment.kernel_names, self.head.environment.kernel_names
+        return with_cause(row, *self._compared[row.id], names=names)
 
     def _note(self) -> str:
         if self.base is None:

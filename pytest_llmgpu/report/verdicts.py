@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.metrics import JUDGED, MetricName
 from pytest_llmgpu.report.result import CaseResult
 
@@ -88,7 +89,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     verdict: Verdict
     """Result of the comparison."""
     reason: str
-    """Explanation in at most two lines: the result, then other differences or the next step."""
+    """Explanation: the result in one line, then the cause if there is one, then other differences or the next step."""
     gated: bool = True
     """False if the policy only reports this metric, so that it cannot fail the gate."""
     base: float | None = None
@@ -125,6 +126,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Items that are wrong in the baseline and right in the candidate."""
     known: str | None = None
     """Reason of the policy's `known` entry that accepts this row; null if there is no such entry."""
+    cause: Cause | None = None
+    """Changes in the work passes that explain a change for the worse; null without such a change, and if a report has
+    no work passes of the same batches."""
 
     @classmethod
     def of(

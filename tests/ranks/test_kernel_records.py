@@ -150,17 +150,14 @@ def test_the_time_of_a_row_is_the_median_over_the_passes() -> None:
 _KINDS = ("gemm", "sdpa", "elementwise", "copy_kernel", "rms_norm", "nccl", "x")
 
 
-def _by_family(rows: Sequence[NamedRow], *, modules: bool) -> dict[str, tuple[int, float]]:
-    """Return the calls and seconds of each family in the rows of modules, or in those of whole passes."""
-    return {
-        family: (
-            sum(row.calls for row in rows if row.family == family and (row.module is not None) is modules),
-            pytest.approx(
-                sum(row.time_s for row in rows if row.family == family and (row.module is not None) is modules)
-            ),
-        )
-        for family in sorted({row.family for row in rows})
-    }
+def _by_family(rows: Sequence[NamedRow], *, modules: bool) -> dict[str, tuple[int, int]]:
+    """Return the calls and microseconds of each family in the rows of modules, or in those of whole passes."""
+    found: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        if (row.module is not None) is modules:
+            calls, time_us = found.get(row.family, (0, 0))
+            found[row.family] = calls + row.calls, time_us + round(1e6 * row.time_s)
+    return found
 
 
 @pytest.mark.parametrize("modules", [1, 5, 200])

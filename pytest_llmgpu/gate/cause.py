@@ -1,0 +1,572 @@
+"""The cause of a verdict: what changed in the program, by the work passes of both reports.
+
+Families of kernels, collectives and idle time come from the passes in the execution of the case. Modules come from the
+eager pass, and one is named only where its family grew in the execution of the case too.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from pytest_llmgpu.report.cause import CallsChange, Cause, Place, TimeChange
+from pytest_llmgpu.report.kernel_families import collective_of, family_of
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import listed, percent
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, UNCLEAR, WORSE, Row
+from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
+
+__all__ = ["Measured", "describe", "details", "find", "with_cause"]
+
+_SMALL, _SMALL_MODULE = 0.05, 0.1
+"""A family or a module that changed by less than this fraction of the difference is not named. Modules are noisier: the
+eager pass runs once."""
+_SHOWN = 0.3
+"""Work passes show a change of wall time if a part of them grew by this fraction of it. They are too few to show all of
+it: the time of the host alone varies."""
+_MOST = 10
+"""Most changes of calls of one kind in a record."""
+_NAMED = 3
+"""Most names in a line."""
+
+_ANY = re.compile("")
+_WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize")
+_LAUNCHES = re.compile(r"Launch")
+_COPIES = re.compile(r"Mem(cpy|set)")
+_COMMUNICATES = re.compile(r"c10d")
+_PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
+
+_IDLE, _WAITING, _TRANSFER, _COPYING = "idle", "waiting", "transfer", "copies"
+_PLACES: dict[str, Place] = {_IDLE: "host", _WAITING: "waiting", _TRANSFER: "transfer", _COPYING: "copies"}
+
+
+_K = TypeVar("_K")
+
+
+class Measured(NamedTuple):
+    """The work passes of one report."""
+
+    works: Sequence[Work]
+    """One record for each launch; all of them ran the same batches."""
+    kernel_names: Sequence[str]
+    """The names that the rows refer to."""
+
+
+class _Amount(NamedTuple):
+    calls: float = 0
+    time_s: float = 0.0
+
+
+_Kernel = tuple[KernelFamily, str | None]
+"""Family and name; without a name, the kernels of the family that have no row of their own."""
+_Part = tuple[str, KernelFamily]
+"""Module and family."""
+
+
+class _Rank(NamedTuple):
+    """The figures of one rank, each the median over the launches of a report. None and empty: not measured."""
+
+    device_s: float | None
+    copy_s: float
+    idle_s: float
+    """Without copies."""
+    transfer_s: float
+    wait_s: float
+    kernels: dict[_Kernel, _Amount]
+    modules: dict[_Part, _Amount]
+    runtime_calls: dict[str, int]
+    ops: dict[str, int]
+
+    @property
+    def families(self) -> dict[KernelFamily, _Amount]:
+        found: dict[KernelFamily, _Amount] = defaultdict(_Amount)
+        for (family, _), (calls, time_s) in self.kernels.items():
+            found[family] = _Amount(found[family].calls + calls, found[family].time_s + time_s)
+        return found
+
+    @property
+    def own_s(self) -> float:
+        """The time of a pass in which the rank does not wait for another one."""
+        return (self.device_s or 0.0) + self.copy_s + self.idle_s
+
+    @property
+    def pass_s(self) -> float:
+        return self.own_s + self.transfer_s + self.wait_s
+
+    def device_parts(self) -> dict[str, float]:
+        """Return the seconds of each family of the device time."""
+        return {family: amount.time_s for family, amount in self.families.items() if family != "collective"}
+
+    def pass_parts(self) -> dict[str, float]:
+        """Return the seconds of each part of a pass."""
+        return {
+            **self.device_parts(),
+            _TRANSFER: self.transfer_s,
+            _WAITING: self.wait_s,
+            _COPYING: self.copy_s,
+            _IDLE: self.idle_s,
+        }
+
+
+class _Pair(NamedTuple):
+    """One rank in both reports."""
+
+    before: _Rank
+    after: _Rank
+
+
+def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> Row:
+    """Return a row with its cause, which its reason states as well; the row itself where no cause is found.
+
+    Args:
+        row: The verdict.
+        base: The case in the baseline.
+        head: The case in the candidate.
+        names: The kernel names of both reports.
+    """
+    significant = row.verdict in UNCLEAR and row.low is not None and row.low > 1
+    if row.verdict not in WORSE and not significant:
+        return row
+    launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
+    if len({launch.plan_sha256 for launch in launches}) != 1:
+        return row
+    works = [[launch.work for launch in result.launches if launch.work is not None] for result in (base, head)]
+    found = find(row.metric, *map(Measured, works, names), ratio=row.ratio)
+    if found is None:
+        return row
+    lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
+    also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
+    text = "\n".join([*lines, f"Cause: {describe(found)}.", *details(found), *also])
+    return msgspec.structs.replace(row, cause=found, reason=text)
+
+
+def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float | None = None) -> Cause | None:
+    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them.
+
+    Args:
+        metric: The metric that became worse.
+        before: The baseline.
+        after: The candidate.
+        ratio: Candidate divided by baseline, for a metric of time.
+    """
+    shapes = {(tuple(work.batches), len(work.ranks)) for work in (*before.works, *after.works)}
+    if not before.works or not after.works or len(shapes) != 1:
+        return None
+    pairs = [_Pair(_rank(before, number), _rank(after, number)) for number in range(len(before.works[0].ranks))]
+    timed = all(rank.device_s is not None for pair in pairs for rank in pair)
+    if metric == "device_time":
+        return _of_device_time(pairs) if timed else None
+    if metric == "time" and timed:
+        return _of_wall_time(pairs, ratio or 1.0)
+    return _of_numbers(metric, pairs)
+
+
+def describe(cause: Cause) -> str:
+    """Return the cause as a clause for a headline."""
+    if cause.rank is None:
+        return _place_in_words(cause, cause.place)
+    largest = _place_of(cause.parts[0].name) if cause.parts else "host"
+    if cause.place == "waiting":
+        return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
+    return f"rank {cause.rank} alone: {_place_in_words(cause, largest)}"
+
+
+def details(cause: Cause) -> list[str]:
+    """Return at most three lines: the parts of the difference, the modules, and the calls that changed."""
+    lines = []
+    if cause.parts and cause.before_s is not None and cause.after_s is not None:
+        total_s = cause.after_s - cause.before_s
+        parts = [f"{part.name} {_ms(part.growth_s)}" for part in cause.parts if _is_large(part, total_s)]
+        lines.append(f"Parts of {_ms(total_s)} in a work pass: {', '.join(parts)}.")
+    if cause.modules:
+        modules = [f"{part.name} {_ms(part.growth_s)} ({part.family})" for part in cause.modules]
+        lines.append(f"Modules: {listed(modules, _NAMED)}.")
+    calls = [
+        f"{_short(change.name)} {change.before:,} -> {change.after:,}"
+        for changes in (cause.kernels, cause.runtime_calls, cause.ops if not cause.kernels else [])
+        for change in changes[:_NAMED]
+    ]
+    if calls:
+        lines.append(f"Calls: {', '.join(calls)}.")
+    return lines
+
+
+def _of_device_time(pairs: Sequence[_Pair]) -> Cause | None:
+    """Return the parts of the rank whose device time grew by the largest ratio, which the verdict is about."""
+    times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
+    number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
+    before_s, after_s = times[number]
+    if after_s <= before_s:
+        return None
+    return _timed(
+        "device",
+        pairs[number],
+        rank=_alone(number, [after - before for before, after in times]),
+        parts=_Rank.device_parts,
+        total=(before_s, after_s),
+    )
+
+
+def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:
+    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it."""
+    number = max(range(len(pairs)), key=lambda one: pairs[one].after.own_s - pairs[one].before.own_s)
+    before, after = pairs[number]
+    needed_s = _SHOWN * max(0.0, ratio - 1) * before.pass_s
+    growth_s: dict[Place, float] = {
+        "device": (after.device_s or 0.0) - (before.device_s or 0.0),
+        **{place: after.pass_parts()[name] - before.pass_parts()[name] for name, place in _PLACES.items()},
+    }
+    place = max(growth_s, key=lambda one: growth_s[one])
+    total = before.pass_s, after.pass_s
+    if growth_s[place] < needed_s:
+        # The GPU has the same work, and its passes show no growth: the rest of the time is the host's.
+        return _timed("host", pairs[number], rank=None, parts=lambda _: {}, total=total)
+    if place in ("transfer", "waiting"):
+        return _timed(place, pairs[number], rank=None, parts=_Rank.pass_parts, total=total)
+    rank = _alone(number, [pair.after.own_s - pair.before.own_s for pair in pairs])
+    return _timed(place if rank is None else "waiting", pairs[number], rank=rank, parts=_Rank.pass_parts, total=total)
+
+
+def _of_numbers(metric: MetricName, pairs: Sequence[_Pair]) -> Cause | None:
+    """Return the calls that changed, of the rank where most did; those that the metric counts come first."""
+    found = [_program(pair, metric) for pair in pairs]
+    return max(filter(None, found), key=_grown_calls, default=None)
+
+
+def _program(pair: _Pair, metric: MetricName) -> Cause | None:
+    kernels, runtime_calls, ops = _kernels(pair), _runtime_calls(pair), _ops(pair, metric)
+    if metric == "traffic":
+        kernels = _collectives(kernels)
+        ops = [change for change in ops if _COMMUNICATES.search(change.name)]
+        runtime_calls = []
+    elif metric in ("host_syncs", "runtime_calls"):
+        kernels, ops = [], []
+    elif metric == "kernels":
+        runtime_calls, ops = [], []
+    elif metric in ("flops", "ops", "time"):
+        runtime_calls = []
+        kernels = kernels if ops else []
+    else:
+        return None
+    if not (kernels or runtime_calls or ops):
+        return None
+    return Cause(place="program", kernels=kernels, runtime_calls=runtime_calls, ops=ops)
+
+
+def _collectives(kernels: Iterable[CallsChange]) -> list[CallsChange]:
+    return [change for change in kernels if family_of(change.name) == "collective"]
+
+
+def _grown_calls(cause: Cause) -> int:
+    return max(change.growth for change in (*cause.kernels, *cause.runtime_calls, *cause.ops))
+
+
+def _timed(
+    place: Place,
+    pair: _Pair,
+    *,
+    rank: int | None,
+    parts: Callable[[_Rank], Mapping[str, float]],
+    total: tuple[float, float],
+) -> Cause:
+    """Return the cause of a longer time: the parts that changed, and what was called more often.
+
+    Args:
+        place: Place of the difference.
+        pair: The rank that is compared.
+        rank: Its number if it alone became slower.
+        parts: Returns the seconds of each part of the time that is split.
+        total: That time in both reports.
+    """
+    difference_s = abs(total[1] - total[0])
+    before, after = parts(pair.before), parts(pair.after)
+    families = pair.before.families | pair.after.families
+    changes = [
+        TimeChange(
+            name=name,
+            family=name if name in families else None,
+            before_s=before.get(name, 0.0),
+            after_s=after.get(name, 0.0),
+        )
+        for name in {**before, **after}
+    ]
+    grown = {change.family for change in changes if change.growth_s > _SMALL * difference_s}
+    return Cause(
+        place=place,
+        rank=rank,
+        before_s=total[0],
+        after_s=total[1],
+        parts=_largest_first(change for change in changes if change.growth_s),
+        modules=_largest_first(
+            change
+            for change in _modules(pair)
+            if change.family in grown and change.growth_s > _SMALL_MODULE * difference_s
+        ),
+        kernels=_kernels(pair),
+        runtime_calls=_runtime_calls(pair),
+        ops=_ops(pair, "time"),
+    )
+
+
+def _alone(number: int, growth_s: Sequence[float]) -> int | None:
+    """Return a rank if its time grew at least twice as much as that of any other rank."""
+    others = [growth for other, growth in enumerate(growth_s) if other != number]
+    return number if others and growth_s[number] > 0 and max(others) <= growth_s[number] / 2 else None
+
+
+def _largest_first(changes: Iterable[TimeChange]) -> list[TimeChange]:
+    return sorted(changes, key=lambda change: (-change.growth_s, change.name))
+
+
+def _modules(pair: _Pair) -> list[TimeChange]:
+    before, after = pair.before.modules, pair.after.modules
+    return [
+        TimeChange(
+            name=module,
+            family=family,
+            before_s=before.get((module, family), _Amount()).time_s,
+            after_s=after.get((module, family), _Amount()).time_s,
+        )
+        for module, family in before | after
+    ]
+
+
+def _kernels(pair: _Pair) -> list[CallsChange]:
+    """Return kernels whose number of calls changed.
+
+    A kernel that has a row in one report only can be in the sum of its family in the other: the number of calls of the
+    family then decides.
+    """
+    families = pair.before.families, pair.after.families
+    found = []
+    for family, name in pair.before.kernels | pair.after.kernels:
+        before, after = (rank.kernels.get((family, name)) for rank in pair)
+        if name is None or (before or _Amount()).calls == (after or _Amount()).calls:
+            continue
+        growth = round((after or _Amount()).calls - (before or _Amount()).calls)
+        lacking = pair.before if before is None else pair.after if after is None else None
+        in_family = families[1][family].calls - families[0][family].calls
+        if lacking is not None and (family, None) in lacking.kernels and in_family * growth < growth**2:
+            continue
+        module = _module_of_calls(pair, family, growth)
+        found.append(
+            CallsChange(
+                name=name,
+                module=module,
+                before=round((before or _Amount()).calls),
+                after=round((after or _Amount()).calls),
+            )
+        )
+    return _most_first(found)
+
+
+def _module_of_calls(pair: _Pair, family: KernelFamily, growth: int) -> str | None:
+    """Return the module in which a family has more calls than before, or fewer, by at least half of a growth."""
+    modules = {module for module, of in pair.before.modules | pair.after.modules if of == family}
+
+    def change(module: str) -> float:
+        key = module, family
+        calls = pair.after.modules.get(key, _Amount()).calls - pair.before.modules.get(key, _Amount()).calls
+        return calls if growth > 0 else -calls
+
+    best = max(sorted(modules), key=change, default=None)
+    return best if best is not None and change(best) >= abs(growth) / 2 else None
+
+
+def _runtime_calls(pair: _Pair) -> list[CallsChange]:
+    return _counts(pair.before.runtime_calls, pair.after.runtime_calls, _WAITS)
+
+
+def _ops(pair: _Pair, metric: MetricName) -> list[CallsChange]:
+    """Return the ops whose number of calls changed; a product has the module with more calls of its kernels."""
+    found = _counts(pair.before.ops, pair.after.ops, _COMMUNICATES if metric == "traffic" else _PRODUCES)
+    return [
+        msgspec.structs.replace(change, module=_module_of_calls(pair, "GEMM", change.growth))
+        if _PRODUCES.search(change.name)
+        else change
+        for change in found
+    ]
+
+
+def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Pattern[str]) -> list[CallsChange]:
+    if not before or not after:
+        return []  # one of the reports did not count them
+    found = [
+        CallsChange(name=name, before=before.get(name, 0), after=after.get(name, 0))
+        for name in {**before, **after}
+        if before.get(name, 0) != after.get(name, 0)
+    ]
+    return _most_first(found, first)
+
+
+def _most_first(changes: Iterable[CallsChange], first: re.Pattern[str] | None = None) -> list[CallsChange]:
+    """Return the largest changes, growth before decline; names that `first` matches come before all others."""
+
+    def order(change: CallsChange) -> tuple[bool, bool, int, str]:
+        matches = first is not None and first.search(change.name) is not None
+        return change.growth < 0, not matches, -abs(change.growth), change.name
+
+    return sorted(changes, key=order)[:_MOST]
+
+
+def _rank(measured: Measured, number: int) -> _Rank:
+    """Return the medians of one rank over the launches."""
+    ranks = [work.ranks[number] for work in measured.works]
+    kernels = _median_amounts([_by_kernel(rank, measured.kernel_names) for rank in ranks])
+    collective_s = sum(amount.time_s for (family, _), amount in kernels.items() if family == "collective")
+    transfers = [
+        sum(statistics.median(one.transfer_s) for one in work.collectives)
+        for work in measured.works
+        if work.collectives is not None and all(one.transfer_s for one in work.collectives)
+    ]
+    transfer_s = min(collective_s, statistics.median(transfers)) if transfers else 0.0
+    copy_s = _median(rank.copy_s for rank in ranks) or 0.0
+    return _Rank(
+        device_s=_median(rank.device_time_s for rank in ranks),
+        copy_s=copy_s,
+        idle_s=max(0.0, (_median(rank.idle_s for rank in ranks) or 0.0) - copy_s),
+        transfer_s=transfer_s,
+        wait_s=collective_s - transfer_s,
+        kernels=kernels,
+        modules=_median_amounts([_by_module(rank) for rank in ranks]),
+        runtime_calls=_median_counts([rank.runtime_calls or {} for rank in ranks]),
+        ops=_median_counts([rank.ops or {} for rank in ranks]),
+    )
+
+
+def _by_kernel(rank: RankWork, names: Sequence[str]) -> dict[_Kernel, _Amount]:
+    found: dict[_Kernel, _Amount] = {}
+    for row in rank.rows or ():
+        if row.module is None:
+            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else None
+            _add(found, (row.family, name), row.calls, row.time_s)
+    return found
+
+
+def _by_module(rank: RankWork) -> dict[_Part, _Amount]:
+    found: dict[_Part, _Amount] = {}
+    for row in rank.rows or ():
+        if row.module is not None:
+            _add(found, (row.module, row.family), row.calls, row.time_s)
+    return found
+
+
+def _add(amounts: dict[_K, _Amount], key: _K, calls: int, time_s: float) -> None:
+    seen = amounts.get(key, _Amount())
+    amounts[key] = _Amount(seen.calls + calls, seen.time_s + time_s)
+
+
+def _median(columns: Iterable[Sequence[float] | None]) -> float | None:
+    """Return the median over launches of the median over passes; None where no launch has the figure."""
+    found = [statistics.median(column) for column in columns if column]
+    return statistics.median(found) if found else None
+
+
+def _median_amounts(launches: Sequence[Mapping[_K, _Amount]]) -> dict[_K, _Amount]:
+    keys = {key: None for launch in launches for key in launch}
+    return {
+        key: _Amount(
+            statistics.median_low(launch.get(key, _Amount()).calls for launch in launches),
+            statistics.median(launch.get(key, _Amount()).time_s for launch in launches),
+        )
+        for key in keys
+    }
+
+
+def _median_counts(launches: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    keys = {key: None for launch in launches for key in launch}
+    return {key: statistics.median_low(launch.get(key, 0) for launch in launches) for key in keys}
+
+
+def _place_of(part: str) -> Place:
+    return _PLACES.get(part, "device")
+
+
+def _place_in_words(cause: Cause, place: Place) -> str:
+    if place == "device":
+        return _device_in_words(cause)
+    if place == "transfer":
+        return _calls_in_words(_collectives(cause.kernels)) or f"{_share(cause, _TRANSFER)} in collectives"
+    if place == "waiting":
+        return f"{_share(cause, _WAITING)} in ranks that wait for each other"
+    if place == "copies":
+        return _calls_in_words(cause.runtime_calls, _COPIES) or f"{_share(cause, _COPYING)} in copies"
+    if place == "program":
+        calls = [*cause.runtime_calls, *cause.ops, *cause.kernels]
+        return _waits_in_words(cause) or _calls_in_words(calls) or "calls that became fewer"
+    return _host_in_words(cause)
+
+
+def _host_in_words(cause: Cause) -> str:
+    if waits := _waits_in_words(cause):
+        return waits
+    if launches := _calls_in_words(cause.runtime_calls, _LAUNCHES):
+        return f"{launches}: the host launches more kernels"
+    if cause.parts:
+        return f"{_share(cause, _IDLE)} in idle time of the GPU: the host launches more slowly"
+    return "the kernels do not explain it: the host is slower"
+
+
+def _waits_in_words(cause: Cause) -> str | None:
+    waits = _calls_in_words(cause.runtime_calls, _WAITS)
+    return None if waits is None else f"{waits}: the host waits for the GPU"
+
+
+def _device_in_words(cause: Cause) -> str:
+    """Return the module that has at least half of the difference, else the families that have most of it."""
+    total_s = (cause.after_s or 0.0) - (cause.before_s or 0.0)
+    by_module: dict[str, float] = defaultdict(float)
+    for part in cause.modules:
+        by_module[part.name] += part.growth_s
+    best = max(by_module, key=lambda module: by_module[module], default=None)
+    if best is not None and by_module[best] >= total_s / 2:
+        families = [str(part.family) for part in cause.modules if part.name == best]
+        return f"{_percent(by_module[best], total_s)} in {best} ({listed(families, _NAMED)})"
+    parts = [part for part in cause.parts if part.family is not None and part.growth_s > _SMALL * total_s]
+    shares = [f"{_percent(part.growth_s, total_s)} in {part.name}" for part in parts]
+    modules = f" ({listed(by_module, _NAMED)})" if by_module else ""
+    return f"{listed(shares, _NAMED)}{modules}"
+
+
+def _calls_in_words(changes: Iterable[CallsChange], pattern: re.Pattern[str] = _ANY) -> str | None:
+    """Return the first growth among names that a pattern matches."""
+    for change in changes:
+        if change.growth > 0 and pattern.search(change.name):
+            where = f" in {change.module}" if change.module is not None else ""
+            return f"{change.growth:,} more {_short(change.name)}{where}"
+    return None
+
+
+def _share(cause: Cause, name: str) -> str:
+    growth_s = sum(part.growth_s for part in cause.parts if part.name == name)
+    return _percent(growth_s, (cause.after_s or 0.0) - (cause.before_s or 0.0))
+
+
+def _percent(growth_s: float, total_s: float) -> str:
+    """Return a part of a growth; a part that exceeds the whole, since another part became faster, as seconds."""
+    return percent(growth_s / total_s, 0) if 0 < growth_s <= total_s * (1 + _SMALL) else _ms(growth_s)
+
+
+def _is_large(part: TimeChange, total_s: float) -> bool:
+    return abs(part.growth_s) > _SMALL * abs(total_s)
+
+
+def _ms(growth_s: float) -> str:
+    return f"{1e3 * growth_s:+.3g} ms"
+
+
+def _short(name: str) -> str:
+    """Return the name of a kernel without its return type, namespaces, template arguments and parameters.
+
+    A collective has the name of its kind.
+    """
+    if family_of(name) == "collective":
+        return collective_of(name)
+    plain = re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
+    return plain if name.startswith("aten::") else plain.rpartition("::")[2] or plain

@@ -1,0 +1,336 @@
+"""Faults in a model of two layers, as work passes record them, and the cause that the gate names."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.prose import Prose
+from support.report_factory import make_report
+from support.verdict_factory import with_launches
+
+from pytest_llmgpu.gate import cause
+from pytest_llmgpu.gate.cause import Measured
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.ranks import kernel_records
+from pytest_llmgpu.ranks.kernel_records import Calls, Modules, PassKernels
+from pytest_llmgpu.report.cause import Cause
+from pytest_llmgpu.report.kernel_families import family_of
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Row, Verdict
+from pytest_llmgpu.report.work import CollectiveWork, RankWork, Work, WorkRow
+
+_ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half> >(int)"
+_CAST = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIterator&)>"
+_REDUCED = "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+_MLP, _PROJECTION = "layers.*.mlp", "layers.*.mlp.down_proj"
+
+_Kernels = dict[tuple[str, str], Calls]
+_HEALTHY: _Kernels = {
+    ("layers.*.self_attn.q_proj", "nvjet_hsh_64x8"): Calls(64, 0.003),
+    ("layers.*.self_attn", "flash_fwd_kernel"): Calls(64, 0.004),
+    ("layers.*.mlp.gate_proj", "nvjet_hsh_128x256"): Calls(64, 0.008),
+    (_PROJECTION, "nvjet_hsh_128x256"): Calls(64, 0.008),
+    (_MLP, _ADD): Calls(64, 0.001),
+    (_PROJECTION, _REDUCED): Calls(64, 0.002),
+    ("layers.*", _ADD): Calls(128, 0.002),
+    ("lm_head", "nvjet_hsh_vocabulary"): Calls(2, 0.001),
+}
+_CALLS = {"cudaLaunchKernel": 514, "cudaStreamSynchronize": 4, "cudaMemcpyAsync": 6}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What one rank runs in a pass."""
+
+    kernels: _Kernels = dataclasses.field(default_factory=lambda: dict(_HEALTHY))
+    idle_s: float = 0.01
+    copy_s: float = 0.0001
+    wait_s: float = 0.0
+    runtime_calls: dict[str, int] = dataclasses.field(default_factory=lambda: dict(_CALLS))
+    ops: dict[str, int] = dataclasses.field(default_factory=lambda: {"aten::mm": 200, "aten::add": 192})
+
+    def slower(self, module: str, times: float, family: str = "GEMM") -> _Program:
+        """Return it with longer kernels of a family in a module; for "" in all modules."""
+        kernels = {
+            (where, name): Calls(calls, time_s * (times if family_of(name) == family and module in (where, "") else 1))
+            for (where, name), (calls, time_s) in self.kernels.items()
+        }
+        return dataclasses.replace(self, kernels=kernels)
+
+    def more(self, module: str, name: str, calls: int, time_s: float) -> _Program:
+        """Return it with more calls of a kernel."""
+        seen = self.kernels.get((module, name), Calls(0, 0.0))
+        added = Calls(seen.calls + calls, seen.time_s + time_s)
+        return dataclasses.replace(self, kernels={**self.kernels, (module, name): added})
+
+    def calling(self, **runtime_calls: int) -> _Program:
+        """Return it with other numbers of runtime calls."""
+        return dataclasses.replace(self, runtime_calls={**self.runtime_calls, **runtime_calls})
+
+    def recorded(self, names: dict[str, int], noise: Callable[[float], float]) -> RankWork:
+        """Return what its work passes record."""
+        kernels: dict[str, Calls] = {}
+        for (_, name), (calls, time_s) in self.kernels.items():
+            seen = kernels.get(name, Calls(0, 0.0))
+            wait_s = self.wait_s if name == _REDUCED else 0.0
+            kernels[name] = Calls(seen.calls + calls, seen.time_s + noise(time_s) + wait_s)
+        eager = {key: Calls(calls, noise(time_s)) for key, (calls, time_s) in self.kernels.items()}
+        rows = kernel_records.rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], Modules(eager, {}, 0))
+        device_s = sum(calls.time_s for name, calls in kernels.items() if family_of(name) != "collective")
+        return RankWork(
+            uuids=["GPU-0"],
+            device_time_s=[device_s] * 3,
+            copy_s=[self.copy_s] * 3,
+            idle_s=[noise(self.idle_s) + self.copy_s] * 3,
+            runtime_calls=self.runtime_calls,
+            ops=self.ops,
+            rows=[
+                WorkRow(
+                    module=row.module,
+                    kernel=None if row.kernel is None else names.setdefault(row.kernel, len(names)),
+                    family=row.family,
+                    calls=row.calls,
+                    time_s=row.time_s,
+                )
+                for row in rows
+            ],
+        )
+
+
+def _measured(*programs: _Program, launches: int = 1, noise: float = 0.0, seed: int = 0) -> Measured:
+    """Return the work passes of a report whose ranks run the programs."""
+    chance = random.Random(seed)
+    names: dict[str, int] = {}
+    works = []
+    for _ in range(launches):
+        ranks = [program.recorded(names, lambda s: s * chance.gauss(1.0, noise)) for program in programs]
+        transfer_s = min(
+            sum(calls.time_s for (_, name), calls in program.kernels.items() if name == _REDUCED)
+            for program in programs
+        )
+        collective = CollectiveWork(collective="all_reduce", calls=64, transfer_s=[transfer_s] * 3, wait_s=[0.0] * 3)
+        works.append(Work(batches=[0, 2], passes=3, collectives=[collective], ranks=ranks))
+    return Measured(works, list(names))
+
+
+def _found(metric: MetricName, before: Sequence[_Program], after: Sequence[_Program], ratio: float = 1.1) -> Cause:
+    found = cause.find(metric, _measured(*before), _measured(*after), ratio=ratio)
+    assert found is not None
+    return found
+
+
+_HEALTHY_PROGRAM = _Program()
+_FAULTS: dict[str, tuple[MetricName, Sequence[_Program]]] = {
+    "a slower layer": ("device_time", [_HEALTHY_PROGRAM.slower(_PROJECTION, 1.2)] * 2),
+    "all layers slower": ("device_time", [_HEALTHY_PROGRAM.slower("", 1.2)] * 2),
+    "a cast": ("device_time", [_HEALTHY_PROGRAM.more(_PROJECTION, _CAST, 128, 0.002).slower(_PROJECTION, 1.1)] * 2),
+    "one rank computes more": ("device_time", [_HEALTHY_PROGRAM, _HEALTHY_PROGRAM.more(_MLP, _ADD, 64, 0.001)]),
+    "one more all-reduce": ("traffic", [_HEALTHY_PROGRAM.more(_MLP, _REDUCED, 64, 0.002)] * 2),
+    "one more all-reduce in time": ("time", [_HEALTHY_PROGRAM.more(_MLP, _REDUCED, 64, 0.004)] * 2),
+    "one more kernel": ("kernels", [_HEALTHY_PROGRAM.more(_MLP, _ADD, 64, 0.001)] * 2),
+    "more FLOPs": ("flops", [dataclasses.replace(_HEALTHY_PROGRAM, ops={"aten::mm": 264, "aten::add": 256})] * 2),
+    "a host that sleeps": ("time", [dataclasses.replace(_HEALTHY_PROGRAM, idle_s=0.02)] * 2),
+    "a host that waits for the GPU": (
+        "time",
+        [dataclasses.replace(_HEALTHY_PROGRAM.calling(cudaStreamSynchronize=132), idle_s=0.02)] * 2,
+    ),
+    "a host synchronization": ("host_syncs", [_HEALTHY_PROGRAM.calling(cudaStreamSynchronize=132)] * 2),
+    "a rank with a slower host": (
+        "time",
+        [dataclasses.replace(_HEALTHY_PROGRAM, wait_s=0.01), dataclasses.replace(_HEALTHY_PROGRAM, idle_s=0.02)],
+    ),
+    "a rank with a slower GPU": (
+        "time",
+        [dataclasses.replace(_HEALTHY_PROGRAM, wait_s=0.008), _HEALTHY_PROGRAM.slower(_PROJECTION, 2.0)],
+    ),
+    "work passes that show nothing": ("time", [_HEALTHY_PROGRAM] * 2),
+    "a part that became faster": (
+        "device_time",
+        [_HEALTHY_PROGRAM.slower(_PROJECTION, 1.5).slower("", 0.5, "attention")] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_a_cause_is_worded(fault: str, prose: Prose) -> None:
+    """A clause for the headline, and at most three lines of details."""
+    metric, after = _FAULTS[fault]
+    found = _found(metric, [_HEALTHY_PROGRAM] * 2, after)
+    lines = cause.details(found)
+    assert len(lines) <= 3
+    assert prose == "\n".join([cause.describe(found), *lines])
+
+
+def test_the_parts_add_up_to_the_difference() -> None:
+    """Families for device time; for wall time also collectives, copies and the idle time of the GPU."""
+    after = [_HEALTHY_PROGRAM.slower(_PROJECTION, 1.2).more(_MLP, _CAST, 64, 0.001)] * 2
+    for metric in ("device_time", "time"):
+        found = _found(metric, [_HEALTHY_PROGRAM] * 2, after, ratio=1.05)
+        assert found.before_s is not None
+        assert found.after_s is not None
+        assert sum(part.growth_s for part in found.parts) == pytest.approx(found.after_s - found.before_s)
+        assert {(part.name, part.family): part.growth_s for part in found.parts} == {
+            ("GEMM", "GEMM"): pytest.approx(0.0016),
+            ("copy", "copy"): pytest.approx(0.001),
+        }
+        assert [(part.name, part.family) for part in found.modules] == [(_PROJECTION, "GEMM"), (_MLP, "copy")]
+
+
+def test_a_module_is_named_only_where_its_family_grew_in_the_execution_of_the_case() -> None:
+    """Recorded graphs can run other kernels than the eager pass."""
+    before, after = _measured(_HEALTHY_PROGRAM), _measured(_HEALTHY_PROGRAM.slower(_PROJECTION, 1.2))
+    (work,) = after.works
+    (rank,) = work.ranks
+    assert rank.rows is not None
+    (healthy,) = before.works[0].ranks
+    # The execution of the case: attention grew, products did not.
+    passes = [
+        msgspec.structs.replace(row, time_s=row.time_s + 0.001 * (row.family == "attention"))
+        for row in healthy.rows or ()
+        if row.module is None
+    ]
+    rows = [*passes, *(row for row in rank.rows if row.module is not None)]
+    changed = msgspec.structs.replace(rank, rows=rows)
+    after = Measured([msgspec.structs.replace(work, ranks=[changed])], after.kernel_names)
+    found = cause.find("device_time", before, after)
+    assert found is not None
+    assert [part.name for part in found.parts] == ["attention"]
+    assert found.modules == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        ("a slower layer", None),
+        ("one rank computes more", 1),
+        ("a rank with a slower host", 1),
+        ("a rank with a slower GPU", 1),
+        ("a host that sleeps", None),
+        ("work passes that show nothing", None),
+    ],
+)
+def test_the_rank_that_alone_became_slower_is_named(fault: str, rank: int | None) -> None:
+    """The other ranks wait for it; a change of all ranks belongs to none."""
+    metric, after = _FAULTS[fault]
+    assert _found(metric, [_HEALTHY_PROGRAM] * 2, after).rank == rank
+
+
+def test_a_kernel_in_the_sum_of_its_family_is_neither_added_nor_removed() -> None:
+    """Only the largest kernels have rows: one that became longer can take the row of another."""
+    program = _HEALTHY_PROGRAM
+    for number in range(60):
+        program = program.more(_MLP, f"gemm{number}", 8, 1e-4 + 1e-6 * number)
+    longer = program.slower(_MLP, 1.0)
+    longer = dataclasses.replace(longer, kernels={**longer.kernels, (_MLP, "gemm0"): Calls(8, 0.01)})
+    assert _found("device_time", [program], [longer]).kernels == []
+    added = _found("device_time", [program], [program.more(_MLP, "gemm_of_float32", 8, 0.01)])
+    assert [(one.name, one.module, one.before, one.after) for one in added.kernels] == [("gemm_of_float32", _MLP, 0, 8)]
+
+
+@pytest.mark.parametrize("metric", ["device_time", "flops", "host_syncs", "kernels", "runtime_calls", "ops", "traffic"])
+def test_nothing_is_named_where_nothing_changed(metric: MetricName) -> None:
+    """Equal programs have no cause, and neither have those whose work passes ran other batches or ranks."""
+    healthy = _measured(_HEALTHY_PROGRAM, _HEALTHY_PROGRAM)
+    assert cause.find(metric, healthy, healthy) is None
+    slower = _measured(*[_HEALTHY_PROGRAM.slower("", 2.0).calling(cudaStreamSynchronize=9)] * 2)
+    (work,) = slower.works
+    other = Measured([msgspec.structs.replace(work, batches=[1])], slower.kernel_names)
+    assert cause.find(metric, healthy, other) is None
+    assert cause.find(metric, _measured(_HEALTHY_PROGRAM), slower) is None
+    assert cause.find(metric, Measured([], []), slower) is None
+
+
+def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
+    """Without kernels there are no times to split; equal ops explain nothing."""
+
+    def on_cpu(**ops: int) -> Measured:
+        return Measured([Work(batches=[0], passes=0, ranks=[RankWork(uuids=[], ops=ops, flops=1)])], [])
+
+    for metric in ("time", "flops"):
+        found = cause.find(metric, on_cpu(mm=4, add=2), on_cpu(mm=6, add=9), ratio=1.5)
+        assert found is not None
+        assert [(one.name, one.before, one.after) for one in found.ops] == [("mm", 4, 6), ("add", 2, 9)]
+        assert cause.find(metric, on_cpu(mm=4), on_cpu(mm=4), ratio=1.5) is None
+    assert cause.find("device_time", on_cpu(mm=4), on_cpu(mm=6)) is None
+
+
+@given(seed=st.integers(0, 2**20), launches=st.integers(1, 4))
+def test_noise_of_kernels_does_not_change_the_cause(seed: int, launches: int) -> None:
+    """2 % more device time in one module is named at the noise of kernel times, which is at most 0.3 % on a GPU."""
+    before = _measured(*[_HEALTHY_PROGRAM] * 2, launches=launches, noise=0.0005, seed=seed)
+    slower = [_HEALTHY_PROGRAM.slower(_PROJECTION, 1.08)] * 2
+    after = _measured(*slower, launches=launches, noise=0.0005, seed=seed + 1)
+    found = cause.find("device_time", before, after)
+    assert found is not None
+    assert found.place == "device"
+    assert (found.parts[0].name, found.modules[0].name) == ("GEMM", _PROJECTION)
+
+
+def _report(slower: float, measured: Measured) -> Report:
+    """Return a report of five launches with these work passes."""
+    result = with_launches([slower] * 5)
+    for launch in result.launches:
+        (launch.work,) = measured.works
+        launch.plan_sha256 = "e" * 64
+    report = make_report([result])
+    report.environment = msgspec.structs.replace(report.environment, kernel_names=list(measured.kernel_names))
+    return report
+
+
+def _judged(base: Report, head: Report) -> Row:
+    rows = judge(base, head, Policy(), today=datetime.date(2026, 6, 1)).rows
+    return next(row for row in rows if row.metric == "time")
+
+
+def test_a_slower_row_has_its_cause() -> None:
+    """The record is stored with the verdict, and the reason names it; a row that is OK has none."""
+    healthy = _measured(_HEALTHY_PROGRAM)
+    slower = _measured(_HEALTHY_PROGRAM.slower("", 3.0))
+    row = _judged(_report(1.0, healthy), _report(2.0, slower))
+    assert row.verdict == "REGRESSED"
+    assert row.cause == cause.find("time", healthy, slower, ratio=row.ratio)
+    assert row.cause is not None
+    assert f"Cause: {cause.describe(row.cause)}." in row.reason.splitlines()
+    assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
+    assert _judged(_report(1.0, healthy), _report(1.0, slower)).cause is None
+    assert _judged(_report(2.0, healthy), _report(1.0, slower)).cause is None
+
+
+def test_work_passes_of_other_batches_explain_nothing() -> None:
+    """Numbers of batches are those of a plan: under another plan they are other batches."""
+    base, head = _report(1.0, _measured(_HEALTHY_PROGRAM)), _report(2.0, _measured(_HEALTHY_PROGRAM.slower("", 3.0)))
+    row = Row.of(head.cases[0], "time", "REGRESSED", "Time +100 %.", ratio=2.0)
+    names = base.environment.kernel_names, head.environment.kernel_names
+    assert cause.with_cause(row, base.cases[0], head.cases[0], names).cause is not None
+    head.cases[0].launches[0].plan_sha256 = "f" * 64
+    assert cause.with_cause(row, base.cases[0], head.cases[0], names) is row
+
+
+@pytest.mark.parametrize(
+    ("verdict", "low", "caused"),
+    [
+        ("REGRESSED", None, True),
+        ("INCONCLUSIVE", 1.01, True),
+        ("INCONCLUSIVE", 0.99, False),
+        ("OK", 1.01, False),
+        ("IMPROVED", None, False),
+    ],
+)
+def test_a_change_within_the_noise_has_no_cause(verdict: Verdict, low: float | None, caused: bool) -> None:
+    """A row has a cause if it is worse, or undecided with an interval that lies above no change."""
+    base, head = _report(1.0, _measured(_HEALTHY_PROGRAM)), _report(2.0, _measured(_HEALTHY_PROGRAM.slower("", 3.0)))
+    row = Row.of(head.cases[0], "time", verdict, "Time +2 %.\nAlso changed: torch.", ratio=2.0, low=low)
+    names = base.environment.kernel_names, head.environment.kernel_names
+    found = cause.with_cause(row, base.cases[0], head.cases[0], names)
+    assert (found.cause is not None) is caused
+    first, *_, last = found.reason.splitlines()
+    assert (first, last) == ("Time +2 %.", "Also changed: torch.")
