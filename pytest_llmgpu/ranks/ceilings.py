@@ -1,7 +1,7 @@
 """The rates that the GPUs of a rank reach: a matrix product, a copy, an all-reduce (torch, in a rank).
 
 What a case could reach at best on this machine and today is computed from them. They take at most 3 s: half a second of
-warming for the clocks, then the median of 20 of each.
+warming for the clocks, then the median of 20 of each. Each rate is measured once a session.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["measure", "merged"]
+__all__ = ["Wanted", "measure", "merged"]
 
 _SIZE = 8192
 _REPEATS = 20
@@ -30,56 +32,74 @@ _ON_CPU = "ceilings are measured on CUDA devices only"
 _NO_MEMORY = "{} bytes were not free on the GPU"
 
 
-def measure(devices: Sequence[torch.device], dtype: str, world_size: int) -> Ceilings:
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """The rates that are to be measured, the same on every rank. A device is its place among those of the case."""
+
+    products: list[int]
+    """The devices whose matrix product is to be measured."""
+    copies: list[int]
+    """The devices whose copy is to be measured."""
+    all_reduce: bool
+    """True if the all-reduce between the ranks is to be measured."""
+
+
+def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted: Wanted) -> Ceilings:
     """Measure the GPUs of this rank; every rank must do so at the same time, as in a case.
 
     Args:
         devices: The GPUs. All of them compute at the same time.
         dtype: Of the matrices: `float16`.
         world_size: Ranks that the all-reduce is over.
+        wanted: The rates to measure; all others are missing in the record, without a reason.
     """
     import torch
 
     if devices[0].type != "cuda":
         return Ceilings(why=dict.fromkeys(("devices", "all_reduce_bytes_per_s", "all_reduce_latency_s"), _ON_CPU))
+    products = [device for device in devices if device.index in wanted.products]
+    copies = [device for device in devices if device.index in wanted.copies]
+    why = {} if world_size > 1 else dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_latency_s"), _ALONE)
+    reduced = None
     with torch.inference_mode():
-        gemm_s = _gemm_s(devices, getattr(torch, dtype))
-        copy_s = _copy_s(devices)
-        large_s, small_s = _all_reduce_s(devices[0], world_size) if world_size > 1 else (_ALONE, _ALONE)
+        gemm_s = _gemm_s(products, getattr(torch, dtype)) if products else []
+        copy_s = _copy_s(copies) if copies else []
+        if wanted.all_reduce and world_size > 1:
+            reduced = _all_reduce_s(devices[0], world_size)
     torch.cuda.empty_cache()
-    found = []
-    for number, device in enumerate(devices):
-        why = {}
-        if isinstance(gemm_s, str):
-            why["gemm_flops_per_s"] = gemm_s
-        if isinstance(copy_s, str):
-            why["copy_bytes_per_s"] = copy_s
-        found.append(
-            DeviceCeilings(
-                uuid=f"GPU-{torch.cuda.get_device_properties(device).uuid}",
-                gemm_flops_per_s={} if isinstance(gemm_s, str) else {dtype: 2 * _SIZE**3 / gemm_s[number]},
-                copy_bytes_per_s=None if isinstance(copy_s, str) else 2 * _COPY_BYTES / copy_s[number],
-                why=why,
-            )
-        )
-    why = {}
-    if isinstance(large_s, str):
-        why["all_reduce_bytes_per_s"] = large_s
-    if isinstance(small_s, str):
-        why["all_reduce_latency_s"] = small_s
+    if isinstance(reduced, str):
+        why |= dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_latency_s"), reduced)
+        reduced = None
     sent_bytes = 2 * (world_size - 1) / world_size * _LARGE_BYTES
     return Ceilings(
-        devices=found,
-        all_reduce_bytes_per_s=None if isinstance(large_s, str) else sent_bytes / large_s,
-        all_reduce_latency_s=None if isinstance(small_s, str) else small_s,
+        devices=[
+            *_per_device(products, "gemm_flops_per_s", gemm_s, lambda one_s: {dtype: 2 * _SIZE**3 / one_s}),
+            *_per_device(copies, "copy_bytes_per_s", copy_s, lambda one_s: 2 * _COPY_BYTES / one_s),
+        ],
+        all_reduce_bytes_per_s=None if reduced is None else sent_bytes / reduced[0],
+        all_reduce_latency_s=None if reduced is None else reduced[1],
         why=why,
     )
+
+
+def _per_device(
+    devices: Sequence[torch.device], name: str, seconds: Sequence[float] | str, rate: Callable[[float], object]
+) -> list[DeviceCeilings]:
+    """Return a record per device with one rate, or with the reason why there is none."""
+    import torch
+
+    uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
+    if isinstance(seconds, str):
+        return [DeviceCeilings(uuid=uuid, why={name: seconds}) for uuid in uuids]
+    return [
+        msgspec.structs.replace(DeviceCeilings(uuid=uuid), **{name: rate(one_s)})
+        for uuid, one_s in zip(uuids, seconds, strict=True)
+    ]
 
 
 def merged(several: Sequence[Ceilings]) -> Ceilings:
     """Return the ceilings of several ranks, or of several cases of one session, as one record.
 
-    A GPU keeps its first rate of each dtype. The slowest all-reduce counts.
+    A GPU keeps its first rate of each kind and dtype. The slowest all-reduce counts.
     """
     devices: dict[str, DeviceCeilings] = {}
     for device in (device for one in several for device in one.devices):
@@ -145,7 +165,7 @@ def _copy_s(devices: Sequence[torch.device]) -> list[float] | str:
     return _medians_s(devices, copy)
 
 
-def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] | tuple[str, str]:
+def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] | str:
     """Return the median durations of a large and of a small all-reduce, or the reason why there is none."""
     import torch
     from torch import distributed
@@ -158,7 +178,7 @@ def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] 
     # A rank that has no room must not leave the others waiting.
     distributed.all_reduce(small)
     if int(small[0]) < world_size:
-        return _NO_MEMORY.format(_LARGE_BYTES), _NO_MEMORY.format(_LARGE_BYTES)
+        return _NO_MEMORY.format(_LARGE_BYTES)
     times_s = []
     for tensor in (large, small):
         for _ in range(_WARM_REDUCTIONS):

@@ -1,20 +1,23 @@
 """Work passes: what the program of a case computes, in forwards of their own (torch, in a rank).
 
-An eager pass counts ops and FLOPs, an eager pass attributes kernels to modules, and `PASSES` passes in the execution of
-the case give the time of the kernels. On a CPU, and where CUPTI cannot be used, ops and FLOPs alone are counted.
+`PASSES` passes in the execution of the case give the time of the kernels (`record`). Later, over one batch, an eager
+pass counts ops and FLOPs, and an eager pass attributes kernels to modules and counts calls of the CUDA runtime
+(`measure`): these numbers are exact, and both passes are slow. On a CPU, and where CUPTI cannot be used, ops and FLOPs
+alone are counted.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu.inference import cuda_graphs, logits
+from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.ranks import kernel_records, ops
 from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, NamedRow, PassKernels, Record
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from pytest_llmgpu.strategies.protocol import Loaded
 
-__all__ = ["PASSES", "WorkReply", "batches_used", "join", "measure", "model_size"]
+__all__ = ["PASSES", "Passes", "WorkReply", "batches_used", "join", "measure", "model_size", "record"]
 
 PASSES = 3
 """Profiled passes in the execution of the case."""
@@ -43,12 +46,31 @@ _DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kern
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+_CUPTI_DETACHES = (12, 6)
+"""The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
+(`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
+
+
+class Passes(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes of one rank in the execution of the case."""
+
+    batches: list[int]
+    """The numbers of the batches that each pass ran."""
+    kernels: list[PassKernels] = []
+    """The kernels of each pass."""
+    seconds: list[float] = []
+    """The duration of each pass in seconds."""
+    why: str | None = None
+    """The reason why there is no pass."""
+
 
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
     """The records of one rank's work passes."""
 
     batches: list[int]
-    """The numbers of the batches that were used."""
+    """The numbers of the batches of the passes in the execution of the case."""
+    eager_batches: list[int]
+    """The numbers of the batches of the eager passes."""
     work: RankWork
     """The figures of the rank, without its rows."""
     rows: list[NamedRow] | None = None
@@ -82,57 +104,80 @@ def batches_used(padded_tokens: Sequence[int]) -> list[int]:
     return [planned // 2]
 
 
+def record(loaded: Loaded, plan: Plan, *, workload: str, on_batch: Callable[[Batch, float], None]) -> Passes:
+    """Run the passes in the execution of the case; every rank must do so at the same time.
+
+    Args:
+        loaded: The model, whose forwards run as in the case: its CUDA graphs are still recorded.
+        plan: The plan that the case has run.
+        workload: One of `logits.WORKLOADS`.
+        on_batch: Called after each batch with its latency in seconds, as a sign of life.
+    """
+    numbers = batches_used([batch.padded_tokens for batch in plan.batches])
+    if loaded.devices[0].type != "cuda":
+        return Passes(batches=numbers, why=_ON_CPU)
+    batches = [plan.batches[number] for number in numbers]
+    # The first profile of a process initialises CUPTI, and its records are left out.
+    with _recorded(loaded.devices):
+        _run(loaded, [plan.batches[_middle(numbers)]], workload, on_batch)
+    kernels, seconds = [], []
+    why = None
+    for _ in range(PASSES):
+        with _recorded(loaded.devices) as recording:
+            pass_s = _run(loaded, batches, workload, on_batch)
+        # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
+        why = why or recording.why
+        kernels.append(kernel_records.of_pass(recording.records))
+        seconds.append(pass_s)
+    return Passes(batches=numbers, why=why) if why else Passes(batches=numbers, kernels=kernels, seconds=seconds)
+
+
 def measure(
-    loaded: Loaded, plan: Plan, *, workload: str, execution: str, on_batch: Callable[[Batch, float], None]
+    loaded: Loaded, plan: Plan, passes: Passes, *, workload: str, on_batch: Callable[[Batch, float], None]
 ) -> WorkReply:
-    """Run the work passes of a case; every rank must do so at the same time.
+    """Run the eager passes over one batch, the middle one of the passes before; every rank must do so at the same time.
 
     Args:
         loaded: The model, whose forwards run eagerly now.
         plan: The plan that the case has run.
+        passes: What `record` returned.
         workload: One of `logits.WORKLOADS`.
-        execution: `eager` or `cuda_graphs`, as the case ran.
         on_batch: Called after each batch with its latency in seconds, as a sign of life.
     """
-    numbers = batches_used([batch.padded_tokens for batch in plan.batches])
+    number = _middle(passes.batches)
 
     def run() -> float:
-        return _run(loaded, [plan.batches[number] for number in numbers], workload, on_batch)
+        return _run(loaded, [plan.batches[number]], workload, on_batch)
 
-    # The first profile of a process initialises CUPTI, and its records are left out.
-    with _recorded(loaded.devices):
-        counted = ops.count(run)
+    counted = ops.count(run)
+    why = {} if loaded.dispatched else {"flops": _BYPASSED}
+    modules = None
+    if loaded.devices[0].type == "cuda":
+        with _recorded(loaded.devices, ranges=True) as attribution, _module_ranges(loaded.model):
+            run()
+        if attribution.why is None:
+            modules = kernel_records.modules(attribution.records)
+        else:
+            why |= dict.fromkeys(_HOST_FIGURES, attribution.why)
+    else:
+        why |= dict.fromkeys(_HOST_FIGURES, _ON_CPU)
     figures = RankWork(
         uuids=_uuids(loaded.devices),
         ops=counted.ops,
         flops=counted.flops if loaded.dispatched else None,
-        why={} if loaded.dispatched else {"flops": _BYPASSED},
-    )
-    if loaded.devices[0].type != "cuda":
-        why = {**figures.why, **dict.fromkeys((*_DEVICE_FIGURES, *_HOST_FIGURES), _ON_CPU)}
-        return WorkReply(batches=numbers, work=msgspec.structs.replace(figures, why=why))
-    with _recorded(loaded.devices, ranges=True) as attribution, _module_ranges(loaded.model):
-        run()
-    modules = kernel_records.modules(attribution.records) if attribution.why is None else None
-    passes, seconds, device_why = _passes(loaded, execution, run)
-    why = dict(figures.why)
-    if attribution.why is not None:
-        why |= dict.fromkeys(_HOST_FIGURES, attribution.why)
-    if device_why is not None:
-        why |= dict.fromkeys(_DEVICE_FIGURES, device_why)
-    figures = msgspec.structs.replace(
-        figures,
         runtime_calls=None if modules is None else modules.runtime_calls,
         host_syncs=None if modules is None else modules.host_syncs,
         why=why,
     )
-    if device_why is not None:
-        return WorkReply(batches=numbers, work=figures)
+    if passes.why is not None:
+        why |= dict.fromkeys(_DEVICE_FIGURES, passes.why)
+        return WorkReply(batches=passes.batches, eager_batches=[number], work=figures)
     return WorkReply(
-        batches=numbers,
-        work=_with_passes(figures, passes, seconds),
-        rows=kernel_records.rows(passes, modules),
-        collective_s=[one.collective_s for one in passes],
+        batches=passes.batches,
+        eager_batches=[number],
+        work=_with_passes(figures, passes),
+        rows=kernel_records.rows(passes.kernels, modules),
+        collective_s=[one.collective_s for one in passes.kernels],
     )
 
 
@@ -153,6 +198,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
         why["model"] = model
     return Work(
         batches=replies[0].batches,
+        eager_batches=replies[0].eager_batches,
         passes=0 if reasons else PASSES,
         collectives=None if isinstance(collectives, str) else collectives,
         ranks=[msgspec.structs.replace(reply.work, rows=_numbered(reply.rows, kernel_names)) for reply in replies],
@@ -183,32 +229,20 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
     )
 
 
-def _passes(
-    loaded: Loaded, execution: str, run: Callable[[], float]
-) -> tuple[list[PassKernels], list[float], str | None]:
-    """Return kernels and seconds of the passes in the execution of the case, or the reason why there are none."""
-    passes, seconds = [], []
-    graphs = execution == "cuda_graphs"
-    with cuda_graphs.GraphedDecoder(loaded.model, loaded.devices[0]) if graphs else nullcontext():
-        run()  # records the graphs; eagerly, a pass without hooks
-        for _ in range(PASSES):
-            with _recorded(loaded.devices) as recording:
-                pass_s = run()
-            if recording.why is None:
-                passes.append(kernel_records.of_pass(recording.records))
-                seconds.append(pass_s)
-    # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
-    return passes, seconds, None if len(passes) == PASSES else recording.why or _NO_RECORDS
+def _middle(numbers: Sequence[int]) -> int:
+    """Return the number of the batch that the eager passes run."""
+    return numbers[len(numbers) // 2]
 
 
-def _with_passes(figures: RankWork, passes: Sequence[PassKernels], seconds: Sequence[float]) -> RankWork:
-    last = passes[-1]
+def _with_passes(figures: RankWork, passes: Passes) -> RankWork:
+    last = passes.kernels[-1]
+    covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
     return msgspec.structs.replace(
         figures,
-        device_time_s=[one.device_time_s for one in passes],
-        copy_s=[one.copy_s for one in passes],
-        idle_s=[max(0.0, pass_s - one.covered_s) for one, pass_s in zip(passes, seconds, strict=True)],
-        busy=statistics.median(min(1.0, one.covered_s / pass_s) for one, pass_s in zip(passes, seconds, strict=True)),
+        device_time_s=[one.device_time_s for one in passes.kernels],
+        copy_s=[one.copy_s for one in passes.kernels],
+        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
+        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
         kernels=sum(calls.calls for calls in last.kernels.values()),
         kernels_sha256=kernel_records.kernels_sha256(last.kernels),
     )
@@ -282,6 +316,7 @@ def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Itera
         recording.why = _ON_CPU
         yield recording
         return
+    _let_cupti_detach()
     profiler = profile(activities=[ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if ranges else [])])
     try:
         profiler.start()
@@ -301,6 +336,20 @@ def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Itera
             recording.why = f"torch.profiler did not stop: {_first_line(error)}"
     if recording.why is None and not any(record.device is not None for record in recording.records):
         recording.why = _NO_RECORDS
+
+
+def _let_cupti_detach() -> None:
+    """Make torch.profiler detach CUPTI at the end of each profile, unless the user has set the variable.
+
+    CUPTI that stays attached slows the cases after a profiled one. On an H200 (LLaMA-7B, torch 2.11, CUDA 13), replayed
+    forwards took 0.9 to 2 % longer and eager ones at batch size 1 45 %; detached, 0.2 % and 10 %. A profile takes 10 ms
+    more to start.
+    """
+    import torch
+
+    version = torch.version.cuda
+    if version is not None and tuple(map(int, version.split(".")[:2])) >= _CUPTI_DETACHES:
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, device_memory, graph_trial, traffic, work
+from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.graph_trial import Choice
 from pytest_llmgpu.ranks.protocol import FinishedBatch
-from pytest_llmgpu.ranks.work import WorkReply
+from pytest_llmgpu.ranks.work import Passes, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
@@ -41,8 +42,9 @@ __all__ = [
     "measure",
     "measure_ceilings",
     "model_size",
+    "record_work",
     "reset",
-    "run_work_passes",
+    "run_eager_passes",
     "score",
     "warm_up",
 ]
@@ -116,7 +118,9 @@ class RankState:
         self.warmed_up: _WarmedUp | None = None
         """The case that is warmed up and not measured yet."""
         self.execution = contextlib.ExitStack()
-        """While a case is warmed up, this holds its CUDA graphs."""
+        """From the warm-up of a case to its first pass that runs eagerly, this holds its CUDA graphs."""
+        self.passes: Passes | None = None
+        """The work passes of the latest case in its execution."""
 
     def use(self) -> list[DeviceUse]:
         """Return the largest memory use of each device since the case began; empty before the devices are known."""
@@ -177,7 +181,8 @@ def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> Non
 def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
     """Score a dataset at one batch size: `warm_up`, then `measure`."""
     warm_up(state, sha256, batch_size)
-    return measure(state)
+    with state.execution:
+        return measure(state)
 
 
 def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
@@ -193,6 +198,7 @@ def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
     task, items = state.datasets[sha256]
     state.phase, state.warmed_up = "forward", None
     state.execution.close()  # The case before this one may have been warmed up and never measured.
+    state.passes = None
     if sha256 not in state.requests:
         tokenizer, max_length = models.load_tokenizer(state.source), models.max_length(loaded.config)
         state.requests[sha256] = scoring.encode(task, items, tokenizer, max_length)
@@ -225,23 +231,22 @@ def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
 
 
 def measure(state: RankState) -> ScoreReply:
-    """Score the case that was warmed up."""
+    """Score the case that was warmed up; its CUDA graphs stay for `record_work`."""
     assert state.case is not None
     assert state.loaded is not None
     assert state.warmed_up is not None
     loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
     choice = warmed_up.choice
-    with state.execution:
-        started_s = time.monotonic()
-        scores = scoring.score(
-            loaded.model,
-            choice.plan,
-            on_batch=_report_to(state, planned=len(choice.plan.batches)),
-            input_device=loaded.input_device,
-            devices=loaded.devices,
-            workload=state.case.workload,
-        )
-        ended_s = time.monotonic()
+    started_s = time.monotonic()
+    scores = scoring.score(
+        loaded.model,
+        choice.plan,
+        on_batch=_report_to(state, planned=len(choice.plan.batches)),
+        input_device=loaded.input_device,
+        devices=loaded.devices,
+        workload=state.case.workload,
+    )
+    ended_s = time.monotonic()
     return ScoreReply(
         started_s=started_s,
         ended_s=ended_s,
@@ -257,11 +262,12 @@ def measure(state: RankState) -> ScoreReply:
 
 
 def account(state: RankState) -> TrafficReply:
-    """Count the traffic of the latest case, in forwards that are not measured."""
+    """Count the traffic of the latest case, in eager forwards that are not measured."""
     assert state.case is not None
     assert state.strategy is not None
     assert state.loaded is not None
     assert state.plan is not None
+    state.execution.close()
     loaded, plan = state.loaded, state.plan
     if loaded.world_size == 1 and len(loaded.devices) == 1:
         return TrafficReply(collectives=[])
@@ -274,21 +280,27 @@ def account(state: RankState) -> TrafficReply:
         return TrafficReply(collectives=None, why=str(error))
 
 
-def run_work_passes(state: RankState, execution: str) -> WorkReply:
-    """Record what the latest case computes, in forwards that are not measured.
+def record_work(state: RankState) -> None:
+    """Record the kernels of the latest case in its own execution, for `run_eager_passes`.
 
-    Args:
-        state: The state of the rank.
-        execution: `eager` or `cuda_graphs`, as the case was measured.
+    This comes right after `measure`: the CUDA graphs of the case are not recorded twice.
     """
     assert state.case is not None
     assert state.loaded is not None
     assert state.plan is not None
+    state.passes = work.record(state.loaded, state.plan, workload=state.case.workload, on_batch=_sign_of_life(state))
 
-    def on_batch(batch: Batch, latency_s: float) -> None:
-        state.on_batch(FinishedBatch(latency_s, batch.rows, batch.tokens, batch.padded_tokens, planned=0))
 
-    return work.measure(state.loaded, state.plan, workload=state.case.workload, execution=execution, on_batch=on_batch)
+def run_eager_passes(state: RankState) -> WorkReply:
+    """Record what the latest case computes, in eager forwards that are not measured."""
+    assert state.case is not None
+    assert state.loaded is not None
+    assert state.plan is not None
+    assert state.passes is not None
+    state.execution.close()
+    return work.measure(
+        state.loaded, state.plan, state.passes, workload=state.case.workload, on_batch=_sign_of_life(state)
+    )
 
 
 def model_size(state: RankState) -> ModelSize | str | None:
@@ -307,17 +319,18 @@ def model_size(state: RankState) -> ModelSize | str | None:
     return state.model_size
 
 
-def measure_ceilings(state: RankState) -> Ceilings:
+def measure_ceilings(state: RankState, wanted: Wanted) -> Ceilings:
     """Measure the rates that the GPUs of this rank reach."""
     assert state.case is not None
     assert state.loaded is not None
-    return ceilings.measure(state.devices, state.case.dtype, state.loaded.world_size)
+    return ceilings.measure(state.devices, state.case.dtype, state.loaded.world_size, wanted)
 
 
 def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a function of the user on the loaded model: `fn(loaded, *args)`."""
     assert state.loaded is not None
     state.phase = "forward"
+    state.execution.close()
     return fn(state.loaded, *args)
 
 
@@ -326,5 +339,14 @@ def _report_to(state: RankState, *, planned: int) -> Callable[[float, int, int, 
 
     def on_batch(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned))
+
+    return on_batch
+
+
+def _sign_of_life(state: RankState) -> Callable[[Batch, float], None]:
+    """Return a listener of `work` that passes each batch to the launcher as progress."""
+
+    def on_batch(batch: Batch, latency_s: float) -> None:
+        state.on_batch(FinishedBatch(latency_s, batch.rows, batch.tokens, batch.padded_tokens, planned=0))
 
     return on_batch

@@ -16,16 +16,19 @@ __all__ = ["schema"]
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report as this version writes it. `load` reads older reports too."""
+    """Return the JSON Schema of a report as this version writes it. `load` reads older reports too.
+
+    A field with a default is not required: a version grows by such fields, and its first reports lack them.
+    """
     described = msgspec.json.schema(Report)
     documented = {record.__name__: _docstrings(record) for record in _records(msgspec.inspect.type_info(Report))}
     for name, record in described["$defs"].items():
         properties = record.get("properties", {})
-        if properties:
-            record["required"] = list(properties)
         for field, text in documented.get(name, {}).items():
             properties[field]["description"] = text
-    described["$defs"]["Report"]["properties"]["schema_version"]["const"] = SCHEMA_VERSION
+    whole = described["$defs"]["Report"]
+    whole["properties"]["schema_version"]["const"] = SCHEMA_VERSION
+    whole["required"].insert(0, "schema_version")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"pytest-llmgpu report, version {SCHEMA_VERSION}",

@@ -2,7 +2,7 @@
 
 A work pass runs some batches of a case again, after everything that is measured, under torch.profiler. Its figures are
 quiet where wall time is not: the number of kernel calls is exact, and the time of the kernels alone hardly differs
-between launches.
+between launches. Times come from passes in the execution of the case, modules and exact numbers from eager ones.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The calls of one kernel on one rank, in a whole pass or in one module of the model."""
 
     module: str | None
-    """The module that launched the kernel in the eager pass, with layer numbers folded: `layers.*.mlp.down_proj`. Null:
-    the row holds all calls of the kernel in a pass in the execution of the case (the median over the passes)."""
+    """The module that launched the kernel in the eager pass over `eager_batches`, with layer numbers folded:
+    `layers.*.mlp.down_proj`. Null: the row holds all calls of the kernel in a pass over `batches` in the execution of
+    the case (the median over the passes)."""
     kernel: Count | None
     """The number of the kernel in `environment.kernel_names`. Null: the row sums the kernels of the family that have no
     row of their own."""
@@ -96,16 +97,18 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     kernels_sha256: str | None = None
     """The SHA-256 of the sorted names and numbers of calls of all kernels in a pass."""
     ops: dict[str, Count] | None = None
-    """Name of each op of torch (`aten::mm`) to its number of calls on local tensors in an eager pass."""
+    """Name of each op of torch (`aten::mm`) to its number of calls on local tensors in an eager pass over
+    `eager_batches`."""
     flops: Count | None = None
-    """The floating-point operations of this rank in an eager pass, by torch's formulas for matrix products,
-    convolutions and attention. Tensors that are split over ranks count with the part of this rank."""
+    """The floating-point operations of this rank in an eager pass over `eager_batches`, by torch's formulas for matrix
+    products, convolutions and attention. Tensors that are split over ranks count with the part of this rank."""
     runtime_calls: dict[str, Count] | None = None
-    """Name of each function of the CUDA runtime and driver to its number of calls in an eager pass. Calls that poll,
-    and the calls by which results are read back, are left out."""
+    """Name of each function of the CUDA runtime and driver to its number of calls in an eager pass over
+    `eager_batches`. Calls that poll, and the calls by which results are read back, are left out."""
     host_syncs: Count | None = None
-    """The number of calls in an eager pass that make the host wait for the GPU, plus the number of copies to the host.
-    A scalar that is read back counts as two: its copy and its synchronization."""
+    """The number of calls in an eager pass over `eager_batches` that make the host wait for the GPU, plus the number of
+    copies to the host. A scalar that is read back counts as two: its copy and its synchronization. The pass itself adds
+    none. transformers reads one scalar in each forward, to see if a row holds several sequences."""
     rows: list[WorkRow] | None = None
     """The kernels with the largest times, at most 100 rows. The time of the remaining kernels is summed by family, and
     within a module by module and family. The smallest of very many modules are summed by family as `other`."""
@@ -130,7 +133,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """The work of the program in the work passes of one launch."""
 
     batches: list[Count]
-    """The numbers of the batches of the plan that each pass ran. They are equal where `plan_sha256` is."""
+    """The numbers of the batches of the plan that each pass in the execution of the case ran. They are equal where
+    `plan_sha256` is."""
+    eager_batches: list[Count] | None = None
+    """The numbers of the batches that the eager passes ran, on which ops, FLOPs, calls of the CUDA runtime and rows of
+    modules are based. Null in older reports, whose eager passes ran `batches`."""
     passes: Count
     """The number of profiled passes in the execution of the case. 0 on a CPU, where ops and FLOPs alone are counted."""
     collectives: list[CollectiveWork] | None = None

@@ -99,8 +99,8 @@ class Runner:
         """Maps the name of each kernel in the results to its number, in the order of the numbers."""
         self.ceilings: Ceilings | None = None
         """The rates of the GPUs; None before the first work passes on a GPU."""
-        self._ceilings_measured: set[tuple[str, tuple[str, ...], bool]] = set()
-        """Dtype, UUIDs and whether there were several ranks."""
+        self._ceilings_measured: set[tuple[str, ...]] = set()
+        """The dtype of each matrix product, or `copy`, with the UUID of the GPU; `all_reduce` with all UUIDs."""
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         """Measure a case and pass the result to `record`, also if the case fails or the user interrupts it.
@@ -211,42 +211,60 @@ class Runner:
 
         A pass adds to the result. If a pass fails, the measured figures stay.
         """
-        self._count_traffic(request, result)
-        if request.work:
-            self._record_work(request, result)
-        else:
-            result.launches[-1].why["work"] = WORK_OFF
-
-    def _record_work(self, request: Request, result: CaseResult) -> None:
-        """Add what the program computed, or the reason why it is unknown."""
         launch = result.launches[-1]
-        launch.why["work"] = "the work passes were stopped"
-        if self._group is None:
-            launch.why["work"] = "the ranks were ended when traffic was counted"
+        if not request.work:
+            launch.why["work"] = WORK_OFF
+            self._count_traffic(request, result)
             return
+        launch.why["work"] = "the work passes were stopped"
+        # First: the CUDA graphs of the case end where the traffic is counted.
+        recorded = self._ask_for_work(request, launch, worker.record_work) is not None
+        self._count_traffic(request, result)
+        if recorded and self._group is None:
+            launch.why["work"] = "the ranks were ended when traffic was counted"
+        self._record_work(request, launch)
+
+    def _ask_for_work(self, request: Request, launch: Launch, command: Callable[..., Any]) -> list[Any] | None:
+        """Return what the ranks answer; None if they were ended before, or if they fail, with the reason in `why`."""
+        if self._group is None:
+            return None
         try:
-            replies: list[work.WorkReply] = self._group.ask(
-                worker.run_work_passes, result.case.execution, phase="forward", timeout_s=request.timeout_s
-            )
-            size = self._group.ask(worker.model_size, phase="forward", timeout_s=request.timeout_s)[0]
+            return self._group.ask(command, phase="forward", timeout_s=request.timeout_s)
         except RankFailedError as error:
             self._abandon()
             launch.why["work"] = f"the work passes failed: {error}"
+            return None
+
+    def _record_work(self, request: Request, launch: Launch) -> None:
+        """Add what the program computed."""
+        replies: list[work.WorkReply] | None = self._ask_for_work(request, launch, worker.run_eager_passes)
+        if replies is None:
             return
-        launch.work = work.join(replies, self.kernel_names, size)
+        sizes = self._ask_for_work(request, launch, worker.model_size)
+        if sizes is None:
+            return
+        launch.work = work.join(replies, self.kernel_names, sizes[0])
         del launch.why["work"]
         self._measure_ceilings(request, len(replies))
 
     def _measure_ceilings(self, request: Request, ranks: int) -> None:
-        """Measure the GPUs of a case, once a session for each dtype."""
-        wanted = request.case.dtype, tuple(gpu.uuid for gpu in request.machine.gpus), ranks > 1
-        if request.case.device != "cuda" or wanted in self._ceilings_measured:
+        """Measure the rates of the GPUs of a case that were not measured in this session."""
+        uuids = [gpu.uuid for gpu in request.machine.gpus]
+        measured = self._ceilings_measured
+        wanted = ceilings.Wanted(
+            products=[place for place, uuid in enumerate(uuids) if (request.case.dtype, uuid) not in measured],
+            copies=[place for place, uuid in enumerate(uuids) if ("copy", uuid) not in measured],
+            all_reduce=ranks > 1 and ("all_reduce", *uuids) not in measured,
+        )
+        if request.case.device != "cuda" or not (wanted.products or wanted.copies or wanted.all_reduce):
             return
         assert self._group is not None
-        self._ceilings_measured.add(wanted)
+        measured.update((kind, uuid) for uuid in uuids for kind in (request.case.dtype, "copy"))
+        if wanted.all_reduce:
+            measured.add(("all_reduce", *uuids))
         try:
             found: list[Ceilings] = self._group.ask(
-                worker.measure_ceilings, phase="forward", timeout_s=request.timeout_s
+                worker.measure_ceilings, wanted, phase="forward", timeout_s=request.timeout_s
             )
         except RankFailedError as error:
             self._abandon()
@@ -255,7 +273,9 @@ class Runner:
 
     def _count_traffic(self, request: Request, result: CaseResult) -> None:
         """Add the bytes that the program itself sent, or the reason why they are unknown."""
-        assert self._group is not None
+        if self._group is None:
+            result.why["traffic"] = f"the ranks were ended: {result.launches[-1].why['work']}"
+            return
         result.why["traffic"] = "the counting of traffic was stopped"
         try:
             replies: list[worker.TrafficReply] = self._group.ask(

@@ -116,12 +116,15 @@ def test_every_kernel_belongs_to_a_module(pytester: pytest.Pytester, model: Path
     assert kernel_records.OUTSIDE not in {row.module for row in modules}
     assert {"layers.*.mlp.down_proj", "layers.*.self_attn.q_proj", "lm_head"} <= {row.module for row in modules}
     assert sum(row.calls for row in kernels) == rank.kernels
-    assert sum(row.calls for row in modules) == rank.kernels
-    eager_s = sum(row.time_s for row in modules)
-    assert eager_s == pytest.approx(sum(row.time_s for row in kernels), rel=0.05)
+    found = _work(written.cases[0])
+    assert found.eager_batches == [found.batches[len(found.batches) // 2]]
+    # Each batch runs the same kernels, or others for another width.
+    assert sum(row.calls for row in modules) == pytest.approx((rank.kernels or 0) / len(found.batches), rel=0.1)
+    pass_s = sum(row.time_s for row in kernels)
+    assert sum(row.time_s for row in modules) == pytest.approx(pass_s / len(found.batches), rel=0.25)
     families = {row.family for row in kernels}
     assert {"GEMM", "attention", "norm", "elementwise"} <= families
-    assert sum(row.time_s for row in kernels if row.family == "other") < 0.05 * eager_s, [
+    assert sum(row.time_s for row in kernels if row.family == "other") < 0.05 * pass_s, [
         written.environment.kernel_names[row.kernel]
         for row in kernels
         if row.family == "other" and row.kernel is not None
@@ -143,20 +146,18 @@ def test_replayed_graphs_show_their_kernels(pytester: pytest.Pytester, model: Pa
 
 
 def test_a_host_synchronization_per_layer_is_counted(pytester: pytest.Pytester, model: Path) -> None:
-    """A scalar that each layer reads back: exactly one copy and one synchronization a layer and batch more."""
+    """A scalar that each layer reads back: exactly one copy and one synchronization a layer more than without."""
     pytester.makepyfile(syncing=_SYNCING)
     flags = ("--llmgpu-devices=1", "--llmgpu-batch-sizes=4", "--llmgpu-cuda-graphs=off")
     plain, syncing = (
         _run(pytester, model, *flags, f"--strategy={strategy}").cases[0] for strategy in ("mp", "syncing:Syncing")
     )
-    more = _LAYERS * len(_work(plain).batches)
     before, after = _alone(plain), _alone(syncing)
-    assert before.host_syncs is not None
-    assert after.host_syncs == before.host_syncs + 2 * more
+    assert (before.host_syncs, after.host_syncs) == (2, 2 + 2 * _LAYERS)
     assert before.runtime_calls is not None
     assert after.runtime_calls is not None
     for name in ("cudaStreamSynchronize", "cudaMemcpyAsync"):
-        assert after.runtime_calls.get(name, 0) == before.runtime_calls.get(name, 0) + more, name
+        assert after.runtime_calls.get(name, 0) == before.runtime_calls.get(name, 0) + _LAYERS, name
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from support import tiny_model, traffic_functions, work_functions
 from support.report_factory import make_case
 
-from pytest_llmgpu.inference import logits, models
+from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import kernel_records, work, worker
 from pytest_llmgpu.ranks.group import RankGroup
@@ -65,17 +66,12 @@ def test_a_cpu_counts_ops_and_flops() -> None:
     """Everything else is null with the reason; every batch that is finished is a sign of life."""
     finished: list[float] = []
     plan = traffic_functions.make_plan()
-    reply = work.measure(
-        _loaded(),
-        plan,
-        workload=logits.LEAN,
-        execution="eager",
-        on_batch=lambda _, latency_s: finished.append(latency_s),
-    )
+    reply = work_functions.measure_plan(_loaded(), plan, lambda _, latency_s: finished.append(latency_s))
     assert reply.batches == list(range(len(plan.batches)))
-    assert len(finished) == len(plan.batches)
+    assert reply.eager_batches == [len(plan.batches) // 2]
+    assert len(finished) == 1
     assert (reply.work.flops or 0) > 0
-    assert (reply.work.ops or {})["aten::mm"] == 8 * len(plan.batches)
+    assert (reply.work.ops or {})["aten::mm"] == 8
     assert set(reply.work.why) == _DEVICE_FIGURES | _HOST_FIGURES
     assert len({*reply.work.why.values()}) == 1
     for name in reply.work.why:
@@ -113,6 +109,32 @@ def test_ranks_of_tp_count_the_same(gloo_pair: RankGroup, bundled: ModelSource) 
     assert first.work.flops == second.work.flops
     assert alone is not None
     assert alone / 2 <= first.work.flops < 0.6 * alone
+
+
+@pytest.mark.parametrize(
+    ("cuda", "before", "after"),
+    [("13.0", None, "1"), ("12.6", None, "1"), ("12.6", "0", "0"), ("12.4", None, None), (None, None, None)],
+)
+def test_the_profiler_is_detached_where_cuda_allows_it(
+    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, cuda: str | None, before: str | None, after: str | None
+) -> None:
+    """An attached CUPTI slows the following cases; a value of the user stays."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
+    if before is None:
+        # Set first, so that the end of the test removes what the passes set.
+        monkeypatch.setenv("TEARDOWN_CUPTI", "")
+        del os.environ["TEARDOWN_CUPTI"]
+    else:
+        monkeypatch.setenv("TEARDOWN_CUPTI", before)
+    work_functions.measure(gpu)
+    assert os.environ.get("TEARDOWN_CUPTI") == after
+
+
+def test_a_forward_reads_one_scalar_back() -> None:
+    """Transformers does so; the passes themselves add no synchronization to `host_syncs`."""
+    found = work_functions.measure(_loaded()).work.ops or {}
+    assert sum(found.get(name, 0) for name in ("aten::_local_scalar_dense", "aten::item")) == 1, found
 
 
 class _Event:
@@ -161,23 +183,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Loaded:
 
 
 def _recordings() -> Iterator[list[Record]]:
-    """Give the warm-up, the eager pass with its ranges, and three passes."""
+    """Give the warm-up, three passes, and the eager pass with its ranges."""
     yield [Record("cold", 0, 0, 99, 1)]
-    yield [
-        Record("llmgpu:lm_head", None, 0, 10, 0),
-        Record("cudaLaunchKernel", None, 5, 1, 8),
-        Record("gemm", 0, 20, 30, 8),
-    ]
     for number in range(3):
         yield [
             Record("gemm", 0, 0, 10 + number, 1),
             Record("ncclDevKernel_AllReduce_Sum_f16", 0, 100, 5, 2),
             Record("Memcpy HtoD", 0, 200, 3, 3),
         ]
+    yield [
+        Record("llmgpu:lm_head", None, 0, 10, 0),
+        Record("cudaLaunchKernel", None, 5, 1, 8),
+        Record("gemm", 0, 20, 30, 8),
+    ]
 
 
 def test_passes_are_recorded_on_a_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first recording is a warm-up, the second gives modules and calls of the host, three give the time."""
+    """The first recording is a warm-up, three give the time, the last gives modules and calls of the host."""
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
     reply = work_functions.measure(gpu)
     found = reply.work
@@ -215,10 +237,8 @@ def test_without_cupti_ops_and_flops_stay(
     monkeypatch.setattr(torch.profiler, "profile", profiler)
     runs: list[float] = []
     plan = traffic_functions.make_plan()
-    reply = work.measure(
-        gpu, plan, workload=logits.LEAN, execution="eager", on_batch=lambda _, latency_s: runs.append(latency_s)
-    )
-    assert len(runs) == (2 + 1 + work.PASSES) * len(plan.batches)
+    reply = work_functions.measure_plan(gpu, plan, lambda _, latency_s: runs.append(latency_s))
+    assert len(runs) == 1 + work.PASSES * len(plan.batches) + 2
     assert reply.work.ops
     assert reply.work.flops
     assert set(reply.work.why) == _DEVICE_FIGURES | _HOST_FIGURES
@@ -248,7 +268,9 @@ def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: p
 
 
 def _reply(*passes: dict[str, list[float]], rows: tuple[NamedRow, ...] = ()) -> WorkReply:
-    return WorkReply(batches=[0], work=RankWork(uuids=[]), rows=list(rows), collective_s=list(passes))
+    return WorkReply(
+        batches=[0], eager_batches=[0], work=RankWork(uuids=[]), rows=list(rows), collective_s=list(passes)
+    )
 
 
 def test_the_shortest_duration_of_a_call_is_its_transfer() -> None:

@@ -15,6 +15,7 @@ from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import work, worker
+from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.kernel_records import NamedRow
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
@@ -311,11 +312,12 @@ def _working(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Answer as ranks do that send and compute something."""
     if fn is worker.account:
         return TrafficReply(collectives=[_SENT])
-    if fn is worker.run_work_passes:
+    if fn is worker.run_eager_passes:
         return WorkReply(
             batches=[1],
+            eager_batches=[1],
             work=RankWork(uuids=["GPU-c"], flops=7),
-            rows=[NamedRow(None, args[0], "GEMM", 1, 0.5)],
+            rows=[NamedRow(None, "gemm", "GEMM", 1, 0.5)],
             collective_s=[{}] * work.PASSES,
         )
     if fn is worker.model_size:
@@ -326,7 +328,7 @@ def _working(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def test_work_passes_follow_the_measured_forwards(recorded: list[CaseResult]) -> None:
-    """They run in the execution of the case, after the traffic; the GPUs are measured once for all cases."""
+    """Those in the execution of the case run before the traffic, while its graphs exist, the eager ones after it."""
     asked: list[str] = []
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -343,16 +345,56 @@ def test_work_passes_follow_the_measured_forwards(recorded: list[CaseResult]) ->
         assert found.model is not None
         assert found.ranks[0].rows == [WorkRow(module=None, kernel=0, family="GEMM", calls=1, time_s=0.5)]
         assert "work" not in result.launches[0].why
-    assert runner.kernel_names == {"eager": 0}
+    assert runner.kernel_names == {"gemm": 0}
     assert runner.ceilings is not None
     assert runner.ceilings.devices[0].gemm_flops_per_s == {"float16": 3.0}
     first = asked[asked.index("measure") :]
-    assert first[:5] == ["measure", "account", "run_work_passes", "model_size", "measure_ceilings"]
+    assert first[:6] == ["measure", "record_work", "account", "run_eager_passes", "model_size", "measure_ceilings"]
     assert asked.count("measure_ceilings") == 1
-    assert asked.count("run_work_passes") == 2
+    assert asked.count("run_eager_passes") == 2
 
 
-@pytest.mark.parametrize("failing", [worker.run_work_passes, worker.model_size])
+def test_each_rate_of_a_gpu_is_measured_once_a_session(recorded: list[CaseResult]) -> None:
+    """A strategy with several ranks adds the all-reduce, and another dtype its matrix product."""
+    wanted: list[Wanted] = []
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.measure_ceilings:
+            wanted.extend(args)
+        return _working(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    for batch_size in (4, 8):
+        runner.run(_request(_case(batch_size), work=True), recorded.append)
+    for dtype in (_case(4).dtype, "bfloat16"):
+        for batch_size in (4, 8):
+            case = msgspec.structs.replace(_case(batch_size, dtype=dtype), strategy="tp")
+            runner.run(_request(case, _TP, work=True), recorded.append)
+    assert wanted == [
+        Wanted(products=[0, 1], copies=[0, 1], all_reduce=False),
+        *[Wanted(products=[], copies=[], all_reduce=True)] * 2,
+        *[Wanted(products=[0, 1], copies=[], all_reduce=False)] * 2,
+    ]
+
+
+def test_ranks_that_end_in_a_work_pass_count_no_traffic(recorded: list[CaseResult]) -> None:
+    """Both have the reason, and the case stays completed."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.record_work:
+            raise RankFailedError("crashed", Failure(phase="forward", message="CUPTI crashed"))
+        return _working(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4), work=True), recorded.append)
+    assert (result.outcome, result.traffic, result.launches[0].work) == ("completed", None, None)
+    for reason in (result.why["traffic"], result.launches[0].why["work"]):
+        assert "CUPTI crashed" in reason
+    assert launcher.ended == ["killed"]
+
+
+@pytest.mark.parametrize("failing", [worker.run_eager_passes, worker.model_size])
 def test_failed_work_passes_cost_no_measurement(recorded: list[CaseResult], failing: Callable[..., Any]) -> None:
     """The case stays completed with the reason; the ranks, which may be stuck, are started again."""
 
@@ -407,7 +449,7 @@ def test_work_passes_are_left_out_where_they_are_switched_off(recorded: list[Cas
     assert "the ranks were ended" in result.launches[0].why["work"]
 
 
-@pytest.mark.parametrize("interrupted", [worker.account, worker.run_work_passes])
+@pytest.mark.parametrize("interrupted", [worker.record_work, worker.account, worker.run_eager_passes])
 def test_an_interrupt_after_the_measurement_loses_nothing(
     recorded: list[CaseResult], interrupted: Callable[..., Any]
 ) -> None:

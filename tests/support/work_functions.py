@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.ranks import ops, work
 from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -13,8 +15,14 @@ from support.traffic_functions import make_plan
 
 
 def measure(loaded: Loaded) -> WorkReply:
-    """Run the work passes of the plan."""
-    return work.measure(loaded, make_plan(), workload=logits.LEAN, execution="eager", on_batch=lambda *_: None)
+    """Run the work passes of the plan, all of them eagerly."""
+    return measure_plan(loaded, make_plan(), lambda *_: None)
+
+
+def measure_plan(loaded: Loaded, plan: Plan, on_batch: Callable[[Batch, float], None]) -> WorkReply:
+    """Run the work passes of a plan, all of them eagerly."""
+    passes = work.record(loaded, plan, workload=logits.LEAN, on_batch=on_batch)
+    return work.measure(loaded, plan, passes, workload=logits.LEAN, on_batch=on_batch)
 
 
 def flops_of_modules(loaded: Loaded) -> dict[str, int]:
