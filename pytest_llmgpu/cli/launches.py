@@ -1,4 +1,4 @@
-"""Launches of a measuring command by `llmgpu ab` and `llmgpu calibrate`, each with a report and a log that are kept."""
+"""Launches of a measuring command by `llmgpu ab`, `bisect` and `calibrate`; the report and log of each are kept."""
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from pytest_llmgpu.store import git
 
-__all__ = ["Worktree", "changed", "checked_out", "environment"]
+__all__ = ["Worktree", "changed", "checked_out", "environment", "git_output", "sha_of", "temporary"]
 
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """Variables that a git hook sets for its own repository; git would use that repository in every folder."""
@@ -49,21 +49,37 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
     Raises:
         ValueError: one line: there is no repository or no such commit, or the commit does not have that folder.
     """
-    repository = Path(_git(folder, "rev-parse", "--show-toplevel").removesuffix("\n"))
-    inside = _git(folder, "rev-parse", "--show-prefix").removesuffix("\n")
-    commits = [_commit(reference, folder) for reference in references]
-    parent = Path(tempfile.mkdtemp(prefix="llmgpu-ab-")).resolve()
-    made: list[Path] = []
-    try:
+    repository = Path(git_output(folder, "rev-parse", "--show-toplevel").removesuffix("\n"))
+    inside = git_output(folder, "rev-parse", "--show-prefix").removesuffix("\n")
+    commits = [sha_of(reference, folder) for reference in references]
+    with temporary(folder) as add:
         trees = []
         for number, (reference, sha) in enumerate(zip(references, commits, strict=True)):
-            root = parent / f"{number}-{sha[:8]}"
-            made.append(root)
-            _git(folder, "worktree", "add", "--quiet", "--detach", str(root), sha)
+            root = add(f"{number}-{sha[:8]}", sha)
             if not (root / inside).is_dir():
                 raise ValueError(f"commit {reference} has no folder {inside!r}, in which the command would run")
             trees.append(Worktree(reference, sha, root, root / inside, repository))
         yield trees
+
+
+@contextmanager
+def temporary(folder: Path) -> Iterator[Callable[..., Path]]:
+    """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
+
+    The arguments of the function are the name of the worktree, the hash of its commit and options of
+    `git worktree add`. It returns the root of the worktree.
+    """
+    parent = Path(tempfile.mkdtemp(prefix="llmgpu-")).resolve()
+    made: list[Path] = []
+
+    def add(name: str, sha: str, *options: str) -> Path:
+        root = parent / name
+        made.append(root)
+        git_output(folder, "worktree", "add", "--quiet", "--detach", *options, str(root), sha)
+        return root
+
+    try:
+        yield add
     finally:
         with _signals_ignored():
             for root in made:
@@ -71,9 +87,19 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
             shutil.rmtree(parent, ignore_errors=True)
 
 
+def sha_of(reference: str, folder: Path = Path()) -> str:
+    """Return the hash of a commit that the user named; ValueError in one line if there is none."""
+    if reference.startswith("-") or not reference.strip():
+        raise ValueError(f"{reference!r} is not a commit: give a branch, a tag or the first digits of a commit")
+    try:
+        return git_output(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
+    except ValueError:
+        raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
+
+
 def changed(folder: Path) -> bool:
     """Return whether the user's working tree has uncommitted changes; the worktrees do not have them."""
-    return bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    return bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
 def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -96,6 +122,13 @@ def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict
     return found
 
 
+def git_output(folder: Path, *arguments: str) -> str:
+    """Return the output of git in a folder, without hooks of the repository; ValueError in one line."""
+    environ = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    # A checkout must not run code of the repository.
+    return git.output(folder, "-c", f"core.hooksPath={os.devnull}", *arguments, environ=environ)
+
+
 def _moved(entry: str, tree: Worktree) -> str:
     path = Path(entry)
     if entry and path.is_absolute() and path.is_relative_to(tree.repository):
@@ -103,28 +136,13 @@ def _moved(entry: str, tree: Worktree) -> str:
     return entry
 
 
-def _commit(reference: str, folder: Path) -> str:
-    if reference.startswith("-") or not reference.strip():
-        raise ValueError(f"{reference!r} is not a commit: give a branch, a tag or the first digits of a commit")
-    try:
-        return _git(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
-    except ValueError:
-        raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
-
-
 def _remove(folder: Path, root: Path) -> None:
     """Remove a worktree and git's record of it, also if it is incomplete or already removed."""
     shutil.rmtree(root, ignore_errors=True)  # first, because git stops at a file that it cannot remove
     try:
-        _git(folder, "worktree", "remove", "--force", "--force", str(root))
+        git_output(folder, "worktree", "remove", "--force", "--force", str(root))
     except ValueError:
         return  # git has no record of it
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    environ = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
-    # Without hooks: a checkout must not run code of the repository.
-    return git.output(folder, "-c", f"core.hooksPath={os.devnull}", *arguments, environ=environ)
 
 
 @contextmanager

@@ -1,22 +1,39 @@
-"""A/B comparison: launches of two versions alternate, and undecided cases are measured again.
+"""A/B comparison: launches of two versions alternate, and the comparison stops as soon as it is decided.
 
-A drift of the machine then affects both versions equally. Each comparison can cause a false alarm, so that the
-probability that the policy allows is split over all possible comparisons.
+A drift of the machine then affects both versions equally. One launch of each version decides exact metrics and mostly
+device time; wall time needs more. Each look at the launches can cause a false alarm, so that the probability that the
+policy allows is split over all possible looks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.launch_merging import extend, merge
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.verdicts import Row, Verdicts
 
-__all__ = ["MOST_AGAIN", "SIDES", "Both", "Judge", "Measure", "Side", "compare", "left_out", "split", "undecided"]
+__all__ = [
+    "LOOKS",
+    "SIDES",
+    "Both",
+    "Judge",
+    "Measure",
+    "Side",
+    "compare",
+    "is_open",
+    "left_out",
+    "looks",
+    "split",
+    "undecided",
+]
 
 Side = Literal["base", "head"]
 """The two versions: the baseline and the candidate."""
@@ -24,10 +41,10 @@ Side = Literal["base", "head"]
 SIDES: tuple[Side, Side] = ("base", "head")
 """Both versions in the order of their launches."""
 
-MOST_AGAIN = 2
-"""How often undecided cases are measured again at most."""
+LOOKS = (1, 3, 5, 8)
+"""Numbers of launches of each version after which they are compared."""
 
-_REPEATED = frozenset(("NOT_ENOUGH_DATA", "INVALID"))
+_OPEN = frozenset(("NOT_ENOUGH_DATA", "INVALID"))
 """Verdicts on time that more launches can change. Verdicts on exact metrics do not change."""
 
 
@@ -40,50 +57,66 @@ class Both(NamedTuple):
     """The report of the candidate."""
 
 
-Measure = Callable[[Side, str, Sequence[str]], Report]
-"""Runs one launch. The arguments are the version, the name of the launch and the node ids to deselect."""
+Measure = Callable[[Side, int, Sequence[str]], Report]
+"""Runs one launch. The arguments are the version, the number of the launch and the node ids to deselect."""
 
 Judge = Callable[[Both], Verdicts]
 """Compares the reports of both versions."""
 
 
-def compare(measure: Measure, judge: Judge, *, launches: int, again: int) -> tuple[Both, Verdicts]:
-    """Measure both versions, compare them, and measure cases whose time is undecided again.
+def looks(most: int) -> tuple[int, ...]:
+    """Return the numbers of launches after which two versions are compared, of which the last is `most`."""
+    return (*(number for number in LOOKS if number < most), most)
+
+
+def split(policy: Policy, looks: int) -> Policy:
+    """Return the policy for each of several looks, which together keep the allowed rate of false alarms."""
+    return msgspec.structs.replace(policy, confidence=1 - (1 - policy.confidence) / looks)
+
+
+def compare(
+    measure: Measure, judge: Judge, again: Callable[[Verdicts], set[str]], at: Sequence[int]
+) -> tuple[Both, Verdicts]:
+    """Measure both versions until their comparison is decided, and return the reports and the last verdicts.
 
     Args:
         measure: The function that runs one launch.
-        judge: The function that compares all launches until now. It must allow for `again` + 1 comparisons (`split`).
-        launches: The number of launches of each version in a round.
-        again: How often undecided cases are measured again at most.
+        judge: The function that compares all launches until now. It must allow for each of the looks (`split`).
+        again: The function that returns the keys of the cases to be launched again; none: the comparison ends.
+        at: The numbers of launches of each version after which they are compared, ascending.
 
     Raises:
         ValueError: The launches of a version measured different cases.
     """
-    both = _round(measure, launches, "", {side: [] for side in SIDES})
+    both = _launched(measure, range(1, at[0] + 1), {side: [] for side in SIDES})
     verdicts = judge(both)
-    for number in range(1, again + 1):
-        keys = undecided(verdicts)
-        if not all(_reachable(report, keys) for report in both):
+    for before, number in itertools.pairwise(at):
+        if not (keys := again(verdicts)):
             break
         others = {side: left_out(report, keys) for side, report in zip(SIDES, both, strict=True)}
-        more = _round(measure, launches, f"again{number}-", others, keys)
+        if not all(_selectable(report, keys) for report in both):
+            # A row over all cases, or a case without a test that can be run alone.
+            keys, others = {result.key for report in both for result in report.cases}, {side: [] for side in SIDES}
+        more = _launched(measure, range(before + 1, number + 1), others, keys)
         both = Both(*(extend(report, new, keys) for report, new in zip(both, more, strict=True)))
         verdicts = judge(both)
     return both, verdicts
 
 
-def split(policy: Policy, again: int) -> Policy:
-    """Return the policy for each of `again` + 1 comparisons, which together keep the allowed rate of false alarms."""
-    return msgspec.structs.replace(policy, confidence=1 - (1 - policy.confidence) / (again + 1))
+def undecided(verdicts: Verdicts, policy: Policy) -> set[str]:
+    """Return the keys of the gated rows that more launches can decide; none once a regression is found.
+
+    With `split` a regression at any look is one at the allowed rate of false alarms: no further launch changes the
+    result.
+    """
+    if exit_status(verdicts, policy) is ExitStatus.REGRESSED:
+        return set()
+    return {row.key for row in verdicts.rows if row.gated and row.known is None and is_open(row)}
 
 
-def undecided(verdicts: Verdicts) -> set[str]:
-    """Return the keys of the cases whose gated time has not enough data or is invalid."""
-    return {
-        row.key
-        for row in verdicts.rows
-        if row.metric == "time" and row.verdict in _REPEATED and row.gated and row.known is None
-    }
+def is_open(row: Row) -> bool:
+    """Return whether more launches can change the verdict of a row."""
+    return row.verdict in _OPEN and spec_of(row.metric).kind != "exact"
 
 
 def left_out(report: Report, keys: Collection[str]) -> list[str]:
@@ -97,24 +130,22 @@ def left_out(report: Report, keys: Collection[str]) -> list[str]:
     return [name for name in others if not any(other.startswith(name) for other in wanted)]
 
 
-def _reachable(report: Report, keys: Collection[str]) -> bool:
-    """Return whether any of the cases has a test that can be run alone."""
-    return any(result.key in keys and result.nodeid is not None for result in report.cases)
+def _selectable(report: Report, keys: Collection[str]) -> bool:
+    """Return whether each of the keys is that of a case with a test that can be run alone."""
+    return set(keys) <= {result.key for result in report.cases if result.nodeid is not None}
 
 
-def _round(
+def _launched(
     measure: Measure,
-    launches: int,
-    prefix: str,
+    numbers: Sequence[int],
     deselected: dict[Side, list[str]],
     keys: Collection[str] | None = None,
 ) -> Both:
-    """Measure one round and return its reports, with all cases or only those with these keys."""
+    """Launch both versions in turn and return their reports, with all cases or only those with these keys."""
     found: dict[Side, list[Report]] = {side: [] for side in SIDES}
-    names = [f"{prefix}{launch}" for launch in range(1, launches + 1)]
-    for name in names:
+    for number in numbers:
         for side in SIDES:
-            report = measure(side, f"{side}-{name}", deselected[side])
+            report = measure(side, number, deselected[side])
             cases = [result for result in report.cases if keys is None or result.key in keys]
             found[side].append(msgspec.structs.replace(report, cases=cases))
-    return Both(*(merge(found[side], [f"{side}-{name}" for name in names]) for side in SIDES))
+    return Both(*(merge(found[side], [f"{side}-{number}" for number in numbers]) for side in SIDES))

@@ -1,0 +1,111 @@
+"""A repository whose commits contain the figures that they measure, for the tests of commands that launch commits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import pytest_llmgpu
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+
+_MEASURE = '''
+"""Replace pytest: write a report with the times in the worktree's behaviour.json."""
+import json, os, signal, sys
+from pathlib import Path
+from support.report_factory import make_failed, make_report, make_result
+from support.verdict_factory import make_traffic
+from pytest_llmgpu.session.commit import commit
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.report import Session
+
+path = Path(next(part.partition("=")[2] for part in sys.argv if part.startswith("--llmgpu-json=")))
+left_out = [part.partition("=")[2] for part in sys.argv if part.startswith("--deselect=")]
+given = json.loads(Path("behaviour.json").read_text())
+print("measuring", *sys.argv[1:], flush=True)
+if given.get("interrupt"):
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+if "status" in given:
+    print("last line", flush=True)
+    sys.exit(given["status"])
+number = int(path.name.split(".")[0].rpartition("-")[2])
+cases = []
+for size, seconds in given["seconds"].items():
+    level = seconds[(number - 1) % len(seconds)]
+    case = make_failed(batch_size=int(size)) if level is None else make_result(level, batch_size=int(size))
+    if "calls" in given and level is not None:
+        case.traffic = make_traffic(given["calls"])
+    case.nodeid = f"b.py::t[{case.id}]"
+    if case.nodeid not in left_out:
+        cases.append(case)
+found = make_report(cases)
+found.commit = commit(Path())
+found.session = Session(complete=True)
+dump(found, path)
+sys.exit(given.get("ends", 0))
+'''
+
+STEADY = {"1": [10.0], "2": [20.0]}
+
+
+class Project:
+    """A repository whose commits contain the times that they measure."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        self.git("init", "--quiet", "--initial-branch=main")
+        (root / ".gitignore").write_text(".llmgpu\n.venv\n")
+        (root / "measure.py").write_text(_MEASURE)
+
+    def git(self, *arguments: str) -> str:
+        """Return the output of git in the repository."""
+        command = ["git", "-C", str(self.root), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def commit(self, name: str, policy: str | None = None, **behaviour: object) -> None:
+        """Commit what the command measures there, with a tag of the same name."""
+        (self.root / "behaviour.json").write_text(json.dumps(behaviour))
+        if policy is not None:
+            (self.root / "pyproject.toml").write_text(policy)
+        self.git("add", ".")
+        self.git("commit", "--quiet", "--allow-empty", "-m", name)
+        self.git("tag", name)
+
+    @property
+    def kept(self) -> Path:
+        """The folder of the only run."""
+        (folder,) = (folder for command in (self.root / ".llmgpu").iterdir() for folder in command.iterdir())
+        return folder
+
+    def reports(self) -> tuple[Report, Report]:
+        """Return the merged reports that `llmgpu ab` kept."""
+        return file.load(self.kept / "base.json.gz"), file.load(self.kept / "head.json.gz")
+
+    def launches(self) -> list[str]:
+        """Return the names of all launches in the order in which they ran."""
+        logs = sorted((self.kept / "launches").glob("*.log"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.stem for path in logs]
+
+    def untouched(self) -> None:
+        """Assert that the user's tree is clean, and that no worktree and no temporary file remains."""
+        assert self.git("status", "--porcelain") == ""
+        assert len(self.git("worktree", "list").splitlines()) == 1
+        assert list((self.root.parent / "tmp").iterdir()) == []
+
+
+def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """Return an empty project in the working directory; temporary files are outside it."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    path = [str(Path(__file__).parents[1]), str(Path(pytest_llmgpu.__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    found = Project(tmp_path / "project")
+    monkeypatch.chdir(found.root)
+    return found
