@@ -3,6 +3,9 @@
 `python -m` puts the working directory first in the import path, and PYTHONPATH comes before the standard library: a
 file `queue.py` or `select.py` next to the tests would be imported in place of Python's own module. A process that is
 started with `command` finds the standard library first, and then everything that its parent finds.
+
+A shell starts a background job with SIGINT ignored, and children inherit that. A process of `command` has the default
+handlers of the signals that end it.
 """
 
 from __future__ import annotations
@@ -11,11 +14,16 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
-__all__ = ["command", "die_with_parent"]
+__all__ = ["command", "die_with_parent", "end_marked"]
 
 _START = """\
-import runpy, sys
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
 module, path = sys.argv[1:3]
 sys.path[:] = [folder for folder in sys.path if folder]
 sys.path += [folder for folder in path.split({separator!r}) if folder and folder not in sys.path]
@@ -43,3 +51,29 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this process, has ended")
+
+
+def end_marked(mark: str) -> None:
+    """Kill every process that has a variable in its environment, such as `NAME=value`.
+
+    A daemon has left its parent's process group, but its environment stays (Linux: proc_pid_environ(5)).
+
+    Args:
+        mark: The name and the value of the variable, which only the processes to kill have.
+    """
+    killed: set[int] = set()
+    while found := _marked(mark.encode()) - killed:  # one of them may have started another meanwhile
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _marked(mark: bytes) -> set[int]:
+    """Return the processes with this variable; a process that has ended and is not reaped has no variables."""
+    found = set()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it is of another user, or has ended
+            if mark in environment.read_bytes().split(b"\0"):
+                found.add(int(environment.parent.name))
+    return found

@@ -270,6 +270,8 @@ class Profiler:
             except OSError as error:
                 self._end(f"the sampler could not be started: {error}")
                 return
+            if process.stdin is not None:
+                os.set_blocking(process.stdin.fileno(), False)  # a sampler that is stopped reads no marks
             with self._changed:
                 self._process = process
                 closing = self._closing

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import queue
+import secrets
 import signal
 import subprocess
 import threading
@@ -26,14 +28,18 @@ from pytest_llmgpu import processes
 from pytest_llmgpu.ranks import oom, serving
 from pytest_llmgpu.ranks.oom import Death
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
 
 __all__ = ["LocalLauncher", "LocalRank"]
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_LOG_TAIL_LINES = 40
+_MARK = "LLMGPU_RANK_OF"
+"""This variable of a rank is inherited by every process that the rank starts."""
 _CLOSE_S = 10.0
 _STACKS_S = 1.0
+_MOST_BYTES = 2**29
+"""An answer is at most this long. Text that a library writes to the pipe by mistake would be a longer one."""
 _DRAIN_S = 2.0
 """Time limit for the data that is still in a pipe when the process has ended."""
 
@@ -65,6 +71,11 @@ class LocalRank:
     def __init__(self, rank: int, environment: Mapping[str, str], log: Path, on_batch: BatchListener) -> None:
         self.rank = rank
         self._log = log
+        self._mark = secrets.token_hex(16)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Commands for the process; None ends the pipe."""
+        self._unreadable: str | None = None
+        """The reason why the process was ended: it sent something else than answers and batches."""
         self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
         self._batch_received = threading.Condition()
@@ -78,7 +89,7 @@ class LocalRank:
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
                 processes.command("pytest_llmgpu.ranks", serving.FLAG, *map(str, (os.getpid(), *inherited))),
-                env={**_environment(), **environment, "PYTHONUNBUFFERED": "1"},
+                env={**_environment(), **environment, "PYTHONUNBUFFERED": "1", _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
@@ -87,12 +98,13 @@ class LocalRank:
             )
         for descriptor in inherited:
             os.close(descriptor)
-        self._commands = Connection(command_out, readable=False)
+        self._on_batch = on_batch
+        commands = Connection(command_out, readable=False)
+        answers, batches = Connection(answer_in, writable=False), Connection(batch_in, writable=False)
         self._threads = [
-            threading.Thread(
-                target=self._read_batches, args=(Connection(batch_in, writable=False), on_batch), daemon=True
-            ),
-            threading.Thread(target=self._read_answers, args=(Connection(answer_in, writable=False),), daemon=True),
+            threading.Thread(target=self._receive, args=(batches, self._take_batch), daemon=True),
+            threading.Thread(target=self._receive, args=(answers, self._take_answer), daemon=True),
+            threading.Thread(target=self._send, args=(commands,), daemon=True),
             threading.Thread(target=self._watch, daemon=True),
         ]
         for thread in self._threads:
@@ -119,15 +131,12 @@ class LocalRank:
             self._pending.append(future)
             # Processes that the host killed earlier do not explain a failure of this command.
             self._kills_before = oom.host_kills()
-        # If the process has died, `_watch` fails the future with the exit status.
-        with contextlib.suppress(BrokenPipeError):
-            self._commands.send_bytes(command)
+            self._outbox.put(command)
         return future
 
     def close(self) -> None:
         """Let the process end by itself; kill it after a time limit."""
-        with contextlib.suppress(OSError):
-            self._commands.close()
+        self._outbox.put(None)
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -137,9 +146,10 @@ class LocalRank:
     def kill(self) -> None:
         """End the process at once and wait for it."""
         self._end_group()
-        self._process.wait()
-        with contextlib.suppress(OSError):
-            self._commands.close()
+        # A process that waits in a driver ends once the driver returns.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_S)
+        self._outbox.put(None)
         self._join()
 
     def stacks(self) -> str:
@@ -157,33 +167,45 @@ class LocalRank:
 
     def log_tail(self) -> str:
         """Return the last lines of the log of the process."""
-        try:
-            text = self._log.read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+        return excerpts.log_tail(self._log)
 
-    def _read_answers(self, answers: Connection) -> None:
-        while True:
-            try:
-                payload = answers.recv_bytes()
-            except (EOFError, OSError):
-                break
-            with self._lock:
-                future = self._pending.popleft()
-            try:
-                sent, done, answer = pickle.loads(payload)  # noqa: S301 - written by our own child
-            except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
-                failure = Failure(phase="forward", message=f"the answer does not unpickle: {error}")
-                sent, done, answer = 0, False, ("error", failure, [])
-            self._wait_for_batches(sent)
-            if done:
-                future.set_result(answer)
-            else:
-                outcome, failure, use = answer
-                failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=self.log_tail())
-                future.set_exception(RankFailedError(outcome, failure, use))
-        answers.close()
+    def _send(self, commands: Connection) -> None:
+        """Send the commands in turn: a process that is stopped does not read, and sending waits without a limit."""
+        # If the process has died, `_watch` fails the future with the exit status.
+        with contextlib.suppress(BrokenPipeError), commands:
+            while (command := self._outbox.get()) is not None:
+                commands.send_bytes(command)
+
+    def _receive(self, messages: Connection, take: Callable[[bytes], None]) -> None:
+        """Pass each message of a pipe to `take`. If one is unreadable, end the process: no later one can be found."""
+        try:
+            while True:
+                take(messages.recv_bytes(_MOST_BYTES))
+        except EOFError:
+            pass
+        except Exception as error:  # noqa: BLE001 - unpickling other data than ours may raise anything
+            # The process may have died while it wrote. The length of a message is refused by closing the pipe.
+            if messages.closed or not isinstance(error, OSError):
+                self._unreadable = f"{type(error).__name__}: {error}"
+                self._end_group()
+        messages.close()
+
+    def _take_answer(self, payload: bytes) -> None:
+        sent, done, content = pickle.loads(payload)  # noqa: S301 - written by our own child
+        with self._lock:
+            future = self._pending.popleft()
+        self._wait_for_batches(sent)
+        try:
+            answer = pickle.loads(content)  # noqa: S301 - written by our own child
+        except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
+            message = f"the answer does not unpickle: {excerpts.beginning(str(error))}"
+            done, answer = False, ("error", Failure(phase="forward", message=message), [])
+        if done:
+            future.set_result(answer)
+        else:
+            outcome, failure, use = answer
+            failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=self.log_tail())
+            future.set_exception(RankFailedError(outcome, failure, use))
 
     def _watch(self) -> None:
         """Fail all pending futures when the process ends; its pipes stay open if a child of it holds them."""
@@ -194,21 +216,16 @@ class LocalRank:
         self._fail_pending(self._death())
 
     def _end_group(self) -> None:
-        """End the process and its children; it leads a session, so they are its process group."""
+        """End the process and its children; it leads a session, so most of them are its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        processes.end_marked(f"{_MARK}={self._mark}")
 
-    def _read_batches(self, batches: Connection, on_batch: BatchListener) -> None:
-        while True:
-            try:
-                payload = batches.recv_bytes()
-            except (EOFError, OSError):
-                break
-            on_batch(self.rank, FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
-            with self._batch_received:
-                self._batches_received += 1
-                self._batch_received.notify_all()
-        batches.close()
+    def _take_batch(self, payload: bytes) -> None:
+        self._on_batch(self.rank, FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
+        with self._batch_received:
+            self._batches_received += 1
+            self._batch_received.notify_all()
 
     def _wait_for_batches(self, sent: int) -> None:
         """Wait for the batches that the rank sent before an answer: the two pipes keep no common order."""
@@ -221,10 +238,13 @@ class LocalRank:
             Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=oom.host_kills())
         )
         end = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
+        message = f"rank {self.rank} ended with {end}"
+        if self._unreadable is not None:
+            message = f"rank {self.rank} was ended: it sent data that is no answer ({self._unreadable})"
         failure = Failure(
             phase="forward",
             rank=self.rank,
-            message=f"rank {self.rank} ended with {end}",
+            message=message,
             evidence=shortage.rule if shortage else end,
             log_tail=log,
             exit_code=code if code >= 0 else None,

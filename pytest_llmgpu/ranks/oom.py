@@ -32,6 +32,8 @@ _MESSAGES = {
 """Name of a rule to the pattern of the message."""
 
 _LAST_LINES = 3
+_TEXT_LETTERS = 2**16
+"""A message is searched up to here; those of torch have some hundred letters."""
 _CUBLAS_BYTES = 64 * MIB
 """The handle and the workspace of cuBLAS take tens of MiB."""
 
@@ -93,7 +95,7 @@ def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 def _of_exception(exception: BaseException) -> OutOfMemory | None:
     for link in _chain(exception):
         if (rule := _rule(link)) is not None:
-            text = str(link)
+            text = _text(link)
             return OutOfMemory(
                 rule=rule,
                 requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}", text),
@@ -137,7 +139,7 @@ def _rule_of_runtime_error(error: RuntimeError) -> str | None:
     """Return the rule that matches a RuntimeError, the class that torch raises for most failures."""
     from accelerate.utils.memory import should_reduce_batch_size
 
-    text = str(error)
+    text = _text(error)
     if type(error).__name__ == "OutOfMemoryError":
         return "torch's allocator"
     for name, pattern in _MESSAGES.items():
@@ -150,6 +152,10 @@ def _rule_of_runtime_error(error: RuntimeError) -> str | None:
     if error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):
         return "accelerate's should_reduce_batch_size"
     return None
+
+
+def _text(error: BaseException) -> str:
+    return str(error)[:_TEXT_LETTERS]
 
 
 def _is_a_device_full() -> bool:

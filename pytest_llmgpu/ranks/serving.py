@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -13,12 +14,16 @@ from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 
 __all__ = ["FLAG", "failure_of", "main", "serve"]
 
 FLAG = "--serve"
 """`python -m pytest_llmgpu.ranks` starts a rank if this is its first argument."""
+
+
+_TRACEBACK_LETTERS = 2**15
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -65,22 +70,22 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
             return
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
-            answer = fn(state, *args)
-            payload = pickle.dumps((sent, True, answer))
+            done, content = True, pickle.dumps(fn(state, *args))
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
-            traceback.print_exc()
-            payload = pickle.dumps((sent, False, (*failure_of(error, state.phase), state.use())))
+            print(excerpts.beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
+            done, content = False, pickle.dumps((*failure_of(error, state.phase), state.use()))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
             del error
-        answers.send_bytes(payload)
+        # The content is pickled apart: it may be an object of the user that does not unpickle.
+        answers.send_bytes(pickle.dumps((sent, done, content)))
 
 
 def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     """Return an exception as plain records; a pickled exception needs its library, and some do not unpickle."""
     shortage = oom.decide_out_of_memory(error)
-    name, first_line = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
-    message = f"{name}: {first_line}".rstrip(": ")
+    name, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
+    message = excerpts.beginning(f"{name}: {first_line}".rstrip(": "))
     if shortage is None:
         return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
     return "oom", Failure(

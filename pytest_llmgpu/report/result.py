@@ -49,7 +49,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why a case did not complete."""
 
     phase: Phase
-    """Phase of the failure: `load` is before the first batch, `forward` from the warm-up on."""
+    """Phase of the failure: `load` is before the model is loaded, `forward` after that."""
     rank: Count | None = None
     """Rank that failed first; null if no single rank failed, as with a time limit."""
     message: str

@@ -14,7 +14,7 @@ import msgspec
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
-from pytest_llmgpu.report import file
+from pytest_llmgpu.report import excerpts, file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
@@ -271,7 +271,7 @@ def _publishable(failure: Failure, rootdir: Path) -> Failure:
     log = failure.log_tail
     return msgspec.structs.replace(
         failure,
-        message=anonymous(short_paths(failure.message, rootdir)),
+        message=anonymous(short_paths(excerpts.beginning(failure.message), rootdir)),
         log_tail=None if log is None else anonymous(short_paths(log, rootdir)),
     )
 

@@ -173,7 +173,7 @@ class Runner:
         launch.load_s = self._load_s
         self._send_items(group, request)
         # Before the window begins: caches that the previous case left are not part of this case.
-        group.ask(worker.reset, phase="load", timeout_s=request.load_timeout_s)
+        group.ask(worker.reset, phase="forward", timeout_s=request.timeout_s)
         self._begin("forward", profiler)
         began = self._began_s
         group.ask(worker.warm_up, case.dataset_sha256, case.batch_size, phase="forward", timeout_s=request.timeout_s)
@@ -332,7 +332,7 @@ class Runner:
         """Send the items of a case to the ranks, unless they have them."""
         sha256 = request.case.dataset_sha256
         if sha256 not in group.given:
-            group.ask(worker.give, sha256, request.items, request.task, phase="load", timeout_s=request.load_timeout_s)
+            group.ask(worker.give, sha256, request.items, request.task, phase="forward", timeout_s=request.timeout_s)
             group.given.add(sha256)
 
     def _keep_finished_part(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:

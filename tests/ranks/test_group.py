@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_a_time_limit_has_the_stacks_of_the_ranks(pair: RankGroup) -> None:
     assert caught.value.outcome == "timeout"
     assert caught.value.failure.message == "no finished batch for 0.5 s"
     assert "hang_in_a_collective" in (caught.value.failure.log_tail or "")
+
+
+def test_a_stopped_rank_is_a_time_out_whatever_is_sent_to_it(pair: RankGroup) -> None:
+    """A dataset is more than a pipe holds: sending it must not wait for the rank."""
+    identities = pair.ask(ranks.identity, phase="forward", timeout_s=60)
+    os.kill(identities[1][0], signal.SIGSTOP)
+    with pytest.raises(RankFailedError) as caught:
+        pair.ask(ranks.add, b"1" * 2**22, b"", phase="forward", timeout_s=0.5)
+    assert caught.value.outcome == "timeout"
 
 
 def test_a_batch_has_the_latency_of_its_slowest_rank() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -174,6 +175,45 @@ def test_a_child_of_a_rank_does_not_hide_its_death(rank: LocalRank) -> None:
     error = _failure(rank, ranks.fork_and_die)
     assert (error.outcome, error.failure.signal) == ("crashed", signal.SIGSEGV)
     assert not rank.alive
+
+
+def test_a_child_in_a_session_of_its_own_ends_with_its_rank(rank: LocalRank) -> None:
+    """A daemon that a library starts would use the GPU during the next case."""
+    descriptor = os.pidfd_open(_answer(rank.submit(ranks.start_daemon)))
+    rank.kill()
+    gone, _, _ = select.select([descriptor], [], [], _ANSWER_S)
+    os.close(descriptor)
+    assert gone
+
+
+@pytest.mark.parametrize("write", [ranks.write_to_the_answers, ranks.write_to_the_batches])
+@pytest.mark.parametrize("text", [b"INFO: a library starts\n" * 9, b"\0\0\0\4text"])
+def test_text_in_a_pipe_of_a_rank_is_a_crash_at_once(rank: LocalRank, write: Callable[..., None], text: bytes) -> None:
+    """A library that writes to a wrong descriptor ends the case, and the message names the reason."""
+    error = _failure(rank, write, text)
+    assert error.outcome == "crashed"
+    assert error.failure.message.startswith("rank 0 was ended: it sent data that is no answer (")
+
+
+@pytest.mark.parametrize(("size_bytes", "last"), [(2**31, "the reason"), (0, 50_000_000 * "x")])
+def test_a_log_of_gigabytes_is_read_from_its_end(rank: LocalRank, size_bytes: int, last: str) -> None:
+    """A report has the last lines, each cut, and pytest's process stays small."""
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    log = _failure(rank, ranks.log_and_die, size_bytes, last).failure.log_tail
+    assert log is not None
+    assert len(log) < 50_000
+    assert "bytes of the log left out)" in log.splitlines()[0]
+    assert last[:100] in log
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 2**17
+
+
+@pytest.mark.slow
+def test_a_message_of_megabytes_is_cut(rank: LocalRank) -> None:
+    """The failure has the beginning of the message and the number of bytes that are left out."""
+    error = _failure(rank, ranks.raise_at_length, 200_000_000)
+    assert error.outcome == "error"
+    assert error.failure.message.endswith("... (199,998,014 bytes left out)")
+    assert len(error.failure.log_tail or "") < 50_000
 
 
 def test_a_rank_does_not_inherit_the_rank_variables_of_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

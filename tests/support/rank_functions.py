@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -120,6 +122,36 @@ def fork_and_die(_state: RankState) -> None:
     if os.fork() == 0:
         threading.Event().wait()
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def start_daemon(_state: RankState) -> int:
+    """Leave a process in a session of its own, which holds no pipe of the rank."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+
+
+def write_to_the_answers(_state: RankState, text: bytes) -> None:
+    """Write text to the pipe of the answers, as a library does that closes a descriptor twice."""
+    os.write(int(sys.argv[4]), text)
+    threading.Event().wait()
+
+
+def write_to_the_batches(_state: RankState, text: bytes) -> None:
+    """Write text to the pipe of the batches."""
+    os.write(int(sys.argv[5]), text)
+    threading.Event().wait()
+
+
+def log_and_die(_state: RankState, size_bytes: int, last: str) -> None:
+    """Make the log so large, write a last line, and end."""
+    os.ftruncate(1, size_bytes)
+    os.lseek(1, 0, os.SEEK_END)
+    os.write(1, f"\n{last}\n".encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_at_length(_state: RankState, letters: int) -> NoReturn:
+    """Raise an exception with a long message."""
+    raise RuntimeError("1" * letters)
 
 
 class UncompiledTensorParallel(TensorParallel):
