@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
 _WORKER_ERROR = "llmgpu_usage_error"
 """Key of the error that an xdist worker sends to its controller."""
-_MARKER_ERRORS = pytest.StashKey[list[str]]()
-"""In `config.stash`: the tests whose markers are not allowed, each with the reason."""
+_MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
+"""In `config.stash`: node id of each test function whose markers are not allowed to the reason."""
+_REFUSED = pytest.StashKey[str]()
+"""In `item.stash`: the reason why a test cannot be measured. It fails with it, and the other tests run."""
+_NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = options.resolve(config)
     options.check_gate_flags(config, chosen)
     config.stash[DESELECTED] = selection.limits_of_selection(config)
-    config.stash[_MARKER_ERRORS] = []
+    config.stash[_MARKER_ERRORS] = {}
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
     config.pluginmanager.register(fixtures.TaskFixtures(config), "llmgpu-task-fixtures")
@@ -80,8 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a marked test the strategies and batch sizes of its marker.
 
-    pytest's own marker `parametrize` replaces the parameters of the fixtures. A marker that is not allowed is refused
-    at the end of the collection, because here pytest would show it with a traceback.
+    pytest's own marker `parametrize` replaces the parameters of the fixtures. A test whose marker is not allowed fails
+    when it runs, because here pytest would show a traceback and stop the collection.
     """
     markers = list(metafunc.definition.iter_markers("llmgpu"))
     if not markers:
@@ -89,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         chosen = options.resolve(metafunc.config, markers)
     except pytest.UsageError as error:
-        metafunc.config.stash[_MARKER_ERRORS].append(f"{metafunc.definition.nodeid}: {error}")
+        metafunc.config.stash[_MARKER_ERRORS][metafunc.definition.nodeid] = str(error)
         return
     if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
         for mark in fixtures.parametrize_marks(chosen, metafunc.fixturenames):
@@ -109,31 +112,44 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     This is not done in pytest_collection_modifyitems, because other plugins reorder after its last implementation.
     """
-    ours = [item for item in session.items if selection.is_ours(item)]
     errors = session.config.stash[_MARKER_ERRORS]
-    if not ours and not errors:
+    for item in session.items:
+        if (error := errors.get(item.nodeid.partition("[")[0])) is not None:
+            _refuse(item, error)
+    ours = [item for item in session.items if _runs(item)]
+    if not ours:
         return
     if hasattr(session.config, "workerinput"):
-        workeroutput: dict[str, str] = session.config.workeroutput  # type: ignore[attr-defined]  # xdist's own
-        no_workers = "-n: xdist's workers cannot share the GPUs; run these tests without -n"
-        workeroutput[_WORKER_ERROR] = errors[0] if errors else no_workers
-        session.items[:] = [item for item in session.items if item not in ours]
+        if options.resolve(session.config).compare is not None:
+            # A run that is compared must not pass without a measurement.
+            session.config.workeroutput[_WORKER_ERROR] = f"-n: {_NO_WORKERS}"  # type: ignore[attr-defined]  # xdist's own
+        for item in ours:
+            item.add_marker(pytest.mark.skip(reason=_NO_WORKERS))
         return
-    if errors:
-        raise pytest.UsageError(errors[0])
     from pytest_llmgpu.strategies import BUILT_IN
 
+    for item in ours:
+        if (error := selection.idle_marker(item)) is not None:
+            _refuse(item, error)
+    ours = [item for item in ours if _runs(item)]
     groups = [selection.group_of(item) for item in ours]
     measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy)}
     options.check_strategy_flags(session.config, measured, BUILT_IN)
-    session.items[:] = selection.run_order(session.items)
+    session.items[:] = selection.run_order(session.items, _runs)
     if not selection.runs_nothing(session.config):
-        _plan([item for item in session.items if selection.is_ours(item)])
+        _plan([item for item in session.items if _runs(item)])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test that cannot be measured, with the reason in one line."""
+    if (reason := item.stash.get(_REFUSED, None)) is not None:
+        pytest.fail(reason, pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Refuse the run if an xdist worker collected our tests: this is the last hook that can raise a usage error."""
+    """Refuse a run that is compared where xdist's workers collected our tests: the last hook that can do so."""
     error = getattr(node, "workeroutput", {}).get(_WORKER_ERROR)
     if error is not None:
         raise pytest.UsageError(error)
@@ -141,7 +157,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
     """Print devices, model and dataset before the tests run."""
-    if selection.runs_nothing(config) or not any(selection.is_ours(item) for item in items):
+    if selection.runs_nothing(config) or hasattr(config, "workerinput") or not any(map(_runs, items)):
         return []
     return config.stash[SESSION]().headlines()
 
@@ -193,21 +209,44 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         benchmark.close()
 
 
+def _runs(item: pytest.Item) -> bool:
+    """Return whether a test uses the model and was not refused."""
+    return selection.is_ours(item) and _REFUSED not in item.stash
+
+
+def _refuse(item: pytest.Item, error: object) -> None:
+    """Make a test fail with an error of its marker when it runs."""
+    item.stash[_REFUSED] = f"{item.nodeid}: {error}"
+
+
 def _plan(items: Sequence[pytest.Item]) -> None:
+    """Check every test before anything expensive starts.
+
+    What a marker chose concerns its test alone; everything else was chosen for the run, which is refused.
+    """
+    if not items:
+        return
     session = items[0].config.stash[SESSION]()
     try:
         session.find_baseline(fixtures.options_of(items[0]))
-        for item in items:
-            size = selection.parameter(item, "batch_size")
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    for item in items:
+        size = selection.parameter(item, "batch_size")
+        markers = list(item.iter_markers("llmgpu"))
+        try:
             session.expect(
                 selection.group_of(item),
                 item.nodeid if selection.measures(item) else None,
                 int(size) if isinstance(size, BatchSize) else 1,
                 scored=fixtures.tasks_of(item, session.planner.known_tasks),
-                may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in item.iter_markers("llmgpu")),
+                may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in markers),
             )
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        except ValueError as error:
+            if not any(mark.kwargs for mark in markers):
+                raise pytest.UsageError(str(error)) from None
+            given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
+            _refuse(item, f"marker llmgpu({given}): {error}")
 
 
 def _made(config: pytest.Config) -> BenchmarkSession | None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from pytest_llmgpu.plugin import fixtures
-from pytest_llmgpu.plugin.fixtures import StrategyName
+from pytest_llmgpu.plugin.fixtures import BatchSize, StrategyName
 from pytest_llmgpu.report.options import Options
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "batch_size_of",
     "fixture_names",
     "group_of",
+    "idle_marker",
     "is_ours",
     "limits_of_selection",
     "measures",
@@ -81,13 +82,37 @@ def limits_of_selection(config: pytest.Config) -> list[str]:
     return found
 
 
-def run_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests with ours in the order of `ascending`, in the places that ours have; the others stay."""
+def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
+    """Return the tests with ours in the order of `ascending`, in the places that ours have; the others stay.
+
+    Args:
+        items: All tests of the run.
+        runs: Returns whether a test is one of ours that is measured.
+    """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
-    ours = [item for item in items if is_ours(item)]
+    ours = [item for item in items if runs(item)]
     ordered = iter(ascending(ours, group_of, batch_size_of, lambda item: group_of(item)[0] == REFERENCE_STRATEGY))
-    return [next(ordered) if is_ours(item) else item for item in items]
+    return [next(ordered) if runs(item) else item for item in items]
+
+
+def idle_marker(item: pytest.Item) -> str | None:
+    """Return an error if a marker chooses strategies or batch sizes where it has no effect: in a `pytest.param`.
+
+    pytest makes the parameters of a test from the markers of its function, before it looks at those of a parameter.
+    """
+    chosen = fixtures.options_of(item)
+    strategy, size = parameter(item, "llm"), parameter(item, "batch_size")
+    for name, value, allowed in (
+        ("strategy", strategy, chosen.strategy),
+        ("batch_sizes", size, chosen.batch_sizes),
+    ):
+        if isinstance(value, (StrategyName, BatchSize)) and value not in allowed:
+            return (
+                f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "
+                f"{value}: put the marker on the test function"
+            )
+    return None
 
 
 _T = TypeVar("_T")

@@ -305,14 +305,18 @@ def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, run: Run) -> N
         ("limit=0", "*(limit=...): '0' is not allowed: *"),
     ],
 )
-def test_a_bad_marker_is_refused_in_one_line(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
-    """A wrong marker is a usage error that names the test, and nothing runs."""
-    pytester.makepyfile(test_it=f"import pytest\n\n@pytest.mark.llmgpu({marker})\n{textwrap.dedent(_BENCHMARK)}")
-    result = pytester.runpytest_inprocess()  # no flags, which would win
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: test_it.py::test_hellaswag: {complaint}"])
-    assert "plugin.py" not in result.stdout.str() + result.stderr.str()
+def test_a_bad_marker_fails_its_test_in_one_line(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
+    """A wrong marker fails its test with one line that names it; tests beside it run."""
+    benchmark = textwrap.dedent(_BENCHMARK)
+    pytester.makepyfile(
+        test_it=f"import pytest\n\n@pytest.mark.llmgpu({marker})\n{benchmark}\ndef test_other():\n    pass\n"
+    )
+    result = pytester.runpytest_inprocess("-rE", "-p", "no:cacheprovider", "--maxfail=1")  # no flags, which would win
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines([f"test_it.py::test_hellaswag[[]mp-bs1]: {complaint}"])
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
     assert not (pytester.path / ".llmgpu").exists()
+    pytester.runpytest_inprocess("-k", "other").assert_outcomes(passed=1, deselected=7)
 
 
 @pytest.mark.slow
@@ -476,15 +480,22 @@ def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pyteste
 
 
 @pytest.mark.slow
-def test_xdist_is_refused_in_one_line(pytester: pytest.Pytester, run: Run) -> None:
-    """Measuring with -n is refused, and other tests can use -n."""
+def test_xdist_skips_tests_of_models_with_the_reason(pytester: pytest.Pytester, run: Run) -> None:
+    """With -n the tests that need the GPUs are skipped, and the others run."""
+    pytester.makepyfile(test_it=_BENCHMARK, test_others="def test_other(): pass")
+    result = run("-n", "1", "-rs", in_process=False, sizes="1,2")
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED *xdist*-n 0*"])
+
+
+@pytest.mark.slow
+def test_xdist_cannot_compare(pytester: pytest.Pytester, run: Run) -> None:
+    """A run that is compared with a baseline must not pass without a measurement."""
     pytester.makepyfile(test_it=_BENCHMARK)
-    result = run("-n", "1", in_process=False)
+    result = run("-n", "1", "--llmgpu-compare=latest", in_process=False)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: -n: *"])
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
-    pytester.makepyfile(test_it="def test_other(): pass")
-    run("-n", "1", in_process=False).assert_outcomes(passed=1)
 
 
 @pytest.mark.slow

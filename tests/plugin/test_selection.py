@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+from support.faked_runs import FakedRuns
+
 from pytest_llmgpu.plugin.selection import ascending
 
 
@@ -21,3 +24,32 @@ def test_what_others_are_compared_with_runs_first() -> None:
     tests = [("tp", 8), ("iok", 1), ("mp", 64), ("tp", 1), ("mp", 1)]
     ordered = ascending(tests, lambda test: test[0], lambda test: test[1], lambda test: test[0] == "mp")
     assert ordered == [("mp", 1), ("mp", 64), ("tp", 1), ("tp", 8), ("iok", 1)]
+
+
+def test_what_a_marker_cannot_have_stops_its_own_test_alone(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case that cannot be measured fails with its marker and the reason, and the others are measured."""
+    runs = FakedRuns(pytester)
+    runs.start(monkeypatch)
+    pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\n")
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.llmgpu(limit=1)
+        def test_few(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+
+        @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.llmgpu(batch_sizes=[3])), 2])
+        def test_parameters(llm, hellaswag, batch_size, measure, x):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    result = pytester.runpytest_inprocess("--llmgpu-dataset=items.jsonl", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, errors=2)
+    few, parameters = (line for line in result.stdout.lines if line.startswith("test_it.py::"))
+    assert few.startswith("test_it.py::test_few[mp-bs8]: marker llmgpu(limit=1): batch size 8 is more than")
+    assert "marker llmgpu(batch_sizes=...)" in parameters
+    assert "on the test function" in parameters
+    assert [case.nodeid for case in runs.report().cases] == ["test_it.py::test_parameters[mp-bs8-2]"]
