@@ -12,12 +12,14 @@ from pytest_llmgpu.gate import accuracy
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
+from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, Rules
 from pytest_llmgpu.gate.series import OUT_OF_MEMORY, by_series, series_of, series_rows, settled
 from pytest_llmgpu.gate.timing import pairing, verdicts
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.gate.timing.pairing import Timed
+from pytest_llmgpu.gate.work import work_rows
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -131,6 +133,8 @@ class _Comparison:
 
     def _metrics(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         self._compared[head.id] = base, head
+        if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
+            self._entries.append(execution)
         noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
         self._take("time", pairing.timed(base, head, rules.time, *noise), rules.time.gate)
         answers = accuracy.answered(base, head, rules.accuracy)
@@ -139,7 +143,9 @@ class _Comparison:
         self._take("accuracy", answers, rules.accuracy.gate)
         if isinstance(answers, Answered):
             self._entries.append(accuracy.predictions_row(answers, gated=rules.predictions.gate))
-        self._take("traffic", traffic_row(base, head, gated=rules.traffic.gate), rules.traffic.gate)
+        for found in work_rows(base, head, rules):
+            self._take(found.metric, found.row, found.gap)
+        self._take("traffic", traffic_row(base, head, rules.traffic), rules.traffic.gate)
         if base.traffic is not None and head.traffic is not None:
             self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
         self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)

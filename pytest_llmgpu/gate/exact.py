@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
-from pytest_llmgpu.gate.policy import MemoryRule
-from pytest_llmgpu.gate.timing.comparable_launches import other_execution
+from pytest_llmgpu.gate.execution import other_execution
+from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import peaks_bytes
 from pytest_llmgpu.report.metrics import MetricName
@@ -24,39 +24,49 @@ _NAMED = 3
 """Most changes that a reason names, since it has two lines."""
 
 
-def traffic_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
-    """Judge the traffic: any change of calls, payload or wire bytes of any collective on any rank counts.
+def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str:
+    """Judge the traffic of each rank: its calls, payload bytes and wire bytes over all collectives.
+
+    A shift between collectives that leaves these sums within the threshold is OK, and the reason lists it.
 
     Returns:
-        REGRESSED where a figure grew, IMPROVED where figures only fell, NOT_COMPARABLE where the forwards ran in a new
-        execution and so in batches with another padding; or the reason why there is nothing to compare.
+        REGRESSED where a sum grew by more than the threshold, IMPROVED where sums only fell, NOT_COMPARABLE where the
+        forwards ran in a new execution and so in batches with another padding; or the reason why there is nothing to
+        compare.
     """
-    if (missing := _missing(head, "traffic", base.traffic, head.traffic, gated=gated)) is not None:
+    if (missing := _missing(head, "traffic", base.traffic, head.traffic, gated=rule.gate)) is not None:
         return missing
     assert base.traffic is not None
     assert head.traffic is not None
     same = base.traffic.ranks == head.traffic.ranks
     now_sent = float(head.traffic.sent_bytes)
     sent = now_sent if same else float(base.traffic.sent_bytes)
-    wire = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": 0.0}
+    figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.margin}
     # Unequal records can hold equal figures: the collectives may be in another order.
     before, after = (_by_rank(traffic) if not same else Counter() for traffic in (base.traffic, head.traffic))
     if before == after:
-        return Row.of(head, "traffic", "OK", "Traffic is equal.", gated=gated, **wire)
+        return Row.of(head, "traffic", "OK", "Traffic is equal.", gated=rule.gate, **figures)
     cause = other_execution(base, head)
     if cause is not None and _plans(base) != _plans(head):
         reason = f"The batches differ (plan_sha256), and so does their traffic.\n{cause}"
-        return Row.of(head, "traffic", "NOT_COMPARABLE", reason, gated=gated, **wire)
-    grew = any(after[place] > before[place] for place in before.keys() | after.keys())
-    verdict: Verdict = "REGRESSED" if grew else "IMPROVED"
-    return Row.of(head, "traffic", verdict, _traffic_change(before, after), gated=gated, **wire)
+        return Row.of(head, "traffic", "NOT_COMPARABLE", reason, gated=rule.gate, **figures)
+    then, now = _without_collective(before), _without_collective(after)
+    places = then.keys() | now.keys()
+    verdict: Verdict
+    if any(now[place] - then[place] > rule.margin * then[place] for place in places):
+        verdict = "REGRESSED"
+    else:
+        verdict = "IMPROVED" if any(then[place] - now[place] > rule.margin * then[place] for place in places) else "OK"
+    reason = _traffic_change(before, after, within=rule.margin if verdict == "OK" else None)
+    return Row.of(head, "traffic", verdict, reason, gated=rule.gate, **figures)
 
 
 _Figures = Counter[tuple[int, str, str]]
 """Rank, collective and name of a figure to its value."""
 
 
-def _traffic_change(before: _Figures, after: _Figures) -> str:
+def _traffic_change(before: _Figures, after: _Figures, *, within: float | None) -> str:
+    """Describe a change of the traffic; `within` is the threshold that it does not exceed."""
     places = before.keys() | after.keys()
     grew, shrank = (any(sign * (after[place] - before[place]) > 0 for place in places) for sign in (1, -1))
     then, now = _by_collective(before), _by_collective(after)
@@ -68,7 +78,8 @@ def _traffic_change(before: _Figures, after: _Figures) -> str:
     what = "; ".join(changed[:_NAMED]) or "the ranks split it differently"
     more = f"; and {len(changed) - _NAMED} more figures" if len(changed) > _NAMED else ""
     word = ("changed" if shrank else "grew") if grew else "fell"
-    return f"Traffic {word}: {what}{more}."
+    limit = "" if within is None else f" within the threshold of {percent(within)}"
+    return f"Traffic {word}{limit}: {what}{more}."
 
 
 def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
@@ -179,6 +190,13 @@ def _by_collective(figures: _Figures) -> Counter[tuple[str, str]]:
     sums: Counter[tuple[str, str]] = Counter()
     for (_, collective, figure), value in figures.items():
         sums[collective, figure] += value
+    return sums
+
+
+def _without_collective(figures: _Figures) -> Counter[tuple[int, str]]:
+    sums: Counter[tuple[int, str]] = Counter()
+    for (rank, _, figure), value in figures.items():
+        sums[rank, figure] += value
     return sums
 
 

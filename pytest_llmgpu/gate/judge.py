@@ -25,6 +25,9 @@ __all__ = ["judge"]
 
 _MAY_BE_KNOWN = WORSE | {"NOT_ENOUGH_DATA"}
 
+_CHANGES_ONLY = frozenset(("outcome", "execution", "kernels", "ops", "runtime_calls"))
+"""Metrics that a completed case may have no row of: the absence of a row means no change."""
+
 
 def judge(
     base: Report | None,
@@ -120,8 +123,8 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
 
 
 def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
-    """Return a case's rows where its outcome is the known regression: a completed case has rows of its metrics only."""
-    return [row for row in rows if row.id == entry.case] if entry.metric == "outcome" else []
+    """Return all rows of a case for a metric that has a row only where it changed; else none."""
+    return [row for row in rows if row.id == entry.case] if entry.metric in _CHANGES_ONLY else []
 
 
 def _unmatched(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:

@@ -15,6 +15,7 @@ from pytest_llmgpu.report.text import MIB
 
 __all__ = [
     "AccuracyRule",
+    "AmountRule",
     "ExactRule",
     "Known",
     "MemoryRule",
@@ -99,6 +100,15 @@ class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """True if a regression fails the gate. False: verdicts are reported only."""
 
 
+class AmountRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of an exact amount, which is equal in every launch of an equal program."""
+
+    gate: bool = True
+    """True if a regression fails the gate. False: verdicts are reported only."""
+    margin: float = 0.001
+    """The relative threshold: the growth that is allowed, as a fraction."""
+
+
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules of all metrics for one case."""
 
@@ -108,7 +118,19 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The rule of accuracy."""
     memory: MemoryRule = MemoryRule()
     """The rule of the peak memory."""
-    traffic: ExactRule = ExactRule()
+    execution: ExactRule = ExactRule()
+    """The rule of the execution: CUDA graphs in the baseline and eager forwards in the candidate are a regression."""
+    flops: AmountRule = AmountRule(margin=default_threshold("flops"))
+    """The rule of the floating-point operations of each rank."""
+    host_syncs: ExactRule = ExactRule()
+    """The rule of the calls that make the host wait for the GPU."""
+    kernels: ExactRule = ExactRule(gate=spec_of("kernels").gate)
+    """The rule of the number of kernel calls."""
+    ops: ExactRule = ExactRule(gate=spec_of("ops").gate)
+    """The rule of the number of calls of torch's ops."""
+    runtime_calls: ExactRule = ExactRule(gate=spec_of("runtime_calls").gate)
+    """The rule of the number of calls of the CUDA runtime and driver."""
+    traffic: AmountRule = AmountRule(margin=default_threshold("traffic"))
     """The rule of the bytes and calls that the ranks send."""
     path: ExactRule = ExactRule()
     """The rule of the links that carry the traffic."""
@@ -135,6 +157,18 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The changed keys of the rule of accuracy."""
     memory: dict[str, Any] = {}
     """The changed keys of the rule of memory."""
+    execution: dict[str, Any] = {}
+    """The changed keys of the rule of the execution."""
+    flops: dict[str, Any] = {}
+    """The changed keys of the rule of the floating-point operations."""
+    host_syncs: dict[str, Any] = {}
+    """The changed keys of the rule of host synchronizations."""
+    kernels: dict[str, Any] = {}
+    """The changed keys of the rule of kernel calls."""
+    ops: dict[str, Any] = {}
+    """The changed keys of the rule of calls of torch's ops."""
+    runtime_calls: dict[str, Any] = {}
+    """The changed keys of the rule of calls of the CUDA runtime."""
     traffic: dict[str, Any] = {}
     """The changed keys of the rule of traffic."""
     path: dict[str, Any] = {}

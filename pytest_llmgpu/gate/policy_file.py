@@ -158,6 +158,8 @@ def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
         (f"{place}accuracy.margin", rules.accuracy.margin, 0.0, 1.0),
         (f"{place}accuracy.floor", 0.0 if floor is None else floor, 0.0, 1.0 + 1e-9),
         (f"{place}accuracy.difference", 0.0 if difference is None else difference, 0.0, math.inf),
+        (f"{place}flops.margin", rules.flops.margin, 0.0, 1.0),
+        (f"{place}traffic.margin", rules.traffic.margin, 0.0, 1.0),
         (f"{place}memory.margin", rules.memory.margin, 0.0, 1.0),
         (f"{place}memory.absolute_bytes", rules.memory.absolute_bytes, 0.0, math.inf),
         (f"{place}memory.used_margin", rules.memory.used_margin, 0.0, 1.0),

@@ -17,6 +17,7 @@ import msgspec
 from pytest_llmgpu.report.derived import inference_s, peaks_bytes
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent
+from pytest_llmgpu.report.work import Work
 
 __all__ = [
     "JUDGED",
@@ -201,6 +202,52 @@ def _traffic(result: CaseResult) -> Figure | None:
     return None if result.traffic is None else _figure("bytes/sequence", result.traffic.wire_bytes_per_sequence)
 
 
+def _flops(result: CaseResult) -> Figure | None:
+    """Return the floating-point operations of all ranks for each sequence of the eager pass."""
+    for launch in result.launches:
+        flops = _of_ranks(launch, "flops")
+        sequences = _sequences(launch)
+        if flops is not None and sequences:
+            return _figure("FLOP/sequence", flops / sequences)
+    return None
+
+
+def _host_syncs(result: CaseResult) -> Figure | None:
+    """Return the host synchronizations of all ranks for each forward of the eager pass."""
+    for launch in result.launches:
+        syncs = _of_ranks(launch, "host_syncs")
+        if syncs is not None and launch.work is not None and (batches := _eager_batches(launch.work)):
+            return _figure("calls/forward", syncs / len(batches))
+    return None
+
+
+def _kernels(result: CaseResult) -> Figure | None:
+    """Return the kernel calls of all ranks for each forward in the execution of the case."""
+    for launch in result.launches:
+        kernels = _of_ranks(launch, "kernels")
+        if kernels is not None and launch.work is not None and launch.work.batches:
+            return _figure("calls/forward", kernels / len(launch.work.batches))
+    return None
+
+
+def _of_ranks(launch: Launch, name: str) -> int | None:
+    """Return the sum of a figure of the work over the ranks; None where a rank lacks it."""
+    figures: list[int | None] = [getattr(rank, name) for rank in launch.work.ranks] if launch.work is not None else []
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known and len(known) == len(figures) else None
+
+
+def _sequences(launch: Launch) -> int:
+    """Return the number of sequences of the eager pass; 0 where its batches were not timed."""
+    sequences = launch.batches.sequences
+    batches = _eager_batches(launch.work) if launch.work is not None else []
+    return sum(sequences[number] for number in batches) if max(batches, default=0) < len(sequences) else 0
+
+
+def _eager_batches(work: Work) -> list[int]:
+    return work.batches if work.eager_batches is None else work.eager_batches
+
+
 def _utilization(result: CaseResult) -> Figure | None:
     profiles = [launch.profile for launch in result.launches if launch.profile is not None]
     found = [device.metrics.get("utilization_pct") for profile in profiles for device in profile.devices]
@@ -221,6 +268,18 @@ def _sent(value: float) -> str:
     return f"{value / unit:,.4g} {name}" if value else "0"
 
 
+def _operations(value: float) -> str:
+    unit, name = next(
+        ((unit, name) for unit, name in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")) if value >= unit),
+        (1.0, "FLOP"),
+    )
+    return f"{value / unit:,.5g} {name}"
+
+
+def _counted(value: float) -> str:
+    return f"{value:,.0f}"
+
+
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -228,6 +287,11 @@ METRICS: tuple[MetricSpec, ...] = (
         name="outcome",
         kind="exact",
         next_step="Read `failure` of the case in the report: it has the message and the end of the log.",
+    ),
+    MetricSpec(
+        name="execution",
+        kind="exact",
+        next_step="Read `execution_choice` of the launch in the report: it names what could not be recorded.",
     ),
     MetricSpec(
         name="largest_batch",
@@ -290,8 +354,56 @@ METRICS: tuple[MetricSpec, ...] = (
         name="predictions", kind="exact", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
     ),
     MetricSpec(
+        name="flops",
+        kind="exact",
+        threshold=0.001,
+        unit="FLOP",
+        written=_operations,
+        next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
+        figure=_flops,
+        exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
+        trended=Trended(name="flops", title="computed (TFLOP/sequence, all ranks)", scale=1e12, judged_by=("flops",)),
+    ),
+    MetricSpec(
+        name="host_syncs",
+        kind="exact",
+        unit="calls",
+        written=_counted,
+        next_step="Find what reads a value back from the GPU: `.item()`, `.cpu()`, a condition on a tensor.",
+        figure=_host_syncs,
+        exported=Exported(column="host_syncs_per_forward", label=None, measure=None),
+    ),
+    MetricSpec(
+        name="kernels",
+        kind="exact",
+        gate=False,
+        unit="calls",
+        written=_counted,
+        next_step="Read the kernels that were added in `work` of the two reports.",
+        figure=_kernels,
+        exported=Exported(column="kernels_per_forward", label=None, measure=None),
+        trended=Trended(name="kernels", title="kernel calls (per forward, all ranks)", judged_by=("kernels",)),
+    ),
+    MetricSpec(
+        name="ops",
+        kind="exact",
+        gate=False,
+        unit="calls",
+        written=_counted,
+        next_step="Read `ops` of `work` in the two reports.",
+    ),
+    MetricSpec(
+        name="runtime_calls",
+        kind="exact",
+        gate=False,
+        unit="calls",
+        written=_counted,
+        next_step="Read `runtime_calls` of `work` in the two reports.",
+    ),
+    MetricSpec(
         name="traffic",
         kind="exact",
+        threshold=0.001,
         unit="wire bytes",
         written=_sent,
         next_step="Exact counts do not vary by chance: find what sends more since the baseline.",

@@ -319,8 +319,8 @@ def test_work_passes_of_other_batches_explain_nothing() -> None:
     ("verdict", "low", "caused"),
     [
         ("REGRESSED", None, True),
-        ("INCONCLUSIVE", 1.01, True),
-        ("INCONCLUSIVE", 0.99, False),
+        ("NOT_ENOUGH_DATA", 1.01, True),
+        ("NOT_ENOUGH_DATA", 0.99, False),
         ("OK", 1.01, False),
         ("IMPROVED", None, False),
     ],

@@ -7,7 +7,7 @@ from support.report_factory import GIB, make_memory, make_result
 from support.verdict_factory import make_invalid, make_traffic
 
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
-from pytest_llmgpu.gate.policy import MemoryRule
+from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report.result import CaseResult, Traffic
 from pytest_llmgpu.report.verdicts import Row
 
@@ -29,18 +29,51 @@ def _row(found: Row | str) -> Row:
         (make_traffic(64), "OK"),
         (make_traffic(65), "REGRESSED"),
         (make_traffic(63), "IMPROVED"),
-        (make_traffic(64, kind="all_gather"), "REGRESSED"),
+        (make_traffic(64, kind="all_gather"), "OK"),
     ],
     ids=["equal", "more", "less", "another collective"],
 )
-def test_any_change_of_traffic_is_a_change(head: Traffic, verdict: str, prose: Prose) -> None:
-    """One call in 64 more or less, or another collective, counts: the threshold is zero and one run is enough."""
-    row = _row(traffic_row(_sending(make_traffic(64)), _sending(head), gated=True))
+def test_one_launch_decides_on_traffic(head: Traffic, verdict: str, prose: Prose) -> None:
+    """One call in 64 more or less counts. A shift to another collective of the same size is OK, with the figures."""
+    row = _row(traffic_row(_sending(make_traffic(64)), _sending(head), AmountRule()))
     assert row.verdict == verdict
     assert prose == row.reason
     sent = float(sum(entry.wire_bytes for rank in head.ranks for entry in rank))
     assert (row.base, row.head) == (2.0 * 64 * 1024, sent)
     assert row.ratio == sent / (2 * 64 * 1024)
+
+
+def _collectives(*calls: tuple[str, int]) -> CaseResult:
+    """Return a result in which each of two ranks has calls of several kinds, of 1 KiB each."""
+    rank = [entry for kind, number in calls for entry in make_traffic(number, 1, kind=kind).ranks[0]]
+    return _sending(Traffic(ranks=[rank] * 2, wire_bytes_per_sequence=1.0))
+
+
+@pytest.mark.parametrize(
+    ("calls", "verdict"),
+    [
+        ([("all_reduce", 9_999), ("all_gather", 1_001)], "OK"),
+        ([("all_reduce", 10_011), ("all_gather", 1_000)], "OK"),
+        ([("all_reduce", 10_012), ("all_gather", 1_000)], "REGRESSED"),
+        ([("all_reduce", 9_000), ("all_gather", 2_012)], "REGRESSED"),
+        ([("all_reduce", 9_989), ("all_gather", 1_000)], "OK"),
+        ([("all_reduce", 9_988), ("all_gather", 1_000)], "IMPROVED"),
+    ],
+)
+def test_the_traffic_of_a_rank_may_grow_by_a_thousandth(calls: list[tuple[str, int]], verdict: str) -> None:
+    """All collectives of a rank are summed: 11 of 11,000 calls are allowed, and 12 are not."""
+    base = _collectives(("all_reduce", 10_000), ("all_gather", 1_000))
+    row = _row(traffic_row(base, _collectives(*calls), AmountRule()))
+    assert (row.verdict, row.threshold) == (verdict, 0.001)
+    assert _row(traffic_row(base, _collectives(*calls), AmountRule(margin=0.01))).verdict == "OK"
+
+
+def test_a_change_within_the_threshold_is_listed(prose: Prose) -> None:
+    """The reason of the OK row has the figures of each collective that changed."""
+    base, head = _collectives(("all_reduce", 10_000)), _collectives(("all_reduce", 9_990), ("broadcast", 11))
+    row = _row(traffic_row(base, head, AmountRule()))
+    assert row.verdict == "OK"
+    assert prose == row.reason
 
 
 def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
@@ -50,13 +83,13 @@ def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
         result.launches[0].memory = make_memory(peak=memory * GIB)
     head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
     words = "--llmgpu-cuda-graphs"
-    assert _row(traffic_row(base, head, gated=True)).verdict == "REGRESSED", "the batches are the same"
+    assert _row(traffic_row(base, head, AmountRule())).verdict == "REGRESSED", "the batches are the same"
     head.launches[0].plan_sha256 = "0" * 64
-    rows = [_row(traffic_row(base, head, gated=True)), _row(memory_row(base, head, MemoryRule()))]
+    rows = [_row(traffic_row(base, head, AmountRule())), _row(memory_row(base, head, MemoryRule()))]
     assert [row.verdict for row in rows] == ["NOT_COMPARABLE"] * 2
     assert all(words in row.reason for row in rows)
     head.traffic = base.traffic
-    assert _row(traffic_row(base, head, gated=True)).verdict == "OK"
+    assert _row(traffic_row(base, head, AmountRule())).verdict == "OK"
     head.case = base.case
     assert _row(memory_row(base, head, MemoryRule())).verdict == "REGRESSED"
 
@@ -65,23 +98,23 @@ def test_work_that_moves_between_ranks_is_a_change(prose: Prose) -> None:
     """The sums are equal and a rank sends more; the order of a rank's entries says nothing."""
     one, two = make_traffic(64), make_traffic(32)
     moved = Traffic(ranks=[make_traffic(96).ranks[0], two.ranks[0]], wire_bytes_per_sequence=1.0)
-    row = _row(traffic_row(_sending(one), _sending(moved), gated=True))
+    row = _row(traffic_row(_sending(one), _sending(moved), AmountRule()))
     assert row.verdict == "REGRESSED"
     assert prose == row.reason
     both = [*one.ranks[0], *make_traffic(1, kind="broadcast").ranks[0]]
     there, back = (Traffic(ranks=[kinds], wire_bytes_per_sequence=1.0) for kinds in (both, both[::-1]))
-    assert _row(traffic_row(_sending(there), _sending(back), gated=True)).verdict == "OK"
+    assert _row(traffic_row(_sending(there), _sending(back), AmountRule())).verdict == "OK"
 
 
 def test_a_figure_that_is_gone_is_missing(prose: Prose) -> None:
     """What the baseline knew and the candidate does not is said with its reason; the reverse is new."""
     head = _sending(None)
     head.why["traffic"] = "counting was switched off"
-    row = _row(traffic_row(_sending(make_traffic()), head, gated=True))
+    row = _row(traffic_row(_sending(make_traffic()), head, AmountRule()))
     assert row.verdict == "MISSING"
     assert prose == row.reason
-    assert traffic_row(head, _sending(make_traffic()), gated=True) == "traffic is new"
-    assert traffic_row(head, head, gated=True) == "traffic was not measured"
+    assert traffic_row(head, _sending(make_traffic()), AmountRule()) == "traffic is new"
+    assert traffic_row(head, head, AmountRule()) == "traffic was not measured"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +154,7 @@ def test_what_a_rank_receives_is_not_sent_again() -> None:
     """A pipeline's bytes on the wire are counted where they are sent."""
     there = make_traffic(64, kind="send").ranks[0], make_traffic(64, kind="recv").ranks[0]
     traffic = Traffic(ranks=list(there), wire_bytes_per_sequence=1.0)
-    row = _row(traffic_row(_sending(traffic), _sending(traffic), gated=True))
+    row = _row(traffic_row(_sending(traffic), _sending(traffic), AmountRule()))
     assert (row.base, row.head) == (64 * 1024, 64 * 1024)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_answers, make_failed, make_memory, make_report
+from support.report_factory import make_answers, make_failed, make_memory, make_report, make_work
 from support.verdict_factory import make_invalid, make_traffic, with_launches
 
 from pytest_llmgpu.gate.classify import exit_status, fails
@@ -35,6 +35,7 @@ def _full(
     """Return a completed result that has every metric."""
     answers = make_answers([number not in wrong for number in range(100)])
     result = with_launches([slower], accuracy=answers, memory=make_memory(peak=peak), **fields)
+    result.launches[0].work = make_work()
     result.traffic = make_traffic(calls, link="nvlink")
     result.nodeid = f"benchmarks/test_a.py::test_b[{result.id}]"
     return result
@@ -61,9 +62,9 @@ def _known(case: str, metric: MetricName) -> Known:
 def test_equal_reports_are_ok_in_every_metric() -> None:
     """Each metric was compared, and the exit status is 0."""
     found = _judge([_full()], [_full()])
-    metrics = ("time", "accuracy", "predictions", "traffic", "path", "memory")
+    metrics = ("time", "accuracy", "predictions", "flops", "host_syncs", "traffic", "path", "memory")
     assert _said(found) == dict.fromkeys(metrics, "OK")
-    assert (found.armed.compared, found.armed.gated, found.armed.unarmed) == (6, 5, {})
+    assert (found.armed.compared, found.armed.gated, found.armed.unarmed) == (8, 7, {})
     assert exit_status(found, Policy()) == 0
 
 
@@ -207,6 +208,8 @@ def test_nothing_compared_is_not_green() -> None:
     assert (found.armed.compared, found.armed.gated) == (1, 0)
     assert found.armed.unarmed == {
         "accuracy: no items were scored": 1,
+        "flops: flops was not measured": 1,
+        "host_syncs: host_syncs was not measured": 1,
         "memory: memory was not measured": 1,
         "traffic: traffic was not measured": 1,
     }
@@ -320,7 +323,7 @@ def test_other_software_is_named_where_something_changed(prose: Prose) -> None:
     found = judge(base, head, Policy(), today=TODAY, calibration=QUIET)
     assert prose == "\n".join(found.warnings)
     time = next(row for row in found.rows if row.metric == "time")
-    assert time.reason.splitlines()[1:] == ["Also changed: driver 570 -> none."]
+    assert time.reason.splitlines()[-1:] == ["Also changed: driver 570 -> none."]
     assert len(next(row for row in found.rows if row.metric == "memory").reason.splitlines()) == 1
 
 

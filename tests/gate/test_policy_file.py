@@ -114,7 +114,7 @@ def test_a_known_regression_has_an_expiry(tmp_path: Path) -> None:
         (KNOWN.format("time", "-0.1"), r"known\[0\]\.up_to = -0\.1: allowed is a number from 0 to less than inf"),
         (
             KNOWN.format("accuracy", "0.1"),
-            r"known\[0\]\.up_to: accuracy does not grow; allowed for time, traffic, memory, load_time",
+            r"known\[0\]\.up_to: accuracy does not grow; allowed for time, flops, host_syncs, kernels, ops, .*",
         ),
         ("[[known]]\ncase = 'x'", r"known\[0\]: object missing required field `metric`"),
         ("on_inconclusive = 'maybe'", r"on_inconclusive: invalid enum value 'maybe': allowed are pass, fail"),

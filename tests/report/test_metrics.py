@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.report_factory import make_result, make_work
 
 from pytest_llmgpu.gate.policy import Override, Policy
-from pytest_llmgpu.report.metrics import JUDGED, METRICS, MetricSpec
+from pytest_llmgpu.report.metrics import JUDGED, METRICS, MetricSpec, spec_of
+from pytest_llmgpu.report.result import Batches
 from pytest_llmgpu.report.verdicts import Row
 
 _JUDGED = [spec for spec in METRICS if spec.judged]
@@ -28,6 +30,23 @@ def test_a_judged_metric_has_a_next_step_and_a_policy_with_its_defaults(spec: Me
         assert rule.gate == spec.gate
         assert spec.threshold is None or rule.margin == spec.threshold
         assert hasattr(Override(), spec.name)
+
+
+def test_the_work_of_a_case_is_exported_for_one_sequence_or_forward() -> None:
+    """Work passes run a few batches: FLOPs by sequence, calls by forward, of the batches that each pass ran."""
+    result = make_result(batch_size=4)
+    names = ("flops", "host_syncs", "kernels")
+    figures = [spec_of(name).figure for name in names]
+    assert [figure(result) for figure in figures if figure] == [None] * 3
+    result.launches[0].work = make_work(eager_batches=[2])
+    found = [one.value for figure in figures if figure and (one := figure(result))]
+    assert found == [2 * 10**12 / 4, 2 * 4, 2 * 1000 / 2]
+    result.launches[0].work = make_work()
+    found = [one.value for figure in figures if figure and (one := figure(result))]
+    assert found == [2 * 10**12 / 8, 2 * 4 / 2, 2 * 1000 / 2]
+    result.launches[0].batches = Batches()
+    assert spec_of("flops").figure is not None
+    assert spec_of("flops").figure(result) is None  # type: ignore[misc]
 
 
 def test_names_are_unique() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND"]
 
-_NAMES = ("time", "collective", "memory", "batch-size", "answers")
+_NAMES = ("time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
 _SHOWN = 3
 """Most reasons per regression."""
 _INDENT = "    "

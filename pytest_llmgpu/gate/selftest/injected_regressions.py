@@ -6,7 +6,9 @@ The original is not changed. A copy shares the parts that the regression does no
 from __future__ import annotations
 
 import functools
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from pytest_llmgpu.report.derived import decode, derive, encode, predictions_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
 from pytest_llmgpu.report.text import GIB
+from pytest_llmgpu.report.work import RankWork
 
 __all__ = ["SLOWDOWN", "Regression", "regressions"]
 
@@ -27,6 +30,8 @@ _GROWTH_BYTES = GIB
 _FLIPPED = 20
 _OFF = 1.1
 """The factor for log-likelihoods. A residual that DeepSpeed added twice changed them by about as much."""
+
+_MORE_FLOPS = 0.01
 
 _NEW_CALL_BYTES = 4
 """Size of an added collective on a rank without collectives: one float32."""
@@ -47,6 +52,9 @@ class Regression(NamedTuple):
     """True if the regression is injected only into the largest batch size of each series."""
     slowdown: float | None = None
     """The slowdown as a fraction; None for other regressions."""
+    suits: Callable[[CaseResult, Rules], bool] | None = None
+    """The function that returns False for a case that is left out: its machine or strategy cannot have the figure, or
+    the policy does not gate a figure that is only shown by default. None: no case is left out."""
 
 
 def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
@@ -58,6 +66,27 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
             "time",
             functools.partial(_slower, slowdown),
             slowdown=slowdown,
+        ),
+        Regression(
+            "flops",
+            f"{100 * _MORE_FLOPS:g} % more floating-point operations on every rank",
+            "flops",
+            functools.partial(_other_work, _more_flops),
+            suits=lambda result, _: _every_rank_has("flops", result),
+        ),
+        Regression(
+            "host-sync",
+            "one more host synchronization on every rank",
+            "host_syncs",
+            functools.partial(_other_work, _one_more_sync),
+            suits=lambda result, _: _every_rank_has("host_syncs", result),
+        ),
+        Regression(
+            "kernel",
+            "one more kernel call on every rank",
+            "kernels",
+            functools.partial(_other_work, _one_more_kernel),
+            suits=lambda result, rules: rules.kernels.gate and _every_rank_has("kernels", result),
         ),
         Regression("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
         Regression("memory", "1 GiB more on the fullest device", "memory", _more_memory),
@@ -81,6 +110,37 @@ def _slower(slowdown: float, result: CaseResult, _: Rules) -> CaseResult | str:
     if not any(launch.batches.latency_s for launch in result.launches):
         return "No batch was timed."
     return _derived(result, [slower(launch) for launch in result.launches])
+
+
+def _other_work(changed: Callable[[RankWork], RankWork], result: CaseResult, _: Rules) -> CaseResult | str:
+    """Return a copy in which the work of every rank is changed."""
+    launches = [
+        launch
+        if launch.work is None
+        else msgspec.structs.replace(
+            launch, work=msgspec.structs.replace(launch.work, ranks=[changed(rank) for rank in launch.work.ranks])
+        )
+        for launch in result.launches
+    ]
+    return msgspec.structs.replace(result, launches=launches)
+
+
+def _every_rank_has(name: str, result: CaseResult) -> bool:
+    works = [launch.work for launch in result.launches if launch.work is not None]
+    return bool(works) and all(getattr(rank, name) is not None for work in works for rank in work.ranks)
+
+
+def _more_flops(rank: RankWork) -> RankWork:
+    return msgspec.structs.replace(rank, flops=math.ceil((rank.flops or 0) * (1 + _MORE_FLOPS)))
+
+
+def _one_more_sync(rank: RankWork) -> RankWork:
+    calls = Counter(rank.runtime_calls or {}) + Counter(["cudaStreamSynchronize"])
+    return msgspec.structs.replace(rank, host_syncs=(rank.host_syncs or 0) + 1, runtime_calls=dict(calls))
+
+
+def _one_more_kernel(rank: RankWork) -> RankWork:
+    return msgspec.structs.replace(rank, kernels=(rank.kernels or 0) + 1)
 
 
 def _one_more_collective(result: CaseResult, _: Rules) -> CaseResult | str:

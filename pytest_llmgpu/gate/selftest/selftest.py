@@ -110,7 +110,10 @@ def selftest(
         for row in control.rows
         if row.gated and row.verdict in WORSE
     ]
-    trials = [_trial(one, report, policy, noise, judged) for one in (regressions() if injected is None else injected)]
+    chosen = regressions() if injected is None else injected
+    # A regression that suits no case, such as a kernel call on a CPU, is left out; but not if nothing else is injected.
+    suited = [one for one in chosen if one.suits is None or _suited(one, report.cases, policy)]
+    trials = [_trial(one, report, policy, noise, judged) for one in suited or chosen]
     return SelfTest(
         policy=policy_file.dump(policy),
         policy_sha256=policy_file.sha256(policy),
@@ -125,7 +128,8 @@ def _trial(
     regression: Regression, report: Report, policy: Policy, noise: Calibration, judged: Callable[[Report], Verdicts]
 ) -> Trial:
     """Inject a regression into one copy of a report, in all suitable cases."""
-    chosen = _largest(report) if regression.largest_only else _completed(report)
+    completed = _largest(report) if regression.largest_only else _completed(report)
+    chosen = _suited(regression, completed, policy)
     copies = {result.id: regression.inject(result, policy.rules(result)) for result in chosen}
     cases = [copy if isinstance(copy := copies.get(result.id), CaseResult) else result for result in report.cases]
     verdicts = judged(msgspec.structs.replace(report, cases=cases))
@@ -208,6 +212,11 @@ def _recommended(needed: int | None, present: int | None) -> int | None:
         return None
     recommended = max(pairing.FEWEST, needed)
     return recommended if present < recommended else None
+
+
+def _suited(regression: Regression, results: Sequence[CaseResult], policy: Policy) -> list[CaseResult]:
+    suits = regression.suits
+    return [result for result in results if suits is None or suits(result, policy.rules(result))]
 
 
 def _completed(report: Report) -> list[CaseResult]:

@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
-from support.report_factory import GIB, make_accuracy, make_answers, make_failed, make_memory, make_report, make_result
+from support.report_factory import (
+    GIB,
+    make_accuracy,
+    make_answers,
+    make_failed,
+    make_memory,
+    make_report,
+    make_result,
+    make_work,
+)
 from support.verdict_factory import make_traffic
 
-from pytest_llmgpu.gate.policy import AccuracyRule, Rules
+from pytest_llmgpu.gate.policy import AccuracyRule, ExactRule, Rules
 from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.report.derived import decode, encode
 from pytest_llmgpu.report.file import encode as written
 from pytest_llmgpu.report.file import parse
 from pytest_llmgpu.report.result import Batches, CaseResult, DeviceMemory
+from pytest_llmgpu.report.work import RankWork
 
 REGRESSIONS = {one.name: one for one in regressions()}
 
@@ -126,6 +137,41 @@ def test_a_result_without_launches_gets_no_regression() -> None:
     assert isinstance(REGRESSIONS["time"].inject(result, Rules()), str)
     assert isinstance(REGRESSIONS["memory"].inject(result, Rules()), str)
     assert isinstance(REGRESSIONS["answers"].inject(result, Rules()), str)
+
+
+def test_every_rank_computes_more() -> None:
+    """One per cent more FLOPs, one host synchronization or one kernel call; nothing else changes."""
+    result = make_result()
+    result.launches[0].work = make_work()
+    (before, _) = make_work().ranks
+    for name, field, value in (
+        ("flops", "flops", 1_010_000_000_000),
+        ("host-sync", "host_syncs", 5),
+        ("kernel", "kernels", 1001),
+    ):
+        work = _injected(name, result).launches[0].work
+        assert work is not None
+        assert {getattr(rank, field) for rank in work.ranks} == {value}
+        same = {"runtime_calls": before.runtime_calls, field: getattr(before, field)}
+        assert msgspec.structs.replace(work.ranks[0], **same) == before
+
+
+def _suits(name: str, result: CaseResult, rules: Rules) -> bool:
+    suits = REGRESSIONS[name].suits
+    assert suits is not None
+    return suits(result, rules)
+
+
+def test_a_case_that_cannot_have_the_figure_is_left_out() -> None:
+    """A CPU has no host synchronizations. A kernel call is tried where the policy gates it."""
+    cpu, gpu = make_result(), make_result()
+    cpu.launches[0].work = msgspec.structs.replace(make_work(), ranks=[RankWork(uuids=[], flops=10**9)])
+    gpu.launches[0].work = make_work()
+    gated = Rules(kernels=ExactRule())
+    for name, suited in (("flops", [True, True]), ("host-sync", [False, True]), ("kernel", [False, False])):
+        assert [_suits(name, result, Rules()) for result in (cpu, gpu)] == suited
+    assert [_suits("kernel", result, gated) for result in (cpu, gpu)] == [False, True]
+    assert not _suits("flops", make_result(), Rules())
 
 
 def test_random_weights_get_other_log_likelihoods() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.report_factory import make_answers, make_failed, make_memory, make_report
+from support.report_factory import make_answers, make_failed, make_memory, make_report, make_work
 from support.verdict_factory import make_invalid, make_traffic, with_latencies, with_launches
 
-from pytest_llmgpu.gate.policy import ExactRule, Known, Policy, TimeRule
+from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Known, Policy, TimeRule
 from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.gate.selftest.selftest import SelfTest, Trial, selftest
 from pytest_llmgpu.gate.timing.calibration import Calibration
@@ -52,6 +52,18 @@ def test_all_regressions_are_detected_in_a_report_with_little_noise() -> None:
         "answers": 3,
     }
     assert all(trial.caught and not trial.missed for trial in found.trials)
+
+
+def test_regressions_of_work_are_detected_where_it_was_measured() -> None:
+    """A kernel call more is injected where the policy gates it."""
+    worked = _full()
+    worked.launches[0].work = make_work()
+    for policy, trials in ((Policy(), ["flops", "host-sync"]), (Policy(kernels=ExactRule()), ["kernel"])):
+        found = _tested(worked, _full(batch_size=2), policy=policy)
+        assert found.ok
+        assert {name: _trial(found, name).cases for name in trials} == dict.fromkeys(trials, 1)
+    only_shown = selftest(make_report([worked]), Policy(), today=TODAY, injected=[regressions()[3]])
+    assert [(trial.plant, trial.cases, trial.caught) for trial in only_shown.trials] == [("kernel", 0, False)]
 
 
 def test_the_report_is_not_changed() -> None:
@@ -146,7 +158,7 @@ def test_a_threshold_above_the_slowdown_never_detects_it() -> None:
 def test_a_regression_that_the_policy_accepts_is_not_detected() -> None:
     """This holds for metrics that are not gated and for known regressions until they expire."""
     known = [Known(case="mp-bs1", metric="memory", reason="a cache", expires=TODAY)]
-    found = _tested(_full(), policy=Policy(traffic=ExactRule(gate=False), known=known))
+    found = _tested(_full(), policy=Policy(traffic=AmountRule(gate=False), known=known))
     missed = {trial.plant: trial.missed[0].reason for trial in found.trials if not trial.caught}
     assert missed == {
         "collective": "The policy does not gate traffic.",

@@ -1,0 +1,226 @@
+"""Exact figures of the work passes: FLOPs, host synchronizations, calls of kernels, of ops and of the CUDA runtime.
+
+They are equal in every launch of an equal program, so that one launch suffices. They are compared rank by rank, because
+the slowest rank decides the time of a case, and only where the passes ran the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
+from pytest_llmgpu.report.metrics import MetricName, spec_of
+from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.text import listed, percent, signed_percent
+from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict
+from pytest_llmgpu.report.work import WORK_OFF, RankWork
+
+__all__ = ["Found", "work_rows"]
+
+_NAMED = 3
+"""Most calls that a reason names, since it has two lines."""
+
+_NO_REASON = "the report has no reason"
+
+_Calls = Mapping[str, int]
+"""Name of a function to its number of calls."""
+
+_Ranks = Sequence[RankWork]
+"""The records of the ranks of one launch."""
+
+
+class _Metric(NamedTuple):
+    """One figure of a rank."""
+
+    name: MetricName
+    """The name of the metric. A field of `RankWork` and its reason in `why` have the same name."""
+    noun: str
+    """The figure in a sentence."""
+    value: Callable[[RankWork], int | None]
+    """Returns the figure; None where the rank lacks it."""
+    calls: Callable[[RankWork], _Calls | None]
+    """Returns the calls whose changes explain a change of the figure."""
+    eager: bool = True
+    """True if the figure is from the eager pass; False: from the passes in the execution of the case."""
+
+
+_METRICS = (
+    _Metric("flops", "FLOPs", lambda rank: rank.flops, lambda rank: rank.ops),
+    _Metric("host_syncs", "Host synchronizations", lambda rank: rank.host_syncs, lambda rank: rank.runtime_calls),
+    _Metric("kernels", "Kernel calls", lambda rank: rank.kernels, lambda _: None, eager=False),
+    _Metric("ops", "Calls of ops", lambda rank: _sum(rank.ops), lambda rank: rank.ops),
+    _Metric("runtime_calls", "CUDA calls", lambda rank: _sum(rank.runtime_calls), lambda rank: rank.runtime_calls),
+)
+
+
+class Found(NamedTuple):
+    """The result for one metric of a case."""
+
+    metric: MetricName
+    """The name of the metric."""
+    row: Row | str
+    """The verdict, or the reason why there is none."""
+    gap: bool
+    """True if the policy gates the metric and a report has it, so that a missing verdict is a gap."""
+
+
+def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Found]:
+    """Yield the result for each metric of the work passes.
+
+    A metric that the policy does not gate has a result only where it changed: it explains other rows. A figure that
+    neither report has, such as the FLOPs of fused kernels, is no gap.
+    """
+    sides = _worked(base), _worked(head)
+    for metric in _METRICS:
+        rule: AmountRule | ExactRule = getattr(rules, metric.name)
+        before, after = ([launch for launch in side if _has(metric, launch)] for side in sides)
+        if not before and not after:
+            if rule.gate:
+                yield Found(metric.name, f"{metric.name} was not measured", gap=False)
+            continue
+        row = _row_or_reason(metric, before, after, head, rule)
+        if rule.gate or (isinstance(row, Row) and row.verdict != "OK"):
+            yield Found(metric.name, row, gap=rule.gate)
+
+
+def _row_or_reason(
+    metric: _Metric,
+    before: Sequence[Launch],
+    after: Sequence[Launch],
+    head: CaseResult,
+    rule: AmountRule | ExactRule,
+) -> Row | str:
+    """Judge one metric in the launches that have it."""
+    if not before:
+        return f"{metric.name} is new"
+    if not after:
+        why = _why(metric, head)
+        if why == WORK_OFF or not rule.gate:
+            return f"{metric.name} was not measured: {why}"
+        reason = f"Only the baseline has {metric.name}: {why.rstrip('.')}."
+        return Row.of(head, metric.name, "MISSING", reason, gated=rule.gate)
+    thens_by, nows_by = (_by_batches(metric, side) for side in (before, after))
+    common = next((batches for batches in nows_by if batches in thens_by), None)
+    if common is None:
+        return "the work passes ran other batches (plan_sha256)"
+    thens, nows = thens_by[common], nows_by[common]
+    if len({len(ranks) for ranks in (*thens, *nows)}) > 1:
+        return "the numbers of ranks differ"
+    return _row(metric, thens, nows, head, rule)
+
+
+class _Rank(NamedTuple):
+    """One figure of one rank in the launches of both reports."""
+
+    number: int
+    then: list[int]
+    now: list[int]
+
+    @property
+    def growth(self) -> float:
+        """The growth as a fraction, from launches in the middle; infinite where the baseline has none."""
+        was, is_now = statistics.median_low(self.then), statistics.median_low(self.now)
+        return is_now / was - 1 if was else math.inf if is_now else 0.0
+
+    def verdict(self, threshold: float) -> Verdict:
+        """Return the verdict. Where launches differ, their whole range has to lie above the threshold."""
+        least, most = min(self.then), max(self.then)
+        if min(self.now) - most > threshold * most:
+            return "REGRESSED"
+        if max(self.now) - least > threshold * least:
+            return "NOT_ENOUGH_DATA"
+        return "IMPROVED" if least - max(self.now) > threshold * least else "OK"
+
+
+def _row(
+    metric: _Metric, thens: Sequence[_Ranks], nows: Sequence[_Ranks], head: CaseResult, rule: AmountRule | ExactRule
+) -> Row:
+    """Compare each rank with itself, and return the worst verdict with the figures of the rank that changed most."""
+    threshold = rule.margin if isinstance(rule, AmountRule) else 0.0
+    ranks = [
+        _Rank(number, *([metric.value(launch[number]) or 0 for launch in side] for side in (thens, nows)))
+        for number in range(len(nows[0]))
+    ]
+    verdict = min((one.verdict(threshold) for one in ranks), key=SEVERITY.index)
+    concerned = [one for one in ranks if one.verdict(threshold) == verdict]
+    shown = max(concerned, key=lambda one: abs(one.growth))
+    was, is_now = statistics.median_low(shown.then), statistics.median_low(shown.now)
+    return Row.of(
+        head,
+        metric.name,
+        verdict,
+        _reason(metric, verdict, shown, concerned=len(concerned), ranks=len(ranks), threshold=threshold)
+        + ("" if verdict == "OK" else _changed(metric, thens[0][shown.number], nows[0][shown.number])),
+        gated=rule.gate,
+        base=float(was),
+        head=float(is_now),
+        ratio=is_now / was if was else None,
+        threshold=threshold,
+        n=min(len(thens), len(nows)),
+    )
+
+
+def _reason(metric: _Metric, verdict: Verdict, shown: _Rank, *, concerned: int, ranks: int, threshold: float) -> str:
+    was, is_now = statistics.median_low(shown.then), statistics.median_low(shown.now)
+    if verdict == "OK" and was == is_now:
+        return f"{metric.noun} are equal."
+    where = "" if ranks == 1 else " on each rank" if concerned == ranks else f" on rank {shown.number}"
+    if verdict == "NOT_ENOUGH_DATA":
+        ends = (f"{min(figures):,} to {max(figures):,}" for figures in (shown.now, shown.then))
+        return f"{metric.noun} differ between launches{where}: {', were '.join(ends)} in a work pass."
+    written = spec_of(metric.name).written
+    change = f" {signed_percent(shown.growth, 2)}{where}, threshold {percent(threshold)}:" if threshold else where + ":"
+    return f"{metric.noun}{change} {written(is_now)} in a work pass, were {written(was)}."
+
+
+def _changed(metric: _Metric, then: RankWork, now: RankWork) -> str:
+    """Return the calls that changed most as a second line; empty where none did or they are not known."""
+    before, after = metric.calls(then), metric.calls(now)
+    if before is None or after is None:
+        return ""
+    changes = {name: after.get(name, 0) - before.get(name, 0) for name in sorted(before.keys() | after.keys())}
+    names = sorted((name for name in changes if changes[name]), key=lambda name: -abs(changes[name]))
+    shown = [f"{name} {before.get(name, 0):,} -> {after.get(name, 0):,}" for name in names]
+    return f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
+
+
+def _worked(result: CaseResult) -> list[Launch]:
+    return [launch for launch in result.launches if launch.work is not None]
+
+
+def _has(metric: _Metric, launch: Launch) -> bool:
+    return all(metric.value(rank) is not None for rank in _ranks(launch))
+
+
+def _why(metric: _Metric, head: CaseResult) -> str:
+    """Return why the candidate lacks a metric."""
+    for launch in head.launches:
+        if launch.work is None:
+            return launch.why.get("work", _NO_REASON)
+        for rank in launch.work.ranks:
+            if metric.name in rank.why:
+                return rank.why[metric.name]
+    return _NO_REASON
+
+
+def _ranks(launch: Launch) -> _Ranks:
+    assert launch.work is not None
+    return launch.work.ranks
+
+
+def _by_batches(metric: _Metric, launches: Sequence[Launch]) -> dict[tuple[str | None, tuple[int, ...]], list[_Ranks]]:
+    """Return the ranks of each launch by the plan and the batches that the figure is of."""
+    found: dict[tuple[str | None, tuple[int, ...]], list[_Ranks]] = {}
+    for launch in launches:
+        assert launch.work is not None
+        batches = launch.work.eager_batches if metric.eager else None
+        of = tuple(launch.work.batches if batches is None else batches)
+        found.setdefault((launch.plan_sha256, of), []).append(launch.work.ranks)
+    return found
+
+
+def _sum(calls: _Calls | None) -> int | None:
+    return None if calls is None else sum(calls.values())
