@@ -1,0 +1,252 @@
+"""Find the commit that made a metric worse: choose the metric, and decide on each commit that git's bisection proposes.
+
+A commit is bad if its figure is nearer to that of the bad end than to that of the good end. The middle between both
+ends is a better limit than the threshold of the gate: of several slower commits the bisection then finds the one that
+crosses the middle, and a difference of little more than the threshold needs no more launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from pytest_llmgpu.analysis.launch_merging import merge
+from pytest_llmgpu.gate.ab import LOOKS, Both, is_open, left_out
+from pytest_llmgpu.report.metrics import spec_of
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import BETTER, SEVERITY, WORSE, Row, Verdicts
+
+__all__ = [
+    "Found",
+    "History",
+    "JudgeTwo",
+    "Mark",
+    "MeasureCommit",
+    "NotBuiltError",
+    "Step",
+    "find",
+    "mark_of",
+    "row_of",
+    "selected",
+    "undecided",
+    "worst",
+]
+
+Mark = Literal["good", "bad", "skip"]
+"""The mark of a commit, as git's bisection names it."""
+
+MeasureCommit = Callable[[str, int, Sequence[str]], Report]
+"""Runs one launch. The arguments are the hash of the commit, the number of the launch and the node ids to deselect.
+ValueError: the commit cannot be measured."""
+
+JudgeTwo = Callable[[Report, Report], Verdicts]
+"""Compares a candidate (second) with a baseline (first)."""
+
+_SEVERAL = 2
+"""Least number of launches from which a report has every row: one over all cases needs two."""
+
+_KINDS = ("exact", "quiet", "noisy")
+"""Kinds of metrics, the one that needs the fewest launches first."""
+
+
+class NotBuiltError(ValueError):
+    """A commit could not be checked out or built, so that no launch was made."""
+
+
+class History(Protocol):
+    """A bisection that chooses the commits; git's own in production (`cli.bisection`)."""
+
+    def candidate(self) -> str | None:
+        """Return the hash of the commit to measure next; None if no commit is left."""
+
+    def mark(self, sha: str, mark: Mark) -> None:
+        """Mark a commit."""
+
+    def first_bad(self) -> str | None:
+        """Return the hash of the first bad commit; None if it is not known."""
+
+    def remaining(self) -> list[str]:
+        """Return the hashes of the commits of which one is the first bad commit, the newest first."""
+
+
+class Step(NamedTuple):
+    """One commit of a bisection."""
+
+    sha: str
+    """The hash of the commit."""
+    mark: Mark | None
+    """The mark of the commit; None if the allowed launches did not decide."""
+    launches: int
+    """The number of launches of the commit."""
+    row: Row | None
+    """The comparison with the good end; None if there is none."""
+    reason: str
+    """The reason why the commit has no mark or was skipped; else empty."""
+    report: Report | None
+    """The report with all launches of the commit; None if it could not be measured."""
+
+
+class Found(NamedTuple):
+    """The end of a bisection."""
+
+    first_bad: str | None
+    """The hash of the first bad commit; None if it is not known."""
+    remaining: list[str]
+    """The hashes of the commits of which one is the first bad commit, the newest first."""
+    steps: list[Step]
+    """The commits in the order in which they were measured."""
+    launches: int
+    """The number of launches of all these commits."""
+
+
+def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None) -> Row | None:
+    """Return the regression to bisect; None if there is none.
+
+    The worst verdict comes first. Among equal verdicts exact metrics come first and noisy ones last, because they need
+    the fewest launches; among rows of one kind the one with the smallest p, which is the least hidden by noise, and
+    then the one with the largest change. A row over several cases, which needs launches of all of them, comes last.
+
+    Args:
+        verdicts: The comparison of the bad end with the good end.
+        metric: The metric to bisect, which need not be gated; None: any gated metric.
+        case: The id of the case, as in the rows of verdicts; None: any.
+    """
+    rows = [row for row in selected(verdicts, metric, case) if row.verdict in WORSE]
+    return min(rows, key=_order, default=None)
+
+
+def selected(verdicts: Verdicts, metric: str | None = None, case: str | None = None) -> list[Row]:
+    """Return the rows in which `worst` looks for a regression."""
+    return [
+        row
+        for row in verdicts.rows
+        if (row.metric == metric if metric is not None else row.gated and row.known is None) and case in {None, row.id}
+    ]
+
+
+def undecided(verdicts: Verdicts, metric: str | None = None, case: str | None = None) -> set[str]:
+    """Return the keys of these rows that more launches can decide; none once there is a regression."""
+    if worst(verdicts, metric, case) is not None:
+        return set()
+    return {row.key for row in selected(verdicts, metric, case) if is_open(row)}
+
+
+def _order(row: Row) -> tuple[bool, int, int, float, float]:
+    kind = _KINDS.index(spec_of(row.metric).kind)
+    return row.nodeid is None, SEVERITY.index(row.verdict), kind, row.p or 0.0, -abs(math.log(row.ratio or 1.0))
+
+
+def row_of(verdicts: Verdicts, end: Row) -> Row | None:
+    """Return the row of the same metric and case as that of the ends; None if there is none."""
+    return next((row for row in verdicts.rows if (row.key, row.metric) == (end.key, end.metric)), None)
+
+
+def mark_of(end: Row, from_good: Row, to_bad: Row | None, alpha: float) -> Mark | None:
+    """Return the mark of a commit; None if more launches are needed to decide.
+
+    Args:
+        end: The comparison of the bad end with the good end.
+        from_good: The comparison of the commit with the good end.
+        to_bad: The comparison of the bad end with the commit.
+        alpha: The largest probability by which chance may put a commit that is like one end nearer to the other.
+    """
+    if spec_of(end.metric).kind == "exact":
+        return _exact_mark(end, from_good)
+    if from_good.verdict == "INVALID":
+        return None
+    if not from_good.ratio or to_bad is None or not to_bad.ratio:
+        return "skip"
+    grown, missing = math.log(from_good.ratio), math.log(to_bad.ratio)
+    mark: Mark = "bad" if grown > missing else "good"
+    decisive, change = (from_good, grown) if mark == "bad" else (to_bad, missing)
+    # The commit is nearer to one end; it also has to differ significantly from the other one.
+    return mark if change > 0 and decisive.p is not None and decisive.p <= alpha else None
+
+
+def _exact_mark(end: Row, row: Row) -> Mark:
+    values = end.base, end.head, row.head
+    if None not in values and end.base != end.head:
+        good, bad, own = (float(value) for value in values if value is not None)
+        return "bad" if abs(own - bad) < abs(own - good) else "good"
+    if row.verdict == end.verdict:
+        return "bad"
+    return "good" if row.verdict in {"OK", *BETTER} else "skip"
+
+
+def find(
+    history: History,
+    measure: MeasureCommit,
+    judge: JudgeTwo,
+    ends: Both,
+    end: Row,
+    *,
+    alpha: float,
+    launches: int,
+    on_step: Callable[[Step], None] = lambda _: None,
+) -> Found:
+    """Measure the commits that the bisection proposes until one is left.
+
+    A commit is launched until its mark is known, up to eight times. A commit that cannot be measured is skipped.
+
+    Args:
+        history: The bisection.
+        measure: The function that runs one launch. Only the test of the case is selected.
+        judge: The function that compares two reports.
+        ends: The reports of the good and of the bad end.
+        end: The row of `judge` on the ends that is to be explained.
+        alpha: See `mark_of`.
+        launches: The largest number of launches of all commits together.
+        on_step: Called after each commit.
+    """
+    commits = _Commits(measure, judge, ends, end, alpha)
+    steps: list[Step] = []
+    left = launches
+    while (sha := history.candidate()) is not None:
+        step = commits.step(sha, left)
+        left -= step.launches
+        steps.append(step)
+        on_step(step)
+        if step.mark is None:
+            break
+        history.mark(sha, step.mark)
+    return Found(history.first_bad(), history.remaining(), steps, launches - left)
+
+
+class _Commits:
+    """Measures one commit after the other, and decides on each."""
+
+    def __init__(self, measure: MeasureCommit, judge: JudgeTwo, ends: Both, end: Row, alpha: float) -> None:
+        self._measure, self._judge, self._ends, self._end, self._alpha = measure, judge, ends, end, alpha
+        self._deselected = left_out(ends.base, {end.key}) if end.nodeid is not None else []
+
+    def step(self, sha: str, most: int) -> Step:
+        """Measure a commit until its mark is known, with at most this number of launches."""
+        reports: list[Report] = []
+        step = Step(sha, None, 0, None, "", None)
+        for number in range(1, LOOKS[-1] + 1):
+            if number > most:
+                return step._replace(reason="the allowed launches are used up")
+            try:
+                reports.append(self._measure(sha, number, self._deselected))
+                report = merge(reports, [f"launch {one}" for one in range(1, number + 1)])
+            except NotBuiltError as error:
+                return step._replace(mark="skip", reason=str(error))
+            except ValueError as error:
+                return step._replace(mark="skip", launches=number, reason=str(error))
+            step = self._judged(sha, number, report)
+            if step.mark is not None:
+                return step
+        return step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
+
+    def _judged(self, sha: str, launches: int, report: Report) -> Step:
+        from_good = self._judge(self._ends.base, report)
+        row = row_of(from_good, self._end)
+        if row is None:
+            outcomes = [other for other in from_good.rows if other.key == self._end.key and other.metric == "outcome"]
+            if not outcomes and launches < _SEVERAL:
+                return Step(sha, None, launches, None, "", report)
+            reason = outcomes[0].reason if outcomes else f"it has no {self._end.metric} of {self._end.id}"
+            return Step(sha, "skip", launches, None, reason, report)
+        mark = mark_of(self._end, row, row_of(self._judge(report, self._ends.head), self._end), self._alpha)
+        return Step(sha, mark, launches, row, row.reason if mark == "skip" else "", report)
