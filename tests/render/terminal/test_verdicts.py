@@ -183,11 +183,11 @@ def test_colour_changes_no_text() -> None:
     [
         ([_full()], {}, ExitStatus.PASSED, "PASSED"),
         ([_full(1.05, calls=65)], {}, ExitStatus.REGRESSED, "REGRESSED"),
-        ([_full(1.02)], {"on_inconclusive": "fail"}, ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA (the policy"),
+        ([_full(1.02)], {"on_inconclusive": "fail"}, ExitStatus.NOT_ENOUGH_DATA, "NOT_ENOUGH_DATA (the policy"),
         ([_full(1.02)], {}, ExitStatus.PASSED, "PASSED"),
         ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_ENOUGH_DATA, "INVALID"),
         ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.NOT_ENOUGH_DATA, "INVALID (the policy"),
-        ([_full(dtype="float32")], {}, ExitStatus.NOT_COMPARABLE, "NOT COMPARABLE"),
+        ([_full(dtype="float32")], {}, ExitStatus.NOT_COMPARABLE, "NOT_COMPARABLE"),
         ([_full(), _full(batch_size=2)], {"require_armed": True}, ExitStatus.NOTHING_COMPARED, "NOT ARMED"),
     ],
 )
