@@ -171,10 +171,10 @@ def describe(cause: Cause) -> str:
     """Return the cause as a clause for a headline."""
     if cause.rank is None:
         return _place_in_words(cause, cause.place)
-    largest = _place_of(cause.parts[0].name) if cause.parts else "host"
-    if cause.place == "waiting":
-        return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
-    return f"rank {cause.rank} alone: {_place_in_words(cause, largest)}"
+    if cause.place != "waiting":
+        return f"rank {cause.rank} alone: {_place_in_words(cause, cause.place)}"
+    largest = _PLACES.get(cause.parts[0].name, "device") if cause.parts else "host"
+    return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
 
 
 def details(cause: Cause) -> list[str]:
@@ -235,8 +235,11 @@ def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:
 
 def _of_numbers(metric: MetricName, pairs: Sequence[_Pair]) -> Cause | None:
     """Return the calls that changed, of the rank where most did; those that the metric counts come first."""
-    found = [_program(pair, metric) for pair in pairs]
-    return max(filter(None, found), key=_grown_calls, default=None)
+    found = {number: one for number, pair in enumerate(pairs) if (one := _program(pair, metric)) is not None}
+    if not found:
+        return None
+    number = max(found, key=lambda one: _grown_calls(found[one]))
+    return msgspec.structs.replace(found[number], rank=number if len(found) == 1 < len(pairs) else None)
 
 
 def _program(pair: _Pair, metric: MetricName) -> Cause | None:
@@ -482,10 +485,6 @@ def _median_amounts(launches: Sequence[Mapping[_K, _Amount]]) -> dict[_K, _Amoun
 def _median_counts(launches: Sequence[Mapping[str, int]]) -> dict[str, int]:
     keys = {key: None for launch in launches for key in launch}
     return {key: statistics.median_low(launch.get(key, 0) for launch in launches) for key in keys}
-
-
-def _place_of(part: str) -> Place:
-    return _PLACES.get(part, "device")
 
 
 def _place_in_words(cause: Cause, place: Place) -> str:
