@@ -66,10 +66,9 @@ def test_faults_without_effect_are_left_out(faults: Any) -> None:
 def test_each_test_of_a_session_becomes_a_report(faults: Any) -> None:
     """All have the id of the case, so that they can be compared."""
     names = ["healthy", "host sleep"]
-    cases = [
-        make_result(id=f"mp-bs8#{n}", nodeid=f"test_faults.py::test_fault[mp-bs8-{name}]")
-        for n, name in enumerate(names)
-    ]
+    cases = [make_result(), make_result()]
+    for number, (name, case) in enumerate(zip(names, cases, strict=True)):
+        case.id, case.nodeid = f"{case.id}#{number}", f"test_faults.py::test_fault[mp-bs8-{name}]"
     found = faults.split(make_report(cases), names)
     assert {name: [one.nodeid for one in report.cases] for name, report in found.items()} == {
         name: [case.nodeid] for name, case in zip(names, cases, strict=True)
