@@ -7,6 +7,7 @@ import contextlib
 import enum
 import math
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ _KEPT = Path(".llmgpu") / "bisect"
 
 _FEWEST = 3
 """Fewest launches that are useful: one of each end and one of a commit."""
+
+_INDENT = " " * 4
 
 _SHOWN = 20
 """Most commits of a remaining range that are printed."""
@@ -123,7 +126,7 @@ class _Job:
             return self._no_difference(ends.verdicts)
         commits = len(self._history.remaining())
         show(
-            f"{end.metric} of {end.id}  {end.verdict}  {end.reason}\n"
+            f"{end.metric} of {end.id}  {end.verdict}\n{textwrap.indent(end.reason, _INDENT)}\n"
             f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}"
         )
         with contextlib.closing(_Candidates(self._arguments, self._kept)) as candidates:
@@ -138,7 +141,7 @@ class _Job:
                 on_step=self._show,
             )
         used = plural(ends.launches + found.launches, "launch")
-        show(f"\n{used}: {ends.launches} of GOOD and BAD, {found.launches} of {plural(len(found.steps), 'commit')}")
+        show(f"\n{used}: {ends.launches} of GOOD and BAD, {found.launches} of the commits between them")
         lines = self._undecided(found) if found.first_bad is None else self._found(found.first_bad, found, ends, end)
         show("\n".join(lines))
         show(f"reports, policy and logs: {_KEPT / self._kept.name}")
@@ -197,7 +200,7 @@ class _Job:
             raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(there)}")
         unknown = [row for row in rows if ab.is_open(row)]
         for row in rows if metric is not None or case is not None else unknown:
-            show(f"{row.metric} of {row.id}  {row.verdict}  {row.reason}")
+            show(f"{row.metric} of {row.id}  {row.verdict}\n{textwrap.indent(row.reason, _INDENT)}")
         names = " ".join(self._references.values())
         if unknown:
             show(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
@@ -222,17 +225,18 @@ class _Job:
             file.dump(one, path)
         text = self._history.text(sha)
         yield f"FOUND: {sha} is the first bad commit: {text.subject}"
-        yield f"  {text.author}, {text.date}"
+        yield f"{_INDENT}{text.author}, {text.date}"
         if row is not None:
-            yield f"  {end.metric} of {end.id}, compared with {before[:LETTERS]}: {row.reason}"
+            yield f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:"
+            yield textwrap.indent(row.reason, _INDENT)
         yield f"next: git show {sha[:LETTERS]}; llmgpu compare {' '.join(map(str, paths))}"
 
     def _undecided(self, found: Found) -> Iterator[str]:
         yield f"UNDECIDED: the first bad commit is one of {plural(len(found.remaining), 'commit')}:"
         for sha in found.remaining[:_SHOWN]:
-            yield f"  {sha[:LETTERS]}  {self._history.text(sha).subject}"
+            yield f"{_INDENT}{sha[:LETTERS]}  {self._history.text(sha).subject}"
         if len(found.remaining) > _SHOWN:
-            yield f"  and {len(found.remaining) - _SHOWN:,} more"
+            yield f"{_INDENT}and {len(found.remaining) - _SHOWN:,} more"
         good, bad = (
             next((step.sha[:LETTERS] for step in reversed(found.steps) if step.mark == mark), self._references[mark])
             for mark in ("good", "bad")
