@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+
+import msgspec
 
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdicts
+from pytest_llmgpu.report.verdicts import ALL_CASES, BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts
 
-__all__ = ["ExitStatus", "RowClass", "classify", "exit_status", "fails"]
+__all__ = ["ExitStatus", "RowClass", "classify", "exit_status", "fails", "with_unseen"]
+
+_TIMES = ("device_time", "time")
+"""The metrics that show a slowdown, the best first."""
+
+_MAY_HIDE: frozenset[Verdict] = frozenset(("OK", "NOT_ENOUGH_DATA", "INVALID"))
+"""The verdicts on a time behind which a slowdown can be hidden by noise or a disturbance."""
 
 
 class RowClass(enum.Enum):
@@ -36,7 +45,7 @@ class ExitStatus(enum.IntEnum):
     USAGE = 2
     """The arguments are wrong, or a file cannot be read."""
     NOT_ENOUGH_DATA = 3
-    """Too little was measured to decide, and the policy fails on it."""
+    """A large slowdown would not have been seen, or too little was measured to decide and the policy fails on it."""
     NOT_COMPARABLE = 4
     """Something that is gated was measured under other conditions."""
     NOTHING_COMPARED = 5
@@ -64,9 +73,32 @@ def fails(row: Row, policy: Policy) -> bool:
         return not policy.allow_missing
     if row.metric == "outcome" and row.verdict == "INVALID":
         return True  # the case was interrupted, which is no matter of noise
+    if row.unseen:
+        return True
     if row.verdict in {"NOT_ENOUGH_DATA", "INVALID"}:
         return policy.on_inconclusive == "fail"
     return row.verdict in WORSE or row.verdict == "NOT_COMPARABLE"
+
+
+def with_unseen(rows: Sequence[Row], policy: Policy) -> list[Row]:
+    """Mark the row of each case whose launches would not have shown a slowdown of `largest_unseen_slowdown`.
+
+    The best gated time of a case decides. A row that is OK by chance, with so much noise, has not enough data.
+    """
+    best: dict[tuple[str, str], int] = {}
+    for number, row in enumerate(rows):
+        if row.metric in _TIMES and row.gated and row.id != ALL_CASES:
+            before = best.get((row.key, row.id))
+            if before is None or _order(row) < _order(rows[before]):
+                best[row.key, row.id] = number
+    marked = list(rows)
+    for number in best.values():
+        row = rows[number]
+        seen = float("inf") if row.smallest_seen is None else row.smallest_seen
+        if row.known is None and row.verdict in _MAY_HIDE and seen > policy.largest_unseen_slowdown:
+            verdict: Verdict = "NOT_ENOUGH_DATA" if row.verdict == "OK" else row.verdict
+            marked[number] = msgspec.structs.replace(row, verdict=verdict, unseen=True)
+    return marked
 
 
 def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
@@ -81,3 +113,8 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     if not verdicts.armed.gated or (policy.require_armed and verdicts.armed.gated_unarmed):
         return ExitStatus.NOTHING_COMPARED
     return ExitStatus.NOT_ENOUGH_DATA if failing else ExitStatus.PASSED
+
+
+def _order(row: Row) -> tuple[bool, int]:
+    """Return the sort key of the times of a case: those that were compared first, then the better metric."""
+    return row.smallest_seen is None, _TIMES.index(row.metric)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +38,7 @@ _ALLOWED = {
 }
 """The allowed words of a key, by the end of its name."""
 
-_SWITCHES = ("on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+_SWITCHES = ("on_inconclusive", "largest_unseen_slowdown", "allow_missing", "allow_no_baseline", "require_armed")
 """Keys that options of the command line override."""
 
 
@@ -211,6 +212,10 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
     """Effect of a NOT_ENOUGH_DATA row on the gate: `pass` or `fail`."""
+    largest_unseen_slowdown: float = 0.5
+    """The largest slowdown of a case that may stay unseen, as a fraction. The gate does not pass if the launches of a
+    gated case would not have shown this slowdown, whatever `on_inconclusive` is. Device time counts if both reports
+    have it, else wall time."""
     allow_missing: bool = False
     """True if cases and figures pass that only the baseline has."""
     allow_no_baseline: bool = False
@@ -274,17 +279,7 @@ def converted(table: Any, record: type[_Record], place: str) -> _Record:
 
 def _matches(pattern: str, name: str) -> bool:
     """Return whether a pattern with `*` matches the whole name. fnmatch would interpret the brackets of node ids."""
-    first, *others = pattern.split("*")
-    if not others or not name.startswith(first):
-        return name == pattern
-    *middle, last = others
-    # Each part at its first place. A regular expression would try every combination of places.
-    at = len(first)
-    for part in middle:
-        if (found := name.find(part, at)) < 0:
-            return False
-        at = found + len(part)
-    return len(name) - at >= len(last) and name.endswith(last)
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
 
 
 def _refuse_unknown(table: Any, record: type[msgspec.Struct], place: str) -> None:

@@ -19,7 +19,15 @@ __all__ = ["EXPECT_OOM", "check_gate_flags", "check_strategy_flags", "declare", 
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 
-_GATE_OPTIONS = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+_GATE_OPTIONS = (
+    "policy",
+    "calibration",
+    "on_inconclusive",
+    "largest_unseen_slowdown",
+    "allow_missing",
+    "allow_no_baseline",
+    "require_armed",
+)
 """Options that have an effect only if the run is compared with a baseline."""
 
 _NATIVE: dict[Callable[[str], Any], Any] = {
@@ -27,6 +35,7 @@ _NATIVE: dict[Callable[[str], Any], Any] = {
     option_values.memory_size: int | str,
     option_values.seconds: float | str,
     option_values.fraction: float | str,
+    option_values.positive: float | str,
     option_values.switch: bool | str,
 }
 """Types of ini keys beside strings and lists, by the function that reads their text."""

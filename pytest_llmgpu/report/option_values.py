@@ -16,6 +16,7 @@ __all__ = [
     "memory_size",
     "names",
     "one_of",
+    "positive",
     "save_name",
     "seconds",
     "switch",
@@ -58,6 +59,17 @@ def whole(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise ValueError("a whole number of at least 1 is needed")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """Return a number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("a number greater than 0 is needed, such as 0.5")
+    return value
 
 
 def switch(text: str) -> bool:

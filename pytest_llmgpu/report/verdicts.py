@@ -12,6 +12,7 @@ from pytest_llmgpu.report.metrics import JUDGED, MetricName
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = [
+    "ALL_CASES",
     "ALSO_CHANGED",
     "BETTER",
     "COMPARED",
@@ -63,6 +64,9 @@ COMPARED: frozenset[Verdict] = WORSE | BETTER | {"NOT_ENOUGH_DATA", "OK"}
 DIFFERS = "differs from the baseline: "
 """Start of a warning that lists a difference between the environments of both reports."""
 
+ALL_CASES = "all cases"
+"""Key and id of a row that is the mean over all cases."""
+
 ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 
@@ -79,11 +83,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""
 
     key: str
-    """Key of the case; for metrics of a series, such as `accuracy`, the key of the series."""
+    """Key of the case; for `largest_batch` the key of the series."""
     id: str
-    """Id of the case, such as `mp-bs8`; for metrics of a series the name of the strategy."""
-    cases: list[str] | None = None
-    """Ids of the cases that the verdict on a series is about, such as those that lost items; null for other metrics."""
+    """Id of the case, such as `mp-bs8`; for `largest_batch` the name of the strategy."""
     nodeid: str | None = None
     """Node id of the test that measured the case; null if no test did."""
     metric: MetricName
@@ -126,6 +128,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     changed."""
     won: list[int] | None = None
     """Items that are wrong in the baseline and right in the candidate."""
+    unseen: bool = False
+    """True if these launches would not have shown a slowdown of the policy's `largest_unseen_slowdown`, so that the row
+    fails the gate. It is set on one row of a case: device time, or wall time if there is no device time."""
     known: str | None = None
     """Reason of the policy's `known` entry that accepts this row; null if there is no such entry."""
     cause: Cause | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
+import msgspec
 import pytest
 
-from pytest_llmgpu.gate.classify import RowClass, classify, fails
+from pytest_llmgpu.gate.classify import RowClass, classify, fails, with_unseen
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, Row, Verdict
 
 _GATED = {
     "FAILED": RowClass.FAILS,
@@ -48,6 +49,39 @@ def test_a_row_that_is_not_gated_or_known_never_fails(verdict: Verdict) -> None:
         assert not fails(row, Policy())
         if verdict in {"FAILED", "CAPACITY_REGRESSED", "REGRESSED"}:
             assert classify(row, Policy()) is RowClass.ALLOWED
+
+
+def _timed(verdict: Verdict, smallest_seen: float | None = None, **fields: Any) -> Row:
+    return msgspec.structs.replace(_row(verdict), **{"smallest_seen": smallest_seen, **fields})
+
+
+@pytest.mark.parametrize(
+    ("rows", "unseen"),
+    [
+        ([_timed("NOT_ENOUGH_DATA", 0.6)], [True]),
+        ([_timed("NOT_ENOUGH_DATA", 0.5)], [False]),
+        ([_timed("OK", 0.6)], [True]),
+        ([_timed("INVALID")], [True]),
+        ([_timed("REGRESSED", 0.6)], [False]),
+        ([_timed("IMPROVED", 0.6)], [False]),
+        ([_timed("NEW")], [False]),
+        ([_timed("NOT_ENOUGH_DATA", 0.6, gated=False)], [False]),
+        ([_timed("NOT_ENOUGH_DATA", 0.6, known="accepted")], [False]),
+        ([_timed("NOT_ENOUGH_DATA", 0.6, metric="load_time")], [False]),
+        ([_timed("NOT_ENOUGH_DATA", 0.6, key=ALL_CASES, id=ALL_CASES)], [False]),
+        ([_timed("NOT_ENOUGH_DATA", 0.6), _timed("OK", 0.02, metric="device_time")], [False, False]),
+        ([_timed("OK", 0.02, metric="device_time", gated=False), _timed("NOT_ENOUGH_DATA", 0.6)], [False, True]),
+        ([_timed("INVALID", metric="device_time"), _timed("NOT_ENOUGH_DATA", 0.1)], [False, False]),
+        ([_timed("NOT_ENOUGH_DATA", 0.1), _timed("NOT_ENOUGH_DATA", 0.6, key="other")], [False, True]),
+    ],
+)
+def test_a_case_whose_slowdown_would_not_be_seen_fails(rows: list[Row], unseen: list[bool]) -> None:
+    """Its best gated time decides, whatever `on_inconclusive` is; a row that is OK by chance has not enough data."""
+    found = with_unseen(rows, Policy())
+    assert [row.unseen for row in found] == unseen
+    assert all(fails(row, Policy()) for row in found if row.unseen)
+    assert not any(row.unseen and row.verdict == "OK" for row in found)
+    assert not any(row.unseen for row in with_unseen(rows, Policy(largest_unseen_slowdown=99)))
 
 
 def test_the_policy_decides_on_what_is_unclear() -> None:

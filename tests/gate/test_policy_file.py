@@ -117,6 +117,8 @@ def test_a_known_regression_has_an_expiry(tmp_path: Path) -> None:
             r"known\[0\]\.up_to: accuracy does not grow; allowed for time, flops, host_syncs, kernels, ops, .*",
         ),
         ("[[known]]\ncase = 'x'", r"known\[0\]: object missing required field `metric`"),
+        ("largest_unseen_slowdown = 0", r"largest_unseen_slowdown = 0.0: allowed is a number greater than 0"),
+        ("largest_unseen_slowdown = inf", r"largest_unseen_slowdown = inf: allowed is a number greater than 0"),
         ("on_inconclusive = 'maybe'", r"on_inconclusive: invalid enum value 'maybe': allowed are pass, fail"),
         ("[accuracy]\nmetric = 'f1'", r"accuracy\.metric: invalid enum value 'f1': allowed are acc, acc_norm"),
         ("[time]\nmargin = '2 %'", r"time\.margin: expected `float`, got `str`"),
@@ -199,28 +201,3 @@ def test_a_table_with_a_similar_name_is_refused(tmp_path: Path, text: str, named
     """It would be ignored, and the default policy used."""
     with pytest.raises(ValueError, match=rf"\[{named}\] is not allowed: allowed is \[tool.llmgpu.gate\]"):
         load(_write(tmp_path, text, "pyproject.toml"))
-
-
-@pytest.mark.parametrize("part", ["a", '"a b"', "'.'"])
-def test_a_key_of_thousands_of_parts_is_refused_with_its_line(tmp_path: Path, part: str) -> None:
-    """The memory of a TOML parser grows with the square of the parts: 40 KB would take 1.6 GB."""
-    path = tmp_path / "policy.toml"
-    path.write_text("confidence = 0.9\n" + ".".join([part] * 20_000) + " = 1\n")
-    with pytest.raises(ValueError, match=r"policy.toml: line 2: a key has more than 31 dots, the limit$"):
-        load(path)
-
-
-def test_a_long_line_without_deep_keys_is_a_policy(tmp_path: Path) -> None:
-    """A pyproject.toml may have lists of dependencies in one line."""
-    path = tmp_path / "pyproject.toml"
-    names = ", ".join(f'"package-{number}>=1.2.3"' for number in range(500))
-    path.write_text(f"[project]\ndependencies = [{names}]\n[tool.llmgpu.gate]\nconfidence = 0.9\n")
-    assert load(path).confidence == 0.9
-
-
-def test_a_policy_of_megabytes_is_refused(tmp_path: Path) -> None:
-    """The limit is far above any policy."""
-    path = tmp_path / "policy.toml"
-    path.write_bytes(b"#" * 2**21)
-    with pytest.raises(ValueError, match=r"^policy .*policy.toml: is larger than 1,048,576 bytes"):
-        load(path)

@@ -6,14 +6,15 @@ import argparse
 from pathlib import Path
 
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
-from pytest_llmgpu.cli.output import as_json, color, save, show, write_data
+from pytest_llmgpu.cli.output import as_json, color, save, show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report import option_values
 
 __all__ = ["COMMAND"]
 
 _STATUSES = (
-    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data and the policy fails on "
-    "it, 4 not comparable, 5 nothing compared"
+    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data: a large slowdown "
+    "would not have been seen, or the policy fails on it; 4 not comparable, 5 nothing compared"
 )
 
 
@@ -27,6 +28,12 @@ class _Gate:
         add_rules(parser)
         parser.add_argument(
             "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
+        )
+        parser.add_argument(
+            "--largest-unseen-slowdown",
+            metavar="FRACTION",
+            type=_positive,
+            help="fail if a slowdown of a case by this fraction would not have been seen (default: 0.5)",
         )
         for flag, text in (
             ("--allow-missing", "let cases and figures pass that only the baseline has"),
@@ -57,13 +64,20 @@ class _Gate:
         if arguments.json not in {None, "-"}:
             save(f"{text}\n", Path(arguments.json))
         if arguments.json == "-":
-            write_data(text)
+            show(text)
         else:
             most = None if arguments.all else verdict_tables.MOST_CASES
             table = verdict_tables.table(verdicts, color(), most)
             conclusion = verdict_tables.conclusion(verdicts, in_force, color())
             show("\n".join(filter(None, (table, judged_by, conclusion))))
         return exit_status(verdicts, in_force)
+
+
+def _positive(text: str) -> float:
+    try:
+        return option_values.positive(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 COMMAND: Command = _Gate()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
-from pytest_llmgpu.cli.output import complain, show
+from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
@@ -100,12 +101,11 @@ def _remedies(trial: Trial, present: str) -> list[str]:
 
 
 def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
-    for text in objections[:_SHOWN]:
-        complain(f"{name} is not promoted: {text}")
+    lines = [f"llmgpu: {name} is not promoted: {' '.join(text.split())}" for text in objections[:_SHOWN]]
     if len(objections) > _SHOWN:
-        complain(f"and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
-    for line in remedies:
-        complain(line)
+        lines.append(f"llmgpu: and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
+    lines += [f"llmgpu: {line}" for line in remedies]
+    print("\n".join(lines), file=sys.stderr)
     return _REFUSED
 
 

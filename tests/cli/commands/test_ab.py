@@ -115,7 +115,11 @@ def test_undecided_cases_are_launched_again(project: Project, capsys: pytest.Cap
 def test_a_change_cannot_edit_its_own_thresholds(project: Project) -> None:
     """The policy is that of the base commit unless --policy names a file."""
     project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY)
-    project.commit("head", "[tool.llmgpu.gate.time]\nmargin = 0.5\n", seconds={"1": [11.0], "2": [22.0]})
+    project.commit(
+        "head",
+        "[tool.llmgpu.gate]\nlargest_unseen_slowdown = 9\ntime = { margin = 0.5 }\n",
+        seconds={"1": [11.0], "2": [22.0]},
+    )
     noise = _quiet(project)
     assert _ab("--launches", "1", noise) == 1
     assert _ab("--launches", "1", noise) == 1, "in a folder of its own"

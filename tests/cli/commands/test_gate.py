@@ -43,7 +43,8 @@ def _write(base: Report | None = None, head: Report | None = None) -> None:
 
 
 def _gate(*arguments: str) -> int:
-    return main(["gate", "base.json", "head.json", *arguments])
+    """Run the gate on one launch in each report, which shows no slowdown of 50 %; other tests are about that."""
+    return main(["gate", "base.json", "head.json", "--largest-unseen-slowdown=99", *arguments])
 
 
 def _verdicts(path: str = "verdicts.json") -> Verdicts:
@@ -65,10 +66,10 @@ def _invalid() -> CaseResult:
         ([timed(calls=65)], [], 1, "REGRESSED: "),
         ([make_failed("oom")], [], 1, "REGRESSED: "),
         ([timed(1.03)], [], 0, "1 with not enough data"),
-        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "NOT_ENOUGH_DATA"),
+        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "NOT ENOUGH DATA"),
         ([timed(), timed(batch_size=2)], [], 0, "PASSED: "),
         ([timed(), timed(batch_size=2)], ["--require-armed"], 5, "NOT ARMED"),
-        ([timed(dtype="float32")], [], 4, "NOT_COMPARABLE"),
+        ([timed(dtype="float32")], [], 4, "NOT COMPARABLE"),
         ([timed(batch_size=2)], [], 1, "MISSING: "),
         ([timed(batch_size=2)], ["--allow-missing"], 5, "NOT ARMED"),
     ],
@@ -82,6 +83,19 @@ def test_the_exit_status_is_the_result(
     printed = capsys.readouterr()
     assert printed.err == ""
     assert text in printed.out.splitlines()[-1]
+
+
+def test_a_slowdown_that_one_launch_would_not_show_is_not_passed() -> None:
+    """Exit status 3 whatever `on_inconclusive` is; it is 1 if something regressed, and 0 if time is not gated."""
+    _write()
+    gate = ["gate", "base.json", "head.json"]
+    assert main([*gate, "--on-inconclusive", "pass", "--json", "verdicts.json"]) == 3
+    assert [row.metric for row in _verdicts().rows if row.unseen] == ["time"]
+    assert main([*gate, "--largest-unseen-slowdown", "99"]) == 0
+    Path("policy.toml").write_text("time = { gate = false }\n")
+    assert main([*gate, "--policy", "policy.toml"]) == 0
+    _write(head=on_h200([timed(calls=65)]))
+    assert main(gate) == 1
 
 
 def test_another_machine_is_not_comparable() -> None:
@@ -108,11 +122,11 @@ def test_json_has_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     base, head = on_h200([timed(), timed(batch_size=2)]), on_h200([timed(4.0), timed(batch_size=2)])
     _write(base, head)
     assert _gate("--json", "new/verdicts.json") == 1
-    found = _verdicts("new/verdicts.json")
-    assert found.rows == judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
+    found, lenient = _verdicts("new/verdicts.json"), Policy(largest_unseen_slowdown=99)
+    assert found.rows == judge(base, head, lenient, today=datetime.date(2026, 1, 1)).rows
     assert found.baseline is not None
     assert (found.baseline.name, found.baseline.commit) == ("base.json", "a" * 40)
-    assert found.policy_sha256 == policy_file.sha256(Policy())
+    assert found.policy_sha256 == policy_file.sha256(lenient)
     assert found.calibration_sha256 is None
     assert found.head == Candidate(created=head.created, commit="a" * 40)
     capsys.readouterr()
@@ -312,8 +326,7 @@ def test_the_noise_estimate_is_named(capsys: pytest.CaptureFixture[str]) -> None
     _write()
 
     def noises(*arguments: str) -> set[str]:
-        for command in ("gate", "compare"):
-            assert main([command, "base.json", "head.json", *arguments]) == 0
+        assert _gate(*arguments) == main(["compare", "base.json", "head.json", *arguments]) == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("noise: ")]
         assert len(lines) == 2
         return set(lines)
@@ -482,6 +495,7 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], text: str, capsy
         ["compare", "base.json"],
         ["gate", "a", "b", "--today", "yesterday"],
         ["gate", "a", "b", "--on-inconclusive", "ignore"],
+        ["gate", "a", "b", "--largest-unseen-slowdown", "0"],
         ["calibrate"],
         ["promote"],
     ],

@@ -16,6 +16,7 @@ from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.html import page_name
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.render.terminal.verdicts import notes
 from pytest_llmgpu.report.file import dump
@@ -24,6 +25,9 @@ from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Find
 
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
+
+_LENIENT = "[tool.llmgpu.gate]\nlargest_unseen_slowdown = 99\n"
+"""A policy that passes one launch in each report, which shows no slowdown of 50 %."""
 
 _EMPTY = frozenset(("meta", "link", "br", "img", "input", "hr"))
 
@@ -226,7 +230,7 @@ def test_the_page_compares_with_a_baseline() -> None:
         launch.batches.latency_s = [5 * value for value in launch.batches.latency_s]
     base.environment.versions = {"torch": "2.10.0"}
     base.commit = Commit(sha="b" * 40)
-    page = Page(html_report.render(head, base))
+    page = Page(html_report.render(head, base, policy=Policy(largest_unseen_slowdown=99)))
     assert f"Baseline: commit {'b' * 40}." in page.text
     assert "Fails: 3" in page.text
     assert "REGRESSED time: 3 mp-bs1 Time +400.0 %" in page.text
@@ -357,6 +361,7 @@ def test_html_shows_the_verdicts_of_a_file(
     dump(head, tmp_path / "base.json")
     del head.cases[0]
     dump(head, tmp_path / "head.json")
+    Path("pyproject.toml").write_text(_LENIENT)
     assert main(["gate", "base.json", "head.json", "--json", "said.json"]) == 1
     assert main(["html", "head.json", "--verdicts", "said.json", "--output", "page.html"]) == 0
     assert "Fails: 1" in Page(Path("page.html").read_text()).text
@@ -378,8 +383,8 @@ def test_html_applies_the_policy_in_force(tmp_path: Path, monkeypatch: pytest.Mo
     dump(head, tmp_path / "base.json")
     del head.cases[0]
     dump(head, tmp_path / "head.json")
-    Path("pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_missing = true\n")
-    Path("strict.toml").write_text("allow_missing = false\n")
+    Path("pyproject.toml").write_text(f"{_LENIENT}allow_missing = true\n")
+    Path("strict.toml").write_text("largest_unseen_slowdown = 99\n")
     assert main(["html", "head.json", "base.json", "--output", "own.html"]) == 0
     assert main(["html", "head.json", "base.json", "--output", "strict.html", "--policy", "strict.toml"]) == 0
     assert "Fails" not in Page(Path("own.html").read_text()).text
