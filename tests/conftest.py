@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_PROSE] = ProseFiles(update=config.getoption("--update-prose"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep which tests compare texts, if their files were collected whole."""
+    if not (config.getoption("lf", default=False) or any("::" in argument for argument in config.args)):
+        config.stash[_PROSE].collected(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test that no longer compares each of its texts."""
+    yield
+    texts = getattr(item, "funcargs", {}).get("prose")
+    if texts is not None:
+        texts.finish()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Write what changed."""
     files = config.stash.get(_PROSE, None)
@@ -90,3 +106,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def prose(request: pytest.FixtureRequest) -> Prose:
     """Return what texts are compared with: `assert prose == text`."""
     return request.config.stash[_PROSE].of(request.node)
+
+
+@pytest.fixture
+def prose_files(request: pytest.FixtureRequest) -> ProseFiles:
+    """Return the files of kept texts."""
+    return request.config.stash[_PROSE]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from pytest_llmgpu.cli.commands import commands
-from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.output import complain, show
 
 __all__ = ["main", "parser"]
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         # A report may have figures that overflow. Python's own exit status would be 1, which means a regression.
         prefix = "a figure is too large to compute with: " if isinstance(error, ArithmeticError) else ""
-        print(f"llmgpu: {prefix}{' '.join(str(error).split())}", file=sys.stderr)
+        complain(f"{prefix}{error}")
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED

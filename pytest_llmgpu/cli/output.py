@@ -6,11 +6,23 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["as_json", "color", "save", "show"]
+from pytest_llmgpu.report.text import printable_lines
+
+__all__ = ["as_json", "color", "complain", "save", "show", "write_data"]
 
 
 def show(text: str) -> None:
-    """Print to stdout without buffering.
+    """Print lines for people to stdout (see `printable_lines` and `write_data`)."""
+    write_data(printable_lines(text, styled=color()))
+
+
+def complain(text: str) -> None:
+    """Print one line to stderr."""
+    print(f"llmgpu: {printable_lines(' '.join(text.split()))}", file=sys.stderr)
+
+
+def write_data(text: str) -> None:
+    """Print text in the format of another program to stdout, without buffering.
 
     If the reader of a pipe, such as `head`, has ended, the command continues to its exit status.
 

@@ -1,4 +1,4 @@
-"""Accuracy: items that flipped, by McNemar's exact test; the floor of the policy; log-likelihoods.
+"""Accuracy: items lost and won at the batch sizes of a series; the floor of the policy; log-likelihoods.
 
 A trained model keeps its answers under a slightly wrong kernel, and random weights answer by chance. Therefore the
 log-likelihoods are compared as well, and for random weights they alone.
@@ -7,13 +7,15 @@ log-likelihoods are compared as well, and for random weights they alone.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pytest_llmgpu.analysis.reference import largest_difference
 from pytest_llmgpu.analysis.sign_test import by_chance, written
 from pytest_llmgpu.gate.policy import AccuracyRule
+from pytest_llmgpu.gate.series import series_of
 from pytest_llmgpu.gate.stats.distributions import net_loss
 from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
@@ -146,28 +148,94 @@ def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
 
 
 def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
-    """Judge the answers of all cases. The gated cases are one family of tests, the others another.
+    """Judge the answers of all cases: one row for each series, whose cases differ in their batch size only.
 
-    p is McNemar's, exact and one-sided: the probability of at least as many lost among the items lost or won, at even
-    odds, adjusted over the cases by Holm's method. The verdict is REGRESSED where p is at most 1 - confidence or the
-    answers are below a floor, IMPROVED likewise for items won, OK where a loss of the threshold is ruled out, else
-    NOT_ENOUGH_DATA. The worst of several launches that differ has its p multiplied by their number; it is never OK.
+    All batch sizes score the same items with the same model, and a wrong kernel can concern all of them or one.
+    Therefore two tests have half of the allowed probability of a false alarm each: a sign test over items, of the
+    number of batch sizes at which an item is right now less the number at which it was right before; and McNemar's test
+    at the batch size with the largest loss, adjusted over the batch sizes by Holm's method. Both are exact and
+    one-sided. p is the smaller one of the two, doubled, and adjusted over the series by Holm's method: the gated series
+    are one family, the others another.
+
+    The verdict is REGRESSED where p is at most 1 - confidence or answers are below a floor, IMPROVED likewise for items
+    won, OK where a loss of the threshold is ruled out at each batch size, else NOT_ENOUGH_DATA. The worst of several
+    launches that differ has its p multiplied by their number; it is never OK.
 
     Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
     where the baseline failed its own check and the candidate passes it.
     """
-    tested = [case for case in cases if not case.random_weights]
-    gates = [case.rule.gate for case in tested]
-    family = Counter(gates)
-    worse = holm([min(1.0, case.looks * by_chance(len(case.lost), len(case.won))) for case in tested], gates)
-    better = holm([by_chance(len(case.won), len(case.lost)) for case in tested], gates)
-    chances = iter(zip(worse, better, strict=True))
+    groups: dict[tuple[object, ...], list[Answered]] = {}
+    for case in cases:
+        groups.setdefault((*series_of(case.result.case), case.rule), []).append(case)
+    tested = [_tests(group, 1 - confidence) for group in groups.values() if not group[0].random_weights]
+    gates = [tests.cases[0].rule.gate for tests in tested]
+    adjusted = zip(
+        tested, holm([one.loss for one in tested], gates), holm([one.gain for one in tested], gates), strict=True
+    )
     return [
-        _row_of_random_weights(case, note)
-        if case.random_weights
-        else _row(case, *next(chances), confidence, note, family_size=family[case.rule.gate])
-        for case in cases
+        _row_of_random_weights(group, note) if group[0].random_weights else _row(*next(adjusted), confidence, note)
+        for group in groups.values()
     ]
+
+
+class _Tests(NamedTuple):
+    """The tests of the cases of one series."""
+
+    cases: list[Answered]
+    """All cases of the series."""
+    loss: float
+    """The probability of a loss like this one by chance, over both tests."""
+    gain: float
+    """The probability of a gain like this one by chance."""
+    lost: list[Answered]
+    """The cases that the loss concerns: all with a loss, or those of the single batch sizes that decided."""
+    won: list[Answered]
+    """The cases that the gain concerns."""
+
+
+def _tests(cases: list[Answered], alpha: float) -> _Tests:
+    """Test the items of a series in both directions. Log-likelihoods that differ explain the answers of their case."""
+    tested = [case for case in cases if case.labelled and not _numbers_differ(case)]
+    typical = [case for case in tested if case.odd_launch is None]
+    lost, won = _lost_and_won(typical)
+    losses = [min(1.0, case.looks * by_chance(len(case.lost), len(case.won))) for case in tested]
+    gains = [by_chance(len(case.won), len(case.lost)) for case in tested]
+    loss, with_loss = _either(by_chance(len(lost), len(won)), losses, tested, sign=1, alpha=alpha)
+    gain, with_gain = _either(by_chance(len(won), len(lost)), gains, tested, sign=-1, alpha=alpha)
+    return _Tests(cases, loss, gain, with_loss, with_gain)
+
+
+def _either(
+    together: float, singles: Sequence[float], cases: Sequence[Answered], *, sign: int, alpha: float
+) -> tuple[float, list[Answered]]:
+    """Return the probability over both tests, and the cases that the smaller one concerns.
+
+    Args:
+        together: The probability of the test over all batch sizes.
+        singles: The probability of the test of each case.
+        cases: The cases.
+        sign: 1 for a loss, -1 for a gain.
+        alpha: The allowed probability of a false alarm.
+    """
+    if len(cases) < 2:  # noqa: PLR2004 - both tests are the same for one batch size
+        return min(singles, default=1.0), list(cases)
+    adjusted = holm(singles)
+    least = min(adjusted)
+    if together <= least:
+        concerned = [case for case in cases if sign * (len(case.lost) - len(case.won)) > 0]
+    else:
+        concerned = [case for case, p in zip(cases, adjusted, strict=True) if p <= max(least, alpha / 2)]
+    return min(1.0, 2 * min(together, least)), concerned
+
+
+def _lost_and_won(cases: Sequence[Answered]) -> tuple[list[int], list[int]]:
+    """Return the items that are right at fewer batch sizes than before, and those that are right at more."""
+    balance: Counter[int] = Counter()
+    for case in cases:
+        balance.subtract(case.lost)
+        balance.update(case.won)
+    lost, won = (sorted(item for item, right in balance.items() if sign * right > 0) for sign in (-1, 1))
+    return lost, won
 
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
@@ -187,98 +255,167 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
     )
 
 
-_Cause = Literal["floor", "numbers", "unlabelled", "lost", "disagree", "won", "ruled_out", "not_ruled_out"]
+_Cause = Literal["floor", "numbers", "unknown", "unlabelled", "lost", "disagree", "won", "ruled_out", "not_ruled_out"]
 """Why a verdict on the answers is what it is."""
 
 
-def _row(case: Answered, worse: float, better: float, confidence: float, note: str, *, family_size: int) -> Row:
-    low, high = net_loss(len(case.lost), len(case.won), case.items, confidence)
-    floor = below_floor(case.result, case.rule)
-    if floor is not None:
-        verdict: Verdict = "REGRESSED"
-        cause: _Cause = "floor"
-    elif _numbers_differ(case):
-        verdict, cause = _verdict_on_numbers(case), "numbers"
-    else:
-        verdict, cause = _verdict_on_items(case, worse, better, high, 1 - confidence)
-    chance = better if len(case.won) > len(case.lost) else worse
-    reason = _reason(case, cause, floor, chance)
-    if note and verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
-        reason += f"\n{note}"
-    alone: Verdict | None = None
-    if verdict in {"OK", "NOT_ENOUGH_DATA"} and case.labelled and case.odd_launch is None and family_size > 1:
-        alone = "REGRESSED" if low > 0 else "IMPROVED" if high < 0 else None
-    return Row.of(
-        case.result,
-        "accuracy",
-        verdict,
-        reason,
-        gated=case.rule.gate,
-        base=case.base,
-        head=case.head,
+class _Decision(NamedTuple):
+    """The verdict on a series of cases."""
+
+    verdict: Verdict
+    cause: _Cause
+    concerned: list[Answered]
+    """The cases that the verdict is about."""
+
+
+def _row(tests: _Tests, loss: float, gain: float, confidence: float, note: str) -> Row:
+    decision = _decide(tests, loss, gain, confidence)
+    concerned, rule = decision.concerned, tests.cases[0].rule
+    lost, won = _lost_and_won(concerned)
+    low, high = net_loss(len(lost), len(won), concerned[0].items, confidence)
+    chance = gain if decision.verdict == "IMPROVED" or len(won) > len(lost) else loss
+    return _series_row(
+        tests.cases,
+        decision,
+        _reason(tests.cases, decision, lost, won, chance),
+        note,
+        base=statistics.fmean(case.base for case in concerned),
+        head=statistics.fmean(case.head for case in concerned),
         low=low,
         high=high,
-        threshold=case.rule.margin,
-        p=chance if case.labelled else None,
-        alone=alone,
-        lost=case.lost,
-        won=case.won,
+        threshold=rule.margin,
+        p=chance if any(case.labelled for case in concerned) else None,
+        lost=lost,
+        won=won,
     )
 
 
-def _verdict_on_items(
-    case: Answered, worse: float, better: float, largest_loss: float, alpha: float
-) -> tuple[Verdict, _Cause]:
-    """Return the verdict on items lost and won; `largest_loss` is the upper end of the net loss's interval."""
-    if not case.labelled:
-        return ("NOT_ENOUGH_DATA" if case.other or case.odd_launch is not None else "OK"), "unlabelled"
-    if worse <= alpha:
-        return "REGRESSED", "lost"
-    if case.odd_launch is not None:
-        return "NOT_ENOUGH_DATA", "disagree"
-    if better <= alpha:
-        return "IMPROVED", "won"
-    return ("OK", "ruled_out") if largest_loss <= case.rule.margin else ("NOT_ENOUGH_DATA", "not_ruled_out")
+def _series_row(cases: Sequence[Answered], decision: _Decision, reason: str, note: str, **figures: Any) -> Row:
+    case = cases[0].result.case
+    if note and decision.verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
+        reason += f"\n{note}"
+    return Row(
+        key=case.series,
+        id=case.strategy,
+        cases=[one.result.id for one in decision.concerned],
+        metric="accuracy",
+        verdict=decision.verdict,
+        reason=reason,
+        gated=cases[0].rule.gate,
+        **figures,
+    )
 
 
-def _reason(case: Answered, cause: _Cause, floor: str | None, chance: float) -> str:
-    where = "" if case.odd_launch is None else f" in launch {case.odd_launch} of {case.launches}"
-    change = f"Accuracy ({case.rule.metric}) {percent(case.head, 2)}{where}, was {percent(case.base, 2)}"
-    flips = f"{len(case.lost):,} items lost, {len(case.won):,} won of {case.items:,} ({written(chance)})"
+def _decide(tests: _Tests, loss: float, gain: float, confidence: float) -> _Decision:
+    if (decision := _decide_without_items(tests.cases)) is not None and decision.verdict == "REGRESSED":
+        return decision
+    if loss <= 1 - confidence:
+        return _Decision("REGRESSED", "lost", tests.lost)
+    if decision is None:
+        decision = _decide_without_a_test(tests.cases)
+    if decision is None and gain <= 1 - confidence:
+        decision = _Decision("IMPROVED", "won", tests.won)
+    return decision or _decide_on_interval(tests.cases, confidence)
+
+
+def _decide_without_items(cases: list[Answered]) -> _Decision | None:
+    """Decide where answers are below a floor or log-likelihoods differ, whatever the items are; None elsewhere."""
+    if wrong := [case for case in cases if below_floor(case.result, case.rule) is not None]:
+        return _Decision("REGRESSED", "floor", wrong)
+    differing = [case for case in cases if _numbers_differ(case)]
+    if worse := [case for case in differing if _verdict_on_numbers(case) == "REGRESSED"]:
+        return _Decision("REGRESSED", "numbers", worse)
+    return _Decision("IMPROVED", "numbers", differing) if differing else None
+
+
+def _decide_without_a_test(cases: list[Answered]) -> _Decision | None:
+    """Decide where the right answers are not known or launches differ, so that a case has no test; None elsewhere."""
+    unlabelled = [case for case in cases if not case.labelled]
+    if any(case.other or case.odd_launch is not None for case in unlabelled):
+        return _Decision("NOT_ENOUGH_DATA", "unlabelled", unlabelled)
+    if odd := [case for case in cases if case.odd_launch is not None]:
+        return _Decision("NOT_ENOUGH_DATA", "disagree", odd)
+    return _Decision("OK", "unlabelled", unlabelled) if unlabelled else None
+
+
+def _decide_on_interval(cases: list[Answered], confidence: float) -> _Decision:
+    unclear = [
+        case for case in cases if net_loss(len(case.lost), len(case.won), case.items, confidence)[1] > case.rule.margin
+    ]
+    return _Decision("NOT_ENOUGH_DATA", "not_ruled_out", unclear) if unclear else _Decision("OK", "ruled_out", cases)
+
+
+def _reason(
+    cases: Sequence[Answered], decision: _Decision, lost: Sequence[int], won: Sequence[int], chance: float
+) -> str:
+    concerned, cause = decision.concerned, decision.cause
+    where = _where(cases, concerned)
+    average = ", on average" if len(concerned) > 1 else ""
+    first, rule = concerned[0], concerned[0].rule
+    base, head = (statistics.fmean(getattr(case, name) for case in concerned) for name in ("base", "head"))
+    change = f"Accuracy ({rule.metric}) {percent(head, 2)}{where}, was {percent(base, 2)}{average}"
+    flips = f"{len(lost):,} items lost, {len(won):,} won of {first.items:,} ({written(chance)})"
+    labelled = all(case.labelled for case in concerned)
     if cause == "floor":
+        same = not any(case.lost or case.won or case.other for case in concerned)
+        sizes = _sizes(cases, concerned)
+        compared = f"\nCompared with the baseline{sizes}: {flips}." if labelled else ""
+        floor = below_floor(first.result, rule)
         assert floor is not None
-        same = not (case.lost or case.won or case.other)
-        compared = f"\nCompared with the baseline: {flips}." if case.labelled else ""
-        return floor + ("\nThe baseline has the same answers." if same else compared)
+        return floor + (f"\nThe baseline has the same answers{sizes}." if same else compared)
     if cause == "numbers":
-        return _reason_of_numbers(case) + (f"\n{change}: {flips}." if case.labelled else "")
+        return _reason_of_numbers(concerned, where) + (f"\n{change}: {flips}." if labelled else "")
     if cause == "unlabelled":
-        return f"{case.other:,} of {case.items:,} items have another answer; the report lacks the right answers."
+        other = max(case.other for case in concerned)
+        return f"{other:,} of {first.items:,} items have another answer{where}; the report lacks the right answers."
     more = {
-        "lost": f"\nItems lost: {listed(case.lost)}.",
+        "lost": f"\nItems lost: {listed(lost)}.",
         "disagree": "\nThe candidate's launches differ in their answers; the baseline's agree.",
-        "not_ruled_out": f"\nA loss of {100 * case.rule.margin:.2g} points is not ruled out: score more items.",
+        "not_ruled_out": f"\nA loss of {100 * rule.margin:.2g} points is not ruled out: score more items.",
     }
-    return f"{change}: {flips if case.lost or case.won else 'no item was lost or won'}.{more.get(cause, '')}"
+    return f"{change}: {flips if lost or won else 'no item was lost or won'}.{more.get(cause, '')}"
 
 
-def _row_of_random_weights(case: Answered, note: str) -> Row:
+def _where(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
+    """Return the launch and the batch sizes that a verdict is about; empty where it is about a series of one case."""
+    first = concerned[0]
+    launch = "" if first.odd_launch is None else f" in launch {first.odd_launch} of {first.launches}"
+    return launch + _sizes(cases, concerned)
+
+
+def _sizes(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
+    sizes = sorted({case.result.case.batch_size for case in concerned})
+    if len(cases) == 1:
+        return ""
+    if len(sizes) == 1:
+        return f" at batch size {sizes[0]}"
+    return f" at all {len(sizes)} batch sizes" if len(concerned) == len(cases) else f" at batch sizes {listed(sizes)}"
+
+
+def _row_of_random_weights(cases: list[Answered], note: str) -> Row:
     """Judge random weights, whose answers are chance: equal inputs have to give equal log-likelihoods."""
-    verdict: Verdict
-    if (floor := below_floor(case.result, case.rule)) is not None:
-        verdict, reason = "REGRESSED", floor
-    elif case.difference is None:
-        verdict, reason = "NOT_ENOUGH_DATA", "The baseline has no log-likelihoods to compare with."
-    elif _numbers_differ(case) or (case.largest is not None and case.largest > case.allowed_largest):
-        verdict = _verdict_on_numbers(case)
-        reason = _reason_of_numbers(case) + (f"\n{note}" if note else "")
+    unknown = [case for case in cases if case.difference is None]
+    decision = _decide_without_items(cases)
+    if decision is None:
+        decision = _Decision("NOT_ENOUGH_DATA", "unknown", unknown) if unknown else _Decision("OK", "ruled_out", cases)
+    if decision.cause == "floor":
+        reason = below_floor(decision.concerned[0].result, decision.concerned[0].rule) or ""
+    elif decision.cause == "numbers":
+        reason = _reason_of_numbers(decision.concerned, _where(cases, decision.concerned))
+    elif decision.cause == "unknown":
+        reason = f"The baseline has no log-likelihoods to compare with{_where(cases, unknown)}."
     else:
-        verdict = "OK"
-        reason = f"Log-likelihoods of random weights typically differ by {case.difference:.1e} from the baseline's."
-    return Row.of(case.result, "accuracy", verdict, reason, gated=case.rule.gate)
+        difference = max(case.difference or 0.0 for case in cases)
+        reason = f"Log-likelihoods of random weights typically differ by {difference:.1e} from the baseline's."
+    return _series_row(cases, decision, reason, note)
 
 
 def _numbers_differ(case: Answered) -> bool:
+    """Return whether log-likelihoods differ by more than rounding explains; `largest` is of random weights only."""
+    return _typically_differ(case) or (case.largest is not None and case.largest > case.allowed_largest)
+
+
+def _typically_differ(case: Answered) -> bool:
     return case.difference is not None and case.difference > case.allowed
 
 
@@ -290,12 +427,13 @@ def _verdict_on_numbers(case: Answered) -> Verdict:
     return "IMPROVED" if wrong and not still_wrong else "REGRESSED"
 
 
-def _reason_of_numbers(case: Answered) -> str:
+def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
+    case = max(cases, key=lambda one: one.difference or 0.0)
     assert case.difference is not None
     wrong = ": the baseline failed its own accuracy check" if _verdict_on_numbers(case) == "IMPROVED" else ""
     if not math.isfinite(case.difference):
-        return f"Log-likelihoods are not finite, and the baseline's are{wrong}."
-    if _numbers_differ(case):
+        return f"Log-likelihoods are not finite{where}, and the baseline's are{wrong}."
+    if _typically_differ(case):
         how, difference, allowed = "typically differ by", case.difference, case.allowed
     else:
         assert case.largest is not None
@@ -304,7 +442,8 @@ def _reason_of_numbers(case: Answered) -> str:
         f"rounding in {case.result.case.dtype} explains" if case.rule.difference is None else "the policy allows"
     )
     return (
-        f"Log-likelihoods {how} {100 * difference:.2g} % from the baseline's; {threshold} {100 * allowed:.2g} %{wrong}."
+        f"Log-likelihoods {how} {100 * difference:.2g} % from the baseline's{where}; "
+        f"{threshold} {100 * allowed:.2g} %{wrong}."
     )
 
 

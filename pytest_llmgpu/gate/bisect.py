@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from pytest_llmgpu.analysis.launch_merging import merge
-from pytest_llmgpu.gate.ab import LOOKS, Both, is_open, left_out
+from pytest_llmgpu.gate import ab
+from pytest_llmgpu.gate.ab import LOOKS, Both, Side, is_open, left_out
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import BETTER, SEVERITY, WORSE, Row, Verdicts
 
 __all__ = [
+    "Ends",
     "Found",
     "History",
     "JudgeTwo",
@@ -27,6 +30,7 @@ __all__ = [
     "Step",
     "find",
     "mark_of",
+    "measure_ends",
     "row_of",
     "selected",
     "undecided",
@@ -40,8 +44,11 @@ MeasureCommit = Callable[[str, int, Sequence[str]], Report]
 """Runs one launch. The arguments are the hash of the commit, the number of the launch and the node ids to deselect.
 ValueError: the commit cannot be measured."""
 
-JudgeTwo = Callable[[Report, Report], Verdicts]
-"""Compares a candidate (second) with a baseline (first)."""
+JudgeTwo = Callable[[Report, Report, Policy], Verdicts]
+"""Compares a candidate (second) with a baseline (first) under a policy."""
+
+_ENDS = 4
+"""The ends take at most two times the allowed launches divided by this number."""
 
 _SEVERAL = 2
 """Least number of launches from which a report has every row: one over all cases needs two."""
@@ -68,6 +75,17 @@ class History(Protocol):
 
     def remaining(self) -> list[str]:
         """Return the hashes of the commits of which one is the first bad commit, the newest first."""
+
+
+class Ends(NamedTuple):
+    """The measured ends of a bisection."""
+
+    both: Both
+    """The reports of the good end (`base`) and of the bad end (`head`)."""
+    verdicts: Verdicts
+    """The comparison of the bad end with the good end."""
+    launches: int
+    """The number of launches of both ends."""
 
 
 class Step(NamedTuple):
@@ -98,6 +116,42 @@ class Found(NamedTuple):
     """The commits in the order in which they were measured."""
     launches: int
     """The number of launches of all these commits."""
+
+
+def measure_ends(
+    measure: ab.Measure,
+    judge: JudgeTwo,
+    policy: Policy,
+    *,
+    launches: int,
+    metric: str | None = None,
+    case: str | None = None,
+) -> Ends:
+    """Launch both ends in turn until a regression is found or every row is decided, as `gate.ab` does.
+
+    Args:
+        measure: The function that runs one launch of an end; the good end is `base`.
+        judge: The function that compares two reports.
+        policy: The policy; its rate of false alarms is split over the looks.
+        launches: The allowed launches of the whole bisection, of which the ends take at most half.
+        metric: See `worst`.
+        case: See `worst`.
+    """
+    ran: list[Side] = []
+
+    def counted(side: Side, number: int, deselected: Sequence[str]) -> Report:
+        ran.append(side)
+        return measure(side, number, deselected)
+
+    at = ab.looks(max(1, launches // _ENDS))
+    stricter = ab.split(policy, len(at))
+    both, verdicts = ab.compare(
+        counted,
+        lambda both: judge(both.base, both.head, stricter),
+        lambda verdicts: undecided(verdicts, metric, case),
+        at,
+    )
+    return Ends(both, verdicts, len(ran))
 
 
 def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None) -> Row | None:
@@ -178,10 +232,10 @@ def find(
     history: History,
     measure: MeasureCommit,
     judge: JudgeTwo,
+    policy: Policy,
     ends: Both,
     end: Row,
     *,
-    alpha: float,
     launches: int,
     on_step: Callable[[Step], None] = lambda _: None,
 ) -> Found:
@@ -193,13 +247,13 @@ def find(
         history: The bisection.
         measure: The function that runs one launch. Only the test of the case is selected.
         judge: The function that compares two reports.
+        policy: The policy; chance puts a commit nearer to the wrong end with at most 1 minus its confidence.
         ends: The reports of the good and of the bad end.
         end: The row of `judge` on the ends that is to be explained.
-        alpha: See `mark_of`.
         launches: The largest number of launches of all commits together.
         on_step: Called after each commit.
     """
-    commits = _Commits(measure, judge, ends, end, alpha)
+    commits = _Commits(measure, judge, policy, ends, end)
     steps: list[Step] = []
     left = launches
     while (sha := history.candidate()) is not None:
@@ -216,8 +270,8 @@ def find(
 class _Commits:
     """Measures one commit after the other, and decides on each."""
 
-    def __init__(self, measure: MeasureCommit, judge: JudgeTwo, ends: Both, end: Row, alpha: float) -> None:
-        self._measure, self._judge, self._ends, self._end, self._alpha = measure, judge, ends, end, alpha
+    def __init__(self, measure: MeasureCommit, judge: JudgeTwo, policy: Policy, ends: Both, end: Row) -> None:
+        self._measure, self._judge, self._policy, self._ends, self._end = measure, judge, policy, ends, end
         self._deselected = left_out(ends.base, {end.key}) if end.nodeid is not None else []
 
     def step(self, sha: str, most: int) -> Step:
@@ -240,7 +294,7 @@ class _Commits:
         return step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
 
     def _judged(self, sha: str, launches: int, report: Report) -> Step:
-        from_good = self._judge(self._ends.base, report)
+        from_good = self._judge(self._ends.base, report, self._policy)
         row = row_of(from_good, self._end)
         if row is None:
             outcomes = [other for other in from_good.rows if other.key == self._end.key and other.metric == "outcome"]
@@ -248,5 +302,6 @@ class _Commits:
                 return Step(sha, None, launches, None, "", report)
             reason = outcomes[0].reason if outcomes else f"it has no {self._end.metric} of {self._end.id}"
             return Step(sha, "skip", launches, None, reason, report)
-        mark = mark_of(self._end, row, row_of(self._judge(report, self._ends.head), self._end), self._alpha)
+        to_bad = row_of(self._judge(report, self._ends.head, self._policy), self._end)
+        mark = mark_of(self._end, row, to_bad, 1 - self._policy.confidence)
         return Step(sha, mark, launches, row, row.reason if mark == "skip" else "", report)

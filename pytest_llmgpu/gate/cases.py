@@ -55,14 +55,15 @@ def judged(base: Report | None, head: Report, policy: Policy, calibration: Calib
 
 
 class _Comparison:
-    """One comparison in progress: finished rows, cases that are judged as a family, and what is left out."""
+    """One comparison in progress: finished rows, what is judged as a family, and what is left out."""
 
     def __init__(self, base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> None:
         self.base, self.head, self.policy, self.calibration = base, head, policy, calibration
         self.unarmed: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.gated_unarmed = 0
-        self._entries: list[Row | Timed | Answered] = []
+        self._entries: list[Row | Timed] = []
+        self._answered: list[Answered] = []
         self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
         self._plain = not policy.override
         self._deselected = frozenset(head.session.deselected)
@@ -81,6 +82,7 @@ class _Comparison:
                 gone.append(pair.base)
             else:
                 self._case(pair.base, pair.head, pair.differing)
+        self._entries += accuracy.rows(self._answered, self.policy.confidence, self._note())
         then, now = by_series(before), by_series(self.head.cases)
         measured_by: dict[str, set[tuple[object, ...]]] = {}
         for result in self.head.cases if gone else ():
@@ -138,11 +140,13 @@ class _Comparison:
         noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
         self._take("time", pairing.timed(base, head, rules.time, *noise), rules.time.gate)
         answers = accuracy.answered(base, head, rules.accuracy)
-        if isinstance(answers, str):
-            self._floor(head, rules)
-        self._take("accuracy", answers, rules.accuracy.gate)
         if isinstance(answers, Answered):
+            self._answered.append(answers)
             self._entries.append(accuracy.predictions_row(answers, gated=rules.predictions.gate))
+        else:
+            if isinstance(answers, str):
+                self._floor(head, rules)
+            self._take("accuracy", answers, rules.accuracy.gate)
         for found in work_rows(base, head, rules):
             self._take(found.metric, found.row, found.gap)
         self._take("traffic", traffic_row(base, head, rules.traffic), rules.traffic.gate)
@@ -150,7 +154,7 @@ class _Comparison:
             self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
         self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
 
-    def _take(self, metric: MetricName, found: Row | Timed | Answered | str, gated: bool) -> None:
+    def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):
             self.unarmed[f"{metric}: {found}"] += 1
             self.gated_unarmed += gated
@@ -200,13 +204,8 @@ class _Comparison:
     def _finished(self) -> list[Row]:
         note = self._note()
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        answered = [entry for entry in self._entries if isinstance(entry, Answered)]
         times = iter(verdicts.rows(timed, self.policy.confidence, note))
-        answers = iter(accuracy.rows(answered, self.policy.confidence, note))
-        rows = [
-            next(times) if isinstance(entry, Timed) else next(answers) if isinstance(entry, Answered) else entry
-            for entry in self._entries
-        ]
+        rows = [next(times) if isinstance(entry, Timed) else entry for entry in self._entries]
         return [self._with_cause(row) for row in rows]
 
     def _with_cause(self, row: Row) -> Row:

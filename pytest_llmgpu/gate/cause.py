@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -25,8 +25,10 @@ from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 __all__ = ["Measured", "describe", "details", "find", "with_cause"]
 
 _SMALL, _SMALL_MODULE = 0.05, 0.1
-"""A family or a module that changed by less than this fraction of the difference is not named. Modules are noisier: the
-eager pass runs once."""
+"""Families and modules with a smaller share of the growth are not named. Modules are noisier: the eager pass runs
+once."""
+_MOST_OF_IT = 0.5
+"""A module with this share of the growth is named alone."""
 _SHOWN = 0.3
 """Work passes show a change of wall time if a part of them grew by this fraction of it. They are too few to show all of
 it: the time of the host alone varies."""
@@ -42,6 +44,8 @@ _COPIES = re.compile(r"Mem(cpy|set)")
 _COMMUNICATES = re.compile(r"c10d")
 _PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
 
+_CALLS = "Calls: "
+"""Start of the line of a reason that lists calls; those of exact metrics have it already."""
 _IDLE, _WAITING, _TRANSFER, _COPYING = "idle", "waiting", "transfer", "copies"
 _PLACES: dict[str, Place] = {_IDLE: "host", _WAITING: "waiting", _TRANSFER: "transfer", _COPYING: "copies"}
 
@@ -142,8 +146,13 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
         return row
     lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
     also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
-    text = "\n".join([*lines, f"Cause: {describe(found)}.", *details(found), *also])
+    more = [line for line in details(found) if not (_lists_calls(line) and any(map(_lists_calls, lines)))]
+    text = "\n".join([*lines, f"Cause: {describe(found)}.", *more, *also])
     return msgspec.structs.replace(row, cause=found, reason=text)
+
+
+def _lists_calls(line: str) -> bool:
+    return line.startswith(_CALLS)
 
 
 def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float | None = None) -> Cause | None:
@@ -155,7 +164,10 @@ def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float 
         after: The candidate.
         ratio: Candidate divided by baseline, for a metric of time.
     """
-    shapes = {(tuple(work.batches), len(work.ranks)) for work in (*before.works, *after.works)}
+    shapes = {
+        (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
+        for work in (*before.works, *after.works)
+    }
     if not before.works or not after.works or len(shapes) != 1:
         return None
     pairs = [_Pair(_rank(before, number), _rank(after, number)) for number in range(len(before.works[0].ranks))]
@@ -171,21 +183,20 @@ def describe(cause: Cause) -> str:
     """Return the cause as a clause for a headline."""
     if cause.rank is None:
         return _place_in_words(cause, cause.place)
-    largest = _place_of(cause.parts[0].name) if cause.parts else "host"
-    if cause.place == "waiting":
-        return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
-    return f"rank {cause.rank} alone: {_place_in_words(cause, largest)}"
+    if cause.place != "waiting":
+        return f"rank {cause.rank} alone: {_place_in_words(cause, cause.place)}"
+    largest = _PLACES.get(cause.parts[0].name, "device") if cause.parts else "host"
+    return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
 
 
 def details(cause: Cause) -> list[str]:
     """Return at most three lines: the parts of the difference, the modules, and the calls that changed."""
     lines = []
     if cause.parts and cause.before_s is not None and cause.after_s is not None:
-        total_s = cause.after_s - cause.before_s
-        parts = [f"{part.name} {_ms(part.growth_s)}" for part in cause.parts if _is_large(part, total_s)]
-        lines.append(f"Parts of {_ms(total_s)} in a work pass: {', '.join(parts)}.")
+        parts = [f"{part.name} {_ms(part.growth_s)}" for part in cause.parts if abs(part.share) > _SMALL]
+        lines.append(f"Parts of {_ms(cause.after_s - cause.before_s)} in a work pass: {', '.join(parts)}.")
     if cause.modules:
-        modules = [f"{part.name} {_ms(part.growth_s)} ({part.family})" for part in cause.modules]
+        modules = [f"{part.name} {percent(part.share, 0)} ({part.family})" for part in cause.modules]
         lines.append(f"Modules: {listed(modules, _NAMED)}.")
     calls = [
         f"{_short(change.name)} {change.before:,} -> {change.after:,}"
@@ -193,7 +204,7 @@ def details(cause: Cause) -> list[str]:
         for change in changes[:_NAMED]
     ]
     if calls:
-        lines.append(f"Calls: {', '.join(calls)}.")
+        lines.append(f"{_CALLS}{', '.join(calls)}.")
     return lines
 
 
@@ -235,8 +246,11 @@ def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:
 
 def _of_numbers(metric: MetricName, pairs: Sequence[_Pair]) -> Cause | None:
     """Return the calls that changed, of the rank where most did; those that the metric counts come first."""
-    found = [_program(pair, metric) for pair in pairs]
-    return max(filter(None, found), key=_grown_calls, default=None)
+    found = {number: one for number, pair in enumerate(pairs) if (one := _program(pair, metric)) is not None}
+    if not found:
+        return None
+    number = max(found, key=lambda one: _grown_calls(found[one]))
+    return msgspec.structs.replace(found[number], rank=number if len(found) == 1 < len(pairs) else None)
 
 
 def _program(pair: _Pair, metric: MetricName) -> Cause | None:
@@ -284,8 +298,9 @@ def _timed(
         parts: Returns the seconds of each part of the time that is split.
         total: That time in both reports.
     """
-    difference_s = abs(total[1] - total[0])
     before, after = parts(pair.before), parts(pair.after)
+    growth_s = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
+    whole_s = sum(growth for growth in growth_s.values() if growth > 0)
     families = pair.before.families | pair.after.families
     changes = [
         TimeChange(
@@ -293,21 +308,19 @@ def _timed(
             family=name if name in families else None,
             before_s=before.get(name, 0.0),
             after_s=after.get(name, 0.0),
+            share=growth / whole_s if whole_s else 0.0,
         )
-        for name in {**before, **after}
+        for name, growth in growth_s.items()
+        if growth
     ]
-    grown = {change.family for change in changes if change.growth_s > _SMALL * difference_s}
+    grown = {change.family: change.share for change in changes if change.family and change.share > _SMALL}
     return Cause(
         place=place,
         rank=rank,
         before_s=total[0],
         after_s=total[1],
-        parts=_largest_first(change for change in changes if change.growth_s),
-        modules=_largest_first(
-            change
-            for change in _modules(pair)
-            if change.family in grown and change.growth_s > _SMALL_MODULE * difference_s
-        ),
+        parts=_largest_first(changes),
+        modules=_largest_first(change for change in _modules(pair, grown) if change.share > _SMALL_MODULE),
         kernels=_kernels(pair),
         runtime_calls=_runtime_calls(pair),
         ops=_ops(pair, "time"),
@@ -321,20 +334,29 @@ def _alone(number: int, growth_s: Sequence[float]) -> int | None:
 
 
 def _largest_first(changes: Iterable[TimeChange]) -> list[TimeChange]:
-    return sorted(changes, key=lambda change: (-change.growth_s, change.name))
+    return sorted(changes, key=lambda change: (-change.share, change.name))
 
 
-def _modules(pair: _Pair) -> list[TimeChange]:
+def _modules(pair: _Pair, shares: Mapping[KernelFamily, float]) -> Iterator[TimeChange]:
+    """Split the share of each family over the modules that grew; a family that did not grow eagerly has none.
+
+    The eager pass runs other batches than the passes in the execution of the case, so that only proportions count.
+    """
     before, after = pair.before.modules, pair.after.modules
-    return [
-        TimeChange(
-            name=module,
-            family=family,
-            before_s=before.get((module, family), _Amount()).time_s,
-            after_s=after.get((module, family), _Amount()).time_s,
-        )
-        for module, family in before | after
-    ]
+    for family, share in shares.items():
+        times = {
+            module: tuple(side.get((module, family), _Amount()).time_s for side in (before, after))
+            for module, of in {**before, **after}
+            if of == family
+        }
+        growth_s = {module: after_s - before_s for module, (before_s, after_s) in times.items()}
+        if sum(growth_s.values()) <= 0:
+            continue
+        whole_s = sum(max(0.0, growth) for growth in growth_s.values())
+        for module, (before_s, after_s) in times.items():
+            if growth_s[module] > 0:
+                own = share * growth_s[module] / whole_s
+                yield TimeChange(name=module, family=family, before_s=before_s, after_s=after_s, share=own)
 
 
 def _kernels(pair: _Pair) -> list[CallsChange]:
@@ -367,16 +389,16 @@ def _kernels(pair: _Pair) -> list[CallsChange]:
 
 
 def _module_of_calls(pair: _Pair, family: KernelFamily, growth: int) -> str | None:
-    """Return the module in which a family has more calls than before, or fewer, by at least half of a growth."""
-    modules = {module for module, of in pair.before.modules | pair.after.modules if of == family}
-
-    def change(module: str) -> float:
-        key = module, family
-        calls = pair.after.modules.get(key, _Amount()).calls - pair.before.modules.get(key, _Amount()).calls
-        return calls if growth > 0 else -calls
-
-    best = max(sorted(modules), key=change, default=None)
-    return best if best is not None and change(best) >= abs(growth) / 2 else None
+    """Return the module with most of the calls that a family has more than before, or fewer, in the eager pass."""
+    changes = {
+        module: pair.after.modules.get((module, of), _Amount()).calls
+        - pair.before.modules.get((module, of), _Amount()).calls
+        for module, of in {**pair.before.modules, **pair.after.modules}
+        if of == family
+    }
+    found = {module: abs(change) for module, change in changes.items() if change * growth > 0}
+    best = max(sorted(found), key=lambda module: found[module], default=None)
+    return best if best is not None and found[best] >= sum(found.values()) / 2 else None
 
 
 def _runtime_calls(pair: _Pair) -> list[CallsChange]:
@@ -484,10 +506,6 @@ def _median_counts(launches: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {key: statistics.median_low(launch.get(key, 0) for launch in launches) for key in keys}
 
 
-def _place_of(part: str) -> Place:
-    return _PLACES.get(part, "device")
-
-
 def _place_in_words(cause: Cause, place: Place) -> str:
     if place == "device":
         return _device_in_words(cause)
@@ -520,16 +538,15 @@ def _waits_in_words(cause: Cause) -> str | None:
 
 def _device_in_words(cause: Cause) -> str:
     """Return the module that has at least half of the difference, else the families that have most of it."""
-    total_s = (cause.after_s or 0.0) - (cause.before_s or 0.0)
     by_module: dict[str, float] = defaultdict(float)
     for part in cause.modules:
-        by_module[part.name] += part.growth_s
+        by_module[part.name] += part.share
     best = max(by_module, key=lambda module: by_module[module], default=None)
-    if best is not None and by_module[best] >= total_s / 2:
+    if best is not None and by_module[best] >= _MOST_OF_IT:
         families = [str(part.family) for part in cause.modules if part.name == best]
-        return f"{_percent(by_module[best], total_s)} in {best} ({listed(families, _NAMED)})"
-    parts = [part for part in cause.parts if part.family is not None and part.growth_s > _SMALL * total_s]
-    shares = [f"{_percent(part.growth_s, total_s)} in {part.name}" for part in parts]
+        return f"{percent(by_module[best], 0)} in {best} ({listed(families, _NAMED)})"
+    parts = [part for part in cause.parts if part.family is not None and part.share > _SMALL]
+    shares = [f"{percent(part.share, 0)} in {part.name}" for part in parts]
     modules = f" ({listed(by_module, _NAMED)})" if by_module else ""
     return f"{listed(shares, _NAMED)}{modules}"
 
@@ -544,17 +561,7 @@ def _calls_in_words(changes: Iterable[CallsChange], pattern: re.Pattern[str] = _
 
 
 def _share(cause: Cause, name: str) -> str:
-    growth_s = sum(part.growth_s for part in cause.parts if part.name == name)
-    return _percent(growth_s, (cause.after_s or 0.0) - (cause.before_s or 0.0))
-
-
-def _percent(growth_s: float, total_s: float) -> str:
-    """Return a part of a growth; a part that exceeds the whole, since another part became faster, as seconds."""
-    return percent(growth_s / total_s, 0) if 0 < growth_s <= total_s * (1 + _SMALL) else _ms(growth_s)
-
-
-def _is_large(part: TimeChange, total_s: float) -> bool:
-    return abs(part.growth_s) > _SMALL * abs(total_s)
+    return percent(sum(part.share for part in cause.parts if part.name == name), 0)
 
 
 def _ms(growth_s: float) -> str:

@@ -7,7 +7,7 @@ improved.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -101,7 +101,7 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
     reasons: dict[tuple[str, str], str] = {}
     for entry in policy.known:
         name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
-        about = [row for row in rows if (row.id, row.metric) == (entry.case, entry.metric)]
+        about = [row for row in rows if row.metric == entry.metric and entry.case in {row.id, *(row.cases or ())}]
         open_rows = [row for row in about if row.verdict in _MAY_BE_KNOWN]
         grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
         if entry.expires < today:
@@ -115,13 +115,16 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
         elif any(row.verdict in {*BETTER, "OK"} for row in about or _of_completed(rows, entry)):
             # A case that was left out, or could not be compared, can still have it.
             warnings.append(f"{name} was not found: remove it from the policy")
-    marked = [
-        msgspec.structs.replace(row, known=reasons[row.id, row.metric])
-        if row.verdict in _MAY_BE_KNOWN and (row.id, row.metric) in reasons
-        else row
-        for row in rows
-    ]
-    return marked, warnings
+    return [_marked(row, reasons) if row.verdict in _MAY_BE_KNOWN else row for row in rows], warnings
+
+
+def _marked(row: Row, reasons: Mapping[tuple[str, str], str]) -> Row:
+    """Return the row with the reason why it is accepted: of its id, or of each case that it is about."""
+    reason = reasons.get((row.id, row.metric))
+    of_cases = [reasons.get((case, row.metric)) for case in row.cases or ()]
+    if reason is None and of_cases and None not in of_cases:
+        reason = of_cases[0]
+    return row if reason is None else msgspec.structs.replace(row, known=reason)
 
 
 def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:

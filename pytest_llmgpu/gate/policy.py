@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -279,7 +278,17 @@ def converted(table: Any, record: type[_Record], place: str) -> _Record:
 
 def _matches(pattern: str, name: str) -> bool:
     """Return whether a pattern with `*` matches the whole name. fnmatch would interpret the brackets of node ids."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
+    first, *others = pattern.split("*")
+    if not others or not name.startswith(first):
+        return name == pattern
+    *middle, last = others
+    # Each part at its first place. A regular expression would try every combination of places.
+    at = len(first)
+    for part in middle:
+        if (found := name.find(part, at)) < 0:
+            return False
+        at = found + len(part)
+    return len(name) - at >= len(last) and name.endswith(last)
 
 
 def _refuse_unknown(table: Any, record: type[msgspec.Struct], place: str) -> None:

@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.gate.policy import Policy, Rules, converted, overridden
+from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.metrics import METRICS
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git
@@ -23,6 +25,10 @@ from pytest_llmgpu.store import git
 __all__ = ["dump", "find", "in_words", "load", "policy_of", "sha256"]
 
 _PYPROJECT = "pyproject.toml"
+_LIMIT_BYTES = 2**20
+_MOST_PARTS = 32
+_DEEP_KEY = re.compile(rb"""(?:(?:[\w-]{1,100}|"[^"\n]{0,100}"|'[^'\n]{0,100}')[ \t]*\.[ \t]*){%d}""" % _MOST_PARTS)
+"""The time and the memory that tomllib needs for a dotted key grow with the square of its parts."""
 
 _GROWING = tuple(spec.name for spec in METRICS if spec.grows)
 
@@ -93,10 +99,22 @@ def _has_policy(path: Path) -> bool:
         return True  # `load` reports the error.
 
 
+def _content(path: Path, repository: Path) -> bytes:
+    """Return the bytes of a policy, unless reading it as TOML would take minutes."""
+    try:
+        data = git.content(path, repository) if git.is_reference(path) else decompression.read(path, _LIMIT_BYTES)
+    except ValueError as error:
+        raise ValueError(str(error) if git.is_reference(path) else f"{path}: {error}") from None
+    if found := _DEEP_KEY.search(data):
+        line = data.count(b"\n", 0, found.start()) + 1
+        raise ValueError(f"{path}: line {line}: a key has more than {_MOST_PARTS - 1} dots, the limit")
+    return data
+
+
 def _table(path: Path, repository: Path) -> Any:
     """Return the table of the policy in a file; None for a pyproject.toml without one."""
     try:
-        data = git.content(path, repository) if git.is_reference(path) else path.read_bytes()
+        data = _content(path, repository)
         # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
         table = msgspec.toml.decode(data)
     except OSError as error:

@@ -228,7 +228,7 @@ def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows) -> Figure:
     for name in spec.trended.judged_by:
         of_series = spec_of(name).scope == "series"
         row = rows.get((case.series, case.strategy, name) if of_series else (result.key, result.id, name))
-        if row is not None and row.verdict in _CHANGES:
+        if row is not None and row.verdict in _CHANGES and result.id in (row.cases or [result.id]):
             change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]
             return msgspec.structs.replace(figure, change=change, reason=row.reason)
     return figure

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from pytest_llmgpu.inference import bundled
+from pytest_llmgpu.report import decompression
 
 __all__ = [
     "check_vocabulary",
@@ -27,6 +27,10 @@ __all__ = [
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 
+_JSON_BYTES = 2**26
+"""The limit of a JSON file; the largest tokenizers have 35 MB."""
+_HEADER_BYTES = 100_000_000
+"""The limit of a header in the format."""
 _BLOCK_BYTES = 4096
 _BLOCKS = 16
 _TOKENIZER_FILES = (
@@ -98,21 +102,30 @@ def config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = _read_json(path)
     except FileNotFoundError as error:
         raise ValueError(
             f"model {directory} has no config.json: write one with transformers' save_pretrained"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
     return fields
 
 
+def _read_json(path: Path) -> Any:
+    """Return the JSON value in a file; FileNotFoundError or ValueError in one line."""
+    try:
+        return decompression.parse_json(decompression.read(path, _JSON_BYTES))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
 def vocabulary_size(fields: dict[str, Any]) -> int | None:
     """Return the vocabulary size in a config.json; None if it has none, so that the default of its class applies."""
-    size = fields.get("vocab_size", (fields.get("text_config") or {}).get("vocab_size"))
+    text = fields.get("text_config")
+    size = fields.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None
 
 
@@ -134,7 +147,7 @@ def check_weights(directory: Path) -> None:
         )
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        named = _indexed(index)
         missing = sorted(named - {path.name for path in files})
         if missing:
             raise ValueError(f"model {directory} lacks {missing[0]}: {len(missing)} of {len(named)} files are missing")
@@ -146,8 +159,20 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files that transformers reads: a single file, or those of the index."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not whole.exists() and index.exists():
-        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        return [directory / name for name in sorted(_indexed(index))]
     return [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
+
+
+def _indexed(index: Path) -> set[str]:
+    """Return the names of the files in an index."""
+    fields = _read_json(index)
+    names = fields.get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index}: weight_map is missing: an object of weights and their files is needed")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index}: {name!r} in weight_map is not the name of a file")
+    return set(names.values())
 
 
 def fingerprint(directory: Path, *, weights: bool) -> str:
@@ -178,11 +203,11 @@ def _header(path: Path) -> bytes:
         size, length = path.stat().st_size, int.from_bytes(start, "little")
         if start.startswith(b"version"):
             raise ValueError(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull")
-        header = file.read(length) if length < size else b""
+        header = file.read(length) if length < min(size, _HEADER_BYTES) else b""
     try:
-        tensors = json.loads(header)
-        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        tensors = decompression.parse_json(header)
+        end = max(int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__")
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: copy or download it again") from error
     if size != 8 + length + end:
         raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: copy or download it again")
@@ -217,12 +242,12 @@ def _largest_token(directory: Path) -> int | None:
     if not path.is_file():
         return None
     try:
-        fields = json.loads(path.read_bytes())
+        fields = _read_json(path)
         vocabulary = fields["model"]["vocab"]
         # A list of [text, score] is a unigram model, whose ids are the positions in the list.
         ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
         return int(max(ids + [token["id"] for token in fields.get("added_tokens", [])]))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a tokenizer: {error!r}") from error
 
 

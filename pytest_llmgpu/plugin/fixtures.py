@@ -13,6 +13,7 @@ import pytest
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.text import printable_lines
 
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
@@ -101,7 +102,7 @@ class LLM:
         except ValueError as error:
             reason = str(error)
         # Outside the except block, where pytest would print the ValueError as the cause.
-        pytest.fail(reason, pytrace=False)
+        pytest.fail(printable_lines(reason), pytrace=False)
 
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> ScoreReply:
         """Score items and record no case; return the choices, log-likelihoods and latencies of the first rank."""
@@ -132,7 +133,7 @@ class LLM:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             reason = f"llm.run needs a function at the top level of a module and arguments that pickle: {error}"
         if reason is not None:
-            pytest.fail(reason, pytrace=False)
+            pytest.fail(printable_lines(reason), pytrace=False)
         planner = self._session.planner
         task = next(iter(tasks_of(self._item, planner.known_tasks)), DEFAULT_TASK)
         return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
@@ -148,8 +149,8 @@ class LLM:
         if outcome == "oom":
             self._item.stash[OUTCOME] = outcome
             self._session.note((self.strategy, self.options), outcome)
-            pytest.skip(f"out of memory: {failure.message}")
-        pytest.fail(f"{outcome}: {failure.message}\n{failure.log_tail or ''}", pytrace=False)
+            pytest.skip(printable_lines(f"out of memory: {failure.message}"))
+        pytest.fail(printable_lines(f"{outcome}: {failure.message}\n{failure.log_tail or ''}"), pytrace=False)
 
 
 def make(chosen: Options) -> ModuleType:
@@ -352,7 +353,7 @@ def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
     if result.outcome in ("oom", "skipped_after_oom"):
         if not nothing_fits:
             # A skip: the outcome was measured and is neither passed nor failed. The plugin shows it as OOM.
-            pytest.skip(_describe_oom(result))
+            pytest.skip(printable_lines(_describe_oom(result)))
         failures.append(
             f"{result.id}: {_describe_oom(result)}, and no batch size of this model and strategy completed. Choose "
             "smaller batch sizes, more GPUs or a smaller model, or mark the test with "
@@ -361,7 +362,7 @@ def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
     elif result.outcome != "completed" and not failures:
         failures.append(f"{result.id}: {result.outcome}: {result.failure.message if result.failure else ''}")
     if failures:
-        pytest.fail("\n".join(failures), pytrace=False)
+        pytest.fail(printable_lines("\n".join(failures)), pytrace=False)
 
 
 def _describe_oom(result: CaseResult) -> str:

@@ -18,6 +18,7 @@ from pytest_llmgpu.plugin import selection
 from pytest_llmgpu.plugin.fixtures import SESSION
 from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.render.exports.junit import verdict_properties
+from pytest_llmgpu.report.text import printable_lines
 
 __all__ = ["NAME", "WHOLE_RUN", "GateItem"]
 
@@ -64,9 +65,9 @@ class GateItem(pytest.Item):
         self.stash[_VERDICT] = ruling.verdict
         self.user_properties += verdict_properties(ruling.rows)
         if ruling.fails:
-            pytest.fail(ruling.text, pytrace=False)
+            pytest.fail(printable_lines(ruling.text), pytrace=False)
         if ruling.open:
-            pytest.skip(ruling.text)
+            pytest.skip(printable_lines(ruling.text))
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         """Return the location and the heading of a failure."""

@@ -17,6 +17,7 @@ import pytest
 from pytest_llmgpu.plugin import fixtures, hookspecs, options, selection
 from pytest_llmgpu.plugin.fixtures import OUTCOME, SESSION, BatchSize, SessionMaker
 from pytest_llmgpu.plugin.selection import DESELECTED
+from pytest_llmgpu.report.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from pytest_llmgpu.session.session import BenchmarkSession
@@ -92,7 +93,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         chosen = options.resolve(metafunc.config, markers)
     except pytest.UsageError as error:
-        metafunc.config.stash[_MARKER_ERRORS][metafunc.definition.nodeid] = str(error)
+        metafunc.config.stash[_MARKER_ERRORS][metafunc.definition.nodeid] = printable(str(error))
         return
     if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
         for mark in fixtures.parametrize_marks(chosen, metafunc.fixturenames):
@@ -159,7 +160,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     """Print devices, model and dataset before the tests run."""
     if selection.runs_nothing(config) or hasattr(config, "workerinput") or not any(map(_runs, items)):
         return []
-    return config.stash[SESSION]().headlines()
+    return list(map(printable, config.stash[SESSION]().headlines()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -196,10 +197,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if benchmark is None:
         return
     for line in benchmark.troubles():
-        terminalreporter.write_line(f"FAILED {line}", red=True)
+        terminalreporter.write_line(printable_lines(f"FAILED {line}"), red=True)
     if text := benchmark.summary():
         terminalreporter.section("LLM inference")
-        terminalreporter.write_line(text)
+        terminalreporter.write_line(printable_lines(text))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -230,7 +231,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         session.find_baseline(fixtures.options_of(items[0]))
     except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(printable(str(error))) from None
     for item in items:
         size = selection.parameter(item, "batch_size")
         markers = list(item.iter_markers("llmgpu"))
@@ -244,7 +245,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
             )
         except ValueError as error:
             if not any(mark.kwargs for mark in markers):
-                raise pytest.UsageError(str(error)) from None
+                raise pytest.UsageError(printable(str(error))) from None
             given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
             _refuse(item, f"marker llmgpu({given}): {error}")
 
@@ -285,7 +286,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             live=live,
         )
     except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(printable(str(error))) from None
 
 
 def _path_of(config: pytest.Config, option: str, text: str | None) -> Path | None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -25,7 +25,7 @@ from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.text import listed, plural
+from pytest_llmgpu.report.text import listed, plural, printable
 
 __all__ = ["BatchPrinter", "Rerun", "find", "main"]
 
@@ -130,7 +130,7 @@ def find(
     try:
         items = task_object.load(dataset or case.dataset, rootdir=Path.cwd(), limit=case.limit)
     except ValueError as error:
-        sys.exit(f"{error} (--dataset PATH gives its place)")
+        _refuse(f"{error} (--dataset PATH gives its place)")
     name = model or case.model
     # The revision of a directory is its fingerprint, which is compared below. Only the hub accepts a revision.
     revision = None if model or name == "bundled" or Path(name).is_dir() else case.revision
@@ -139,32 +139,36 @@ def find(
             name, revision=revision, load_format=case.load_format, texts=items.texts(), rootdir=Path.cwd()
         )
     except ValueError as error:
-        sys.exit(f"{error} (--model DIR gives its place)")
+        _refuse(f"{error} (--model DIR gives its place)")
     for what, found, measured in (
         ("dataset", items.sha256, case.dataset_sha256),
         ("tokenizer", source.tokenizer_sha256, case.tokenizer_sha256),
         ("model", source.revision, case.revision),
     ):
         if found != measured:
-            sys.exit(
+            _refuse(
                 f"{case_id}: the {what} is not the one of {report_path}: {found} instead of {measured}: "
                 "use the files that were measured"
             )
     try:
         built.check(case, source)
     except ValueError as error:
-        sys.exit(f"{case_id}: {error}")
+        _refuse(f"{case_id}: {error}")
     _check_gpus(case, case_id)
     return Rerun(case=case, source=source, dataset=items, strategy=place, task=task_place)
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.exit(printable(message))
 
 
 def _read_case(report_path: str, case_id: str) -> Case:
     try:
         results = {result.id: result for result in file.load(Path(report_path)).cases}
     except ValueError as error:
-        sys.exit(str(error))
+        _refuse(str(error))
     if case_id not in results:
-        sys.exit(f"{case_id!r} is no case of {report_path}: it has {listed(results)}")
+        _refuse(f"{case_id!r} is no case of {report_path}: it has {listed(results)}")
     result = results[case_id]
     if result.outcome != "completed" or result.case.cuda_graphs != "auto":
         return result.case
@@ -185,7 +189,7 @@ def _find(kind: str, measured: str, requested: str | None, case_id: str, registr
         registry: `strategies` or `tasks`.
     """
     if requested is None and measured not in registry.BUILT_IN:
-        sys.exit(
+        _refuse(
             f"{case_id}: {measured!r} is no built-in {kind}: --{kind} MODULE:ATTRIBUTE gives its place; built in are "
             f"{', '.join(sorted(registry.BUILT_IN))}"
         )
@@ -193,9 +197,9 @@ def _find(kind: str, measured: str, requested: str | None, case_id: str, registr
         place = registry.find(requested or measured)
         made = registry.make(place)
     except ValueError as error:
-        sys.exit(f"{case_id}: {error} (--{kind} MODULE:ATTRIBUTE gives its place)")
+        _refuse(f"{case_id}: {error} (--{kind} MODULE:ATTRIBUTE gives its place)")
     if made.name != measured:
-        sys.exit(
+        _refuse(
             f"{case_id}: --{kind}={requested} is {kind} {made.name!r}, but {measured!r} was measured: "
             f"give the place of {measured!r}"
         )
@@ -212,7 +216,7 @@ def _check_process_count(needed: int, report_path: str, case_id: str) -> None:
         f"{start} -m pytest_llmgpu.ranks {report_path} {case_id}"
     )
     # Every process finds this, and the first one prints it. The others succeed: torchrun ends all after a failure.
-    sys.exit(message if os.environ.get("RANK", "0") == "0" else 0)
+    sys.exit(printable(message) if os.environ.get("RANK", "0") == "0" else 0)
 
 
 def _check_gpus(case: Case, case_id: str) -> None:
@@ -221,7 +225,7 @@ def _check_gpus(case: Case, case_id: str) -> None:
     import torch
 
     if (usable := torch.cuda.device_count()) < case.devices:
-        sys.exit(
+        _refuse(
             f"{case_id} needs {plural(case.devices, 'GPU')}, but torch can use {usable} here: run it on a machine with "
             "as many GPUs"
         )

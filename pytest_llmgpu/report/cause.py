@@ -28,6 +28,9 @@ class TimeChange(msgspec.Struct, frozen=True, kw_only=True):
     """Time in the baseline in seconds."""
     after_s: Seconds
     """Time in the candidate in seconds."""
+    share: float
+    """Growth of a family or a place, as a fraction of the growth of all those that grew; negative for one that became
+    faster. The share of a family is split over its modules by their growth in the eager pass."""
 
     @property
     def growth_s(self) -> float:
@@ -70,8 +73,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     also the collectives, the copies, and the idle time of the GPU. They add up to the difference. The list is empty if
     the work passes do not show the change of wall time."""
     modules: list[TimeChange] = []
-    """Modules that grew by at least 10 % of the difference in the eager pass, with the family of their kernels. The
-    family grew in the execution of the case too. The largest growth comes first."""
+    """Modules with a share of more than 10 % of the growth, by family, the largest share first. Their times are those
+    of the eager pass. The family grew in the execution of the case too."""
     kernels: list[CallsChange] = []
     """Kernels with another number of calls, the largest change first."""
     runtime_calls: list[CallsChange] = []

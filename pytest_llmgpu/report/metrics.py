@@ -334,6 +334,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="accuracy",
         kind="exact",
+        scope="series",
         threshold=0.005,
         points=True,
         bigger_is_better=True,

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-__all__ = ["GIB", "MIB", "byte_size", "gib", "listed", "percent", "plural", "printable", "signed_percent", "valid"]
+__all__ = [
+    "GIB",
+    "MIB",
+    "byte_size",
+    "gib",
+    "listed",
+    "percent",
+    "plural",
+    "printable",
+    "printable_lines",
+    "signed_percent",
+    "valid",
+]
 
 MIB = 2**20
 """Bytes in a mebibyte."""
@@ -13,6 +26,11 @@ GIB = 2**30
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _LARGEST_PLAIN = 1e6
+
+_STYLE = re.compile(r"(\x1b\[(?:[0-4]|3[0-7])m)")
+"""The styles of this package: colours, bold and dim. A report could hide text by others."""
+_COMMAND = re.compile(r"^(\s*)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
+"""Where a CI system reads a command in the output: `::error::` at the start of a line, `##[error]` anywhere."""
 
 
 def percent(fraction: float, digits: int = 1) -> str:
@@ -61,3 +79,17 @@ def valid(text: str) -> str:
 def printable(text: str) -> str:
     """Return text in which each control character is a space. A report can come from any source."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def printable_lines(text: str, *, styled: bool = False) -> str:
+    """Return lines of text for a terminal or the log of a CI system. All output passes through here.
+
+    Each control character except the line break is a space, and what a CI system would run as a command is text.
+
+    Args:
+        text: the lines.
+        styled: whether the styles of this package stay.
+    """
+    pieces = _STYLE.split(text) if styled else [text]
+    pieces[::2] = ["\n".join(map(printable, piece.split("\n"))) for piece in pieces[::2]]
+    return _COMMAND.sub(r"\1\\", "".join(pieces))

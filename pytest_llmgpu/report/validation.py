@@ -18,6 +18,10 @@ from pytest_llmgpu.report.work import Work
 __all__ = ["check", "explain"]
 
 _FLOAT32_BYTES = 4
+_EXPLAINED_BYTES = 2**24
+"""A larger report is not decoded a second time for its error message."""
+_TRIED_BYTES = 2**28
+"""The search for the key of a map decodes the report once per key, up to this many bytes in all."""
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<number>\d+)\]|\[\.\.\.\]")
 
 
@@ -33,7 +37,7 @@ def explain(data: bytes, error: msgspec.ValidationError) -> str:
         error: of decoding it.
     """
     message, at, place = str(error).rpartition(" - at ")
-    if not at:
+    if not at or len(data) > _EXPLAINED_BYTES:
         return str(error)
     try:
         document = msgspec.json.decode(data)
@@ -42,9 +46,11 @@ def explain(data: bytes, error: msgspec.ValidationError) -> str:
             if step["number"]:
                 value, path = value[int(step["number"])], path + step[0]
             else:
+                if not step["name"] and len(data) * len(value) > _TRIED_BYTES:
+                    return str(error)
                 key = step["name"] or _broken_key(document, value, str(error))
                 value, path = value[key], f"{path}.{key}"
-    except (ValueError, LookupError, TypeError):  # a number beyond all bounds, or one name twice in an object
+    except (ValueError, LookupError, TypeError, RecursionError):  # a number beyond all bounds, one name twice
         return str(error)
     if re.match("Expected `(int|float)` [<>]", message):
         message += f", got {reprlib.repr(value)}"

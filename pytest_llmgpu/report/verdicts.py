@@ -83,9 +83,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""
 
     key: str
-    """Key of the case; for `largest_batch` the key of the series."""
+    """Key of the case; for metrics of a series, such as `accuracy`, the key of the series."""
     id: str
-    """Id of the case, such as `mp-bs8`; for `largest_batch` the name of the strategy."""
+    """Id of the case, such as `mp-bs8`; for metrics of a series the name of the strategy."""
+    cases: list[str] | None = None
+    """Ids of the cases that the verdict on a series is about, such as those that lost items; null for other metrics."""
     nodeid: str | None = None
     """Node id of the test that measured the case; null if no test did."""
     metric: MetricName

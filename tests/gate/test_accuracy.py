@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,8 +17,9 @@ from pytest_llmgpu.report.verdicts import Row
 ITEMS = 1000
 
 
-def _result(*wrong: int, items: int = ITEMS) -> CaseResult:
-    return make_result(accuracy=make_answers([number not in wrong for number in range(items)]))
+def _result(*wrong: int, items: int = ITEMS, **fields: Any) -> CaseResult:
+    missed = frozenset(wrong)
+    return make_result(accuracy=make_answers([number not in missed for number in range(items)]), **fields)
 
 
 def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> Row:
@@ -60,16 +63,139 @@ def test_few_items_cannot_rule_out_a_loss() -> None:
     assert _judged(_result(items=16), _result(3, items=16), margin=0.07).verdict == "OK"
 
 
-def test_cases_are_one_family() -> None:
-    """Six items lost are evidence alone and none among twenty cases."""
-    found = answered(_result(), _result(*range(6)), AccuracyRule())
-    same = answered(_result(), _result(), AccuracyRule())
+def _answered(base: CaseResult, head: CaseResult, **rule: Any) -> Answered:
+    found = answered(base, head, AccuracyRule(**rule))
     assert isinstance(found, Answered)
-    assert isinstance(same, Answered)
-    (alone,), (among, *rest) = (rows(cases, 0.95, "") for cases in ([found], [found, *[same] * 19]))
-    assert (alone.verdict, alone.alone) == ("REGRESSED", None)
-    assert (among.verdict, among.alone) == ("NOT_ENOUGH_DATA", "REGRESSED")
-    assert {row.alone for row in rest} == {None}
+    return found
+
+
+def _same(strategy: str, **rule: Any) -> Answered:
+    return _answered(_result(strategy=strategy), _result(strategy=strategy), **rule)
+
+
+def test_the_series_are_one_family() -> None:
+    """Seven items lost are significant alone, and not among twenty series."""
+    lost = _answered(_result(), _result(*range(7)))
+    (alone,), (among, *rest) = (
+        rows(cases, 0.95, "") for cases in ([lost], [lost, *(_same(f"s{n}") for n in range(19))])
+    )
+    assert (alone.verdict, alone.p) == ("REGRESSED", 1 / 128)
+    assert (among.verdict, among.p) == ("NOT_ENOUGH_DATA", 20 / 128)
+    assert {row.verdict for row in rest} == {"OK"}
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def _series(
+    lost: Mapping[int, Iterable[int]], won: Mapping[int, Iterable[int]] | None = None, items: int = ITEMS
+) -> list[Answered]:
+    """Return the answers of seven batch sizes. The mappings have the items lost and won at each batch size."""
+    return [
+        _answered(
+            _result(*(won or {}).get(size, ()), items=items, batch_size=size),
+            _result(*lost.get(size, ()), items=items, batch_size=size),
+        )
+        for size in SIZES
+    ]
+
+
+def _ids(*sizes: int) -> list[str]:
+    return [f"mp-bs{size}" for size in sizes]
+
+
+def test_a_point_lost_at_every_batch_size_is_a_regression(prose: Prose) -> None:
+    """All seven batch sizes lose the same 130 of 10,042 items and win 30: one row, with every batch size."""
+    lost, won = dict.fromkeys(SIZES, range(130)), dict.fromkeys(SIZES, range(5000, 5030))
+    (row,) = rows(_series(lost, won, items=10_042), 0.99, "")
+    assert (row.verdict, row.id, row.cases) == ("REGRESSED", "mp", _ids(*SIZES))
+    assert row.base is not None
+    assert row.head is not None
+    assert row.base - row.head == pytest.approx(100 / 10_042)
+    assert (row.lost, row.won) == (list(range(130)), list(range(5000, 5030)))
+    assert prose == row.reason
+
+
+def test_a_collapse_at_one_batch_size_is_a_regression(prose: Prose) -> None:
+    """As Shin et al. 2024 found for iok at batch size 32: 82 to 26 %, while the others keep their answers."""
+    wrong = range(1800)
+    cases = [
+        _answered(_result(*wrong, items=10_042, batch_size=size), _result(*now, items=10_042, batch_size=size))
+        for size in SIZES
+        for now in [range(7431) if size == 32 else wrong]
+    ]
+    (row,) = rows(cases, 0.99, "")
+    assert (row.verdict, row.cases, len(row.lost or ())) == ("REGRESSED", ["mp-bs32"], 5631)
+    assert prose == row.reason
+
+
+def test_few_items_lost_at_each_batch_size_add_up() -> None:
+    """Three others at each size are 21 items; the same three at each size are three items, and may be chance."""
+    others = {size: range(3 * number, 3 * number + 3) for number, size in enumerate(SIZES)}
+    (row,) = rows(_series(others), 0.99, "")
+    assert (row.verdict, row.p, row.cases) == ("REGRESSED", 2 * 0.5**21, _ids(*SIZES))
+    (row,) = rows(_series(dict.fromkeys(SIZES, range(3))), 0.99, "")
+    assert (row.verdict, row.p) == ("OK", 2 * 0.5**3)
+
+
+def test_the_worst_batch_size_is_adjusted_for_the_number_of_batch_sizes(prose: Prose) -> None:
+    """Gains at six sizes hide a loss at one from the sum: Holm over seven sizes, with half of the allowed chance."""
+    won = {size: range(100, 120) for size in SIZES if size != 4}
+    (row,) = rows(_series({4: range(20)}, won), 0.99, "")
+    assert (row.verdict, row.p, row.cases) == ("REGRESSED", 2 * 7 * 0.5**20, _ids(4))
+    (row,) = rows(_series({4: range(10)}, won), 0.99, "")
+    assert row.verdict == "IMPROVED"
+    assert prose == row.reason
+
+
+def test_items_won_at_every_batch_size_are_an_improvement() -> None:
+    """By the same two tests."""
+    (row,) = rows(_series({}, dict.fromkeys(SIZES, range(100, 110))), 0.99, "")
+    assert (row.verdict, row.p, row.cases) == ("IMPROVED", 2 * 0.5**10, _ids(*SIZES))
+    (row,) = rows(_series({}, {8: range(100, 115)}), 0.99, "")
+    assert (row.verdict, row.cases) == ("IMPROVED", _ids(8))
+
+
+def test_a_loss_that_is_not_ruled_out_names_its_batch_sizes(prose: Prose) -> None:
+    """The verdict is OK only where a loss of the threshold is ruled out at every batch size."""
+    (row,) = rows(_series({2: range(8), 16: range(8)}, {2: range(100, 104), 16: range(100, 104)}), 0.95, "")
+    assert (row.verdict, row.cases) == ("NOT_ENOUGH_DATA", _ids(2, 16))
+    assert prose == row.reason
+    (row,) = rows(_series({}), 0.95, "")
+    assert (row.verdict, row.cases) == ("OK", _ids(*SIZES))
+    assert prose == row.reason
+
+
+def test_log_likelihoods_that_differ_at_one_batch_size_name_it(prose: Prose) -> None:
+    """The other batch sizes are still tested for items lost."""
+    same, other = (_numbers(value, dtype="float16", batch_size=size) for value, size in ((-2.0, 1), (-2.2, 4)))
+    before = _numbers(-2.0, dtype="float16", batch_size=4)
+    (row,) = rows([_answered(same, same), _answered(before, other)], 0.99, "")
+    assert (row.verdict, row.cases) == ("REGRESSED", _ids(4))
+    assert prose == row.reason
+
+
+def test_a_floor_at_one_batch_size_names_it(prose: Prose) -> None:
+    """It is a regression although the baseline is below the floor as well."""
+    low = [_result(*range(50 * (size == 4)), batch_size=size) for size in (2, 4)]
+    (row,) = rows([_answered(one, one, floor=0.96) for one in low], 0.99, "")
+    assert (row.verdict, row.cases) == ("REGRESSED", _ids(4))
+    assert prose == row.reason
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_false_alarms_are_rare_whether_batch_sizes_agree_or_not(together: bool) -> None:
+    """Items flip by chance, the same ones at all batch sizes or other ones: at most 5 % of runs are REGRESSED."""
+    alarms = 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        flips = {size: [(n, chance.random() < 0.5) for n in chance.sample(range(ITEMS), 12)] for size in SIZES}
+        if together:
+            flips = dict.fromkeys(SIZES, flips[1])
+        lost, won = ({size: [n for n, is_lost in flips[size] if is_lost is side] for size in SIZES} for side in (1, 0))
+        (row,) = rows(_series(lost, won), 0.95, "")
+        alarms += row.verdict == "REGRESSED"
+    assert alarms <= 15
 
 
 def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> None:
@@ -147,13 +273,14 @@ def test_launches_that_disagree_a_little_are_not_ok(prose: Prose) -> None:
     assert predictions_row(other, gated=True).verdict == "REGRESSED"
 
 
-def test_the_worst_of_launches_is_no_evidence_by_itself() -> None:
-    """Items lost in one launch of five, which was chosen as the worst: that they are many alone says nothing."""
+def test_the_worst_of_launches_has_a_larger_p() -> None:
+    """Five items lost in one launch of five, which was chosen as the worst: p is five times as large."""
     five = _result(*range(5))
-    found = [answered(_result(), head, AccuracyRule()) for head in (five, _of_launches(*[_result()] * 4, five))]
-    typical, worst = rows([one for one in found if isinstance(one, Answered)], 0.95, "")
-    assert (typical.verdict, typical.alone) == ("OK", "REGRESSED")
-    assert (worst.verdict, worst.alone, worst.low) == ("NOT_ENOUGH_DATA", None, typical.low)
+    (typical,), (worst,) = (
+        rows([_answered(_result(), head)], 0.95, "") for head in (five, _of_launches(*[_result()] * 4, five))
+    )
+    assert (typical.verdict, typical.p) == ("REGRESSED", 1 / 32)
+    assert (worst.verdict, worst.p, worst.low) == ("NOT_ENOUGH_DATA", 5 / 32, typical.low)
 
 
 def _wrong_otherwise(number: int) -> CaseResult:
@@ -181,12 +308,10 @@ def test_other_numbers_in_one_launch_are_a_regression() -> None:
 
 
 def test_what_is_not_gated_does_not_dilute_the_family() -> None:
-    """Evidence among twenty cases that are reported only is evidence still; those are a family of their own."""
-    found = answered(_result(), _result(*range(6)), AccuracyRule())
-    same = answered(_result(), _result(), AccuracyRule(gate=False))
-    assert isinstance(found, Answered)
-    assert isinstance(same, Answered)
-    assert rows([same, found, *[same] * 19], 0.95, "")[1].verdict == "REGRESSED"
+    """A series among twenty others that are reported only is judged alone; those are a family of their own."""
+    shown = [_same(f"s{number}", gate=False) for number in range(20)]
+    found = _answered(_result(), _result(*range(6)))
+    assert rows([*shown[:1], found, *shown[1:]], 0.95, "")[1].verdict == "REGRESSED"
 
 
 def test_answers_that_are_gone_or_of_other_items() -> None:
@@ -276,12 +401,10 @@ def test_random_weights_are_judged_by_their_numbers_alone(prose: Prose) -> None:
 
 
 def test_random_weights_are_no_member_of_the_family() -> None:
-    """Twenty of them in a report do not dilute a trained model's case."""
-    found = answered(_result(), _result(*range(5)), AccuracyRule())
-    chance = answered(_numbers(-3.0, load_format="dummy"), _numbers(-3.0, load_format="dummy"), AccuracyRule())
-    assert isinstance(found, Answered)
-    assert isinstance(chance, Answered)
-    assert [row.verdict for row in rows([chance, found, *[chance] * 19], 0.95, "")][:3] == ["OK", "REGRESSED", "OK"]
+    """Twenty series of them in a report do not change the verdict on a trained model."""
+    found = _answered(_result(), _result(*range(5)))
+    chance = [_answered(*[_numbers(-3.0, load_format="dummy", strategy=f"s{number}")] * 2) for number in range(20)]
+    assert [row.verdict for row in rows([*chance[:1], found, *chance[1:]], 0.95, "")][:3] == ["OK", "REGRESSED", "OK"]
 
 
 def test_numbers_that_are_not_finite_any_more(prose: Prose) -> None:

@@ -13,10 +13,11 @@ from support.verdict_factory import with_launches
 
 from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.gate.bisect import Found, Mark, NotBuiltError, find, mark_of, selected, undecided, worst
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Armed, Row, Verdict, Verdicts
 
-ALPHA = 0.01
+POLICY = Policy(confidence=0.99)
 SD = 0.0025
 """Noise between launches in the fake gate."""
 
@@ -62,10 +63,10 @@ def _verdicts(rows: Sequence[Row]) -> Verdicts:
     return Verdicts(policy="", policy_sha256="", armed=Armed(), rows=list(rows))
 
 
-def _judge(metric: str) -> Callable[[Report, Report], Verdicts]:
+def _judge(metric: str) -> Callable[[Report, Report, Policy], Verdicts]:
     """Return a gate of one case: a normal test for times, and exact figures for other metrics."""
 
-    def judge(base: Report, head: Report) -> Verdicts:
+    def judge(base: Report, head: Report, _: Policy) -> Verdicts:
         pair = base.cases[0], head.cases[0]
         if pair[1].outcome != "completed":
             return _verdicts([Row.of(pair[1], "outcome", "FAILED", "The case crashed.")])
@@ -99,10 +100,10 @@ def _found(
     assert isinstance(first, float)
     assert isinstance(last, float)
     ends, judge = Both(_report(first), _report(last)), _judge(metric)
-    end = worst(judge(*ends))
+    end = worst(judge(*ends, POLICY))
     assert end is not None
     line = _Line(len(seconds) - 1)
-    return find(line, measure, judge, ends, end, alpha=ALPHA, launches=launches), ran
+    return find(line, measure, judge, POLICY, ends, end, launches=launches), ran
 
 
 @given(before=st.integers(1, 80), after=st.integers(1, 80), metric=st.sampled_from(["time", "memory"]))
@@ -169,10 +170,10 @@ def test_a_case_that_fails_is_skipped() -> None:
     """Its figures are missing, and the reason is that of its outcome."""
     ends = Both(_report(1.0), _report(1.1))
     judge = _judge("time")
-    end = worst(judge(*ends))
+    end = worst(judge(*ends, POLICY))
     assert end is not None
     failed = make_report([make_failed("crashed")])
-    found = find(_Line(2), lambda *_: failed, judge, ends, end, alpha=ALPHA, launches=9)
+    found = find(_Line(2), lambda *_: failed, judge, POLICY, ends, end, launches=9)
     assert [(step.mark, step.reason) for step in found.steps] == [("skip", "The case crashed.")]
 
 
@@ -196,15 +197,15 @@ def _row(metric: str, verdict: Verdict = "REGRESSED", size: int = 1, **figures: 
 def test_without_figures_the_verdict_decides(end: Verdict, own: Verdict, mark: Mark) -> None:
     """A commit is bad if it has the verdict of the bad end, and skipped if it has another trouble."""
     row = _row("outcome", own)
-    assert mark_of(_row("outcome", end), row, row, ALPHA) == mark
+    assert mark_of(_row("outcome", end), row, row, 0.01) == mark
 
 
 def test_a_disturbed_time_is_measured_again() -> None:
     """A launch that NVML reports as disturbed decides nothing; times that cannot be compared skip the commit."""
     end = _row("time", ratio=1.1, p=0.001)
     invalid, other = _row("time", "INVALID"), _row("time", "NOT_COMPARABLE")
-    assert mark_of(end, invalid, invalid, ALPHA) is None
-    assert mark_of(end, other, other, ALPHA) == "skip"
+    assert mark_of(end, invalid, invalid, 0.01) is None
+    assert mark_of(end, other, other, 0.01) == "skip"
 
 
 def test_the_worst_gated_regression_is_bisected() -> None:

@@ -83,7 +83,8 @@ class _Program:
             seen = kernels.get(name, Calls(0, 0.0))
             wait_s = self.wait_s if name == _REDUCED else 0.0
             kernels[name] = Calls(seen.calls + calls, seen.time_s + noise(time_s) + wait_s)
-        eager = {key: Calls(calls, noise(time_s)) for key, (calls, time_s) in self.kernels.items()}
+        # The eager pass runs half of the batches.
+        eager = {key: Calls(calls // 2, noise(time_s / 2)) for key, (calls, time_s) in self.kernels.items()}
         rows = kernel_records.rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], Modules(eager, {}, 0))
         device_s = sum(calls.time_s for name, calls in kernels.items() if family_of(name) != "collective")
         return RankWork(
@@ -138,6 +139,7 @@ _FAULTS: dict[str, tuple[MetricName, Sequence[_Program]]] = {
     "one more all-reduce in time": ("time", [_HEALTHY_PROGRAM.more(_MLP, _REDUCED, 64, 0.004)] * 2),
     "one more kernel": ("kernels", [_HEALTHY_PROGRAM.more(_MLP, _ADD, 64, 0.001)] * 2),
     "more FLOPs": ("flops", [dataclasses.replace(_HEALTHY_PROGRAM, ops={"aten::mm": 264, "aten::add": 256})] * 2),
+    "more FLOPs of one rank": ("flops", [_Program(ops={"aten::mm": 264, "aten::add": 192}), _HEALTHY_PROGRAM]),
     "a host that sleeps": ("time", [dataclasses.replace(_HEALTHY_PROGRAM, idle_s=0.02)] * 2),
     "a host that waits for the GPU": (
         "time",
@@ -182,7 +184,11 @@ def test_the_parts_add_up_to_the_difference() -> None:
             ("GEMM", "GEMM"): pytest.approx(0.0016),
             ("copy", "copy"): pytest.approx(0.001),
         }
-        assert [(part.name, part.family) for part in found.modules] == [(_PROJECTION, "GEMM"), (_MLP, "copy")]
+        assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+        assert {(part.name, part.family): part.share for part in found.modules} == {
+            (_PROJECTION, "GEMM"): pytest.approx(1.6 / 2.6),
+            (_MLP, "copy"): pytest.approx(1.0 / 2.6),
+        }
 
 
 def test_a_module_is_named_only_where_its_family_grew_in_the_execution_of_the_case() -> None:
@@ -213,6 +219,7 @@ def test_a_module_is_named_only_where_its_family_grew_in_the_execution_of_the_ca
         ("a slower layer", None),
         ("one rank computes more", 1),
         ("a rank with a slower host", 1),
+        ("more FLOPs of one rank", 0),
         ("a rank with a slower GPU", 1),
         ("a host that sleeps", None),
         ("work passes that show nothing", None),
@@ -243,8 +250,9 @@ def test_nothing_is_named_where_nothing_changed(metric: MetricName) -> None:
     assert cause.find(metric, healthy, healthy) is None
     slower = _measured(*[_HEALTHY_PROGRAM.slower("", 2.0).calling(cudaStreamSynchronize=9)] * 2)
     (work,) = slower.works
-    other = Measured([msgspec.structs.replace(work, batches=[1])], slower.kernel_names)
-    assert cause.find(metric, healthy, other) is None
+    for changed in ({"batches": [1]}, {"eager_batches": [1]}):
+        other = Measured([msgspec.structs.replace(work, **changed)], slower.kernel_names)
+        assert cause.find(metric, healthy, other) is None
     assert cause.find(metric, _measured(_HEALTHY_PROGRAM), slower) is None
     assert cause.find(metric, Measured([], []), slower) is None
 

@@ -142,7 +142,7 @@ def test_a_case_that_is_gone_is_missing() -> None:
     assert judge(make_report(base), head, Policy(), today=TODAY).rows[-1].verdict == "MISSING"
     head.session = Session(deselected=[base[1].nodeid or ""])
     left_out = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
-    assert {row.id for row in left_out.rows} == {"mp-bs1"}
+    assert {row.id for row in left_out.rows} == {"mp-bs1", "mp"}
     assert left_out.armed.unarmed == {"deselected in this run": 1}
     assert exit_status(left_out, Policy(require_armed=True)) == 0
 
@@ -243,7 +243,7 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
 
 
 def test_not_enough_data_fails_where_the_policy_says_so() -> None:
-    """Exit 3; an invalid window likewise."""
+    """Exit 3. A case whose time was disturbed shows no slowdown and fails under every policy."""
     strict = Policy(on_inconclusive="fail")
     close = _judge([_full()], [_full(slower=1.02)], Policy(largest_unseen_slowdown=99))
     assert _said(close)["time"] == "NOT_ENOUGH_DATA"
@@ -252,8 +252,8 @@ def test_not_enough_data_fails_where_the_policy_says_so() -> None:
     invalid = _judge([_full()], [spoilt], Policy(largest_unseen_slowdown=99))
     assert _said(invalid)["time"] == "INVALID"
     assert _said(invalid)["accuracy"] == "OK"
-    for found in (close, invalid):
-        assert (exit_status(found, Policy()), exit_status(found, strict)) == (0, 3)
+    for found, status in ((close, 0), (invalid, 3)):
+        assert (exit_status(found, Policy()), exit_status(found, strict)) == (status, 3)
 
 
 def test_a_known_regression_passes_until_its_day(prose: Prose) -> None:
@@ -288,6 +288,21 @@ def test_a_known_regression_is_gone_only_where_it_was_looked_for(prose: Prose) -
     head.session = Session(deselected=["test_a.py::test_b[mp-bs2]"])
     policy = Policy(known=[_known("mp-bs2", "time"), _known("mp-bs3", "time"), _known("mp-bs1", "outcome")])
     assert prose == "\n".join(judge(make_report(base), head, policy, today=TODAY).warnings)
+
+
+@pytest.mark.parametrize(
+    ("named", "exit_code"), [(["mp"], 0), (["mp-bs1", "mp-bs2"], 0), (["mp-bs1"], 1), (["mp-bs4"], 1)]
+)
+def test_a_known_loss_of_accuracy_names_the_series_or_every_case_with_it(named: list[str], exit_code: int) -> None:
+    """Batch sizes 1 and 2 lose items, and 4 does not. One row is about both."""
+    sizes = (1, 2, 4)
+    base = [_full(batch_size=size) for size in sizes]
+    head = [_full(batch_size=size, wrong=range(30 if size < 4 else 0)) for size in sizes]
+    policy = Policy(known=[_known(case, "accuracy") for case in named])
+    found = _judge(base, head, policy)
+    (row,) = (row for row in found.rows if row.metric == "accuracy")
+    assert (row.id, row.verdict, row.cases) == ("mp", "REGRESSED", ["mp-bs1", "mp-bs2"])
+    assert (row.known, exit_status(found, policy)) == (None if exit_code else "bug 7", exit_code)
 
 
 def test_an_override_that_is_for_no_case_is_named(prose: Prose) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
 from support.report_factory import make_result
 
 from pytest_llmgpu.gate.policy import Override, Policy, TimeRule, idle_overrides, switched
@@ -65,3 +66,23 @@ def test_options_take_precedence_over_the_policy() -> None:
     """An option that is not given changes nothing."""
     given = argparse.Namespace(on_inconclusive="fail", require_armed=None, verbose=True)
     assert switched(Policy(require_armed=True), given) == Policy(require_armed=True, on_inconclusive="fail")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("*", "", True),
+        ("a*", "a", True),
+        ("*a", "aa", True),
+        ("a*a", "a", False),
+        ("a*b*a", "abba", True),
+        ("*ab*ab", "abab", True),
+        ("*ab*ab", "ab", False),
+        ("a**b", "ab", True),
+        ("*a" * 30 + "b", "a" * 200, False),
+    ],
+)
+def test_a_pattern_with_several_stars(pattern: str, name: str, matches: bool) -> None:
+    """The time does not grow with the combinations of places."""
+    policy = Policy(override=[Override(test=pattern, time={"margin": 0.1})])
+    assert (policy.rules(_case("mp", name)).time.margin == 0.1) is matches

@@ -201,3 +201,28 @@ def test_a_table_with_a_similar_name_is_refused(tmp_path: Path, text: str, named
     """It would be ignored, and the default policy used."""
     with pytest.raises(ValueError, match=rf"\[{named}\] is not allowed: allowed is \[tool.llmgpu.gate\]"):
         load(_write(tmp_path, text, "pyproject.toml"))
+
+
+@pytest.mark.parametrize("part", ["a", '"a b"', "'.'"])
+def test_a_key_of_thousands_of_parts_is_refused_with_its_line(tmp_path: Path, part: str) -> None:
+    """The memory of a TOML parser grows with the square of the parts: 40 KB would take 1.6 GB."""
+    path = tmp_path / "policy.toml"
+    path.write_text("confidence = 0.9\n" + ".".join([part] * 20_000) + " = 1\n")
+    with pytest.raises(ValueError, match=r"policy.toml: line 2: a key has more than 31 dots, the limit$"):
+        load(path)
+
+
+def test_a_long_line_without_deep_keys_is_a_policy(tmp_path: Path) -> None:
+    """A pyproject.toml may have lists of dependencies in one line."""
+    path = tmp_path / "pyproject.toml"
+    names = ", ".join(f'"package-{number}>=1.2.3"' for number in range(500))
+    path.write_text(f"[project]\ndependencies = [{names}]\n[tool.llmgpu.gate]\nconfidence = 0.9\n")
+    assert load(path).confidence == 0.9
+
+
+def test_a_policy_of_megabytes_is_refused(tmp_path: Path) -> None:
+    """The limit is far above any policy."""
+    path = tmp_path / "policy.toml"
+    path.write_bytes(b"#" * 2**21)
+    with pytest.raises(ValueError, match=r"^policy .*policy.toml: is larger than 1,048,576 bytes"):
+        load(path)

@@ -274,6 +274,17 @@ def test_other_log_likelihoods_of_random_weights_are_marked() -> None:
     assert [figure.change for figure in line.figures if figure] == [None, "worse"]
 
 
+def test_a_loss_of_accuracy_is_marked_at_the_batch_sizes_that_lost() -> None:
+    """One verdict is about all batch sizes, and names those that lost items."""
+    for number, wrong in ((1, 0), (2, 40)):
+        right, answers = [True] * 100, [item >= wrong for item in range(100)]
+        cases = [make_result(accuracy=make_answers(hits), batch_size=size) for size, hits in ((1, right), (2, answers))]
+        _keep(number, *cases)
+    (trend,) = [trend for trend in trends(chosen(_STORE)) if trend.metric == "accuracy"]
+    marks = {line.name: [figure.change if figure else None for figure in line.figures] for line in trend.lines}
+    assert marks == {"mp-bs1": [None, None], "mp-bs2": [None, "worse"]}
+
+
 def test_the_first_column_is_judged_too() -> None:
     """It is compared with a report without a column."""
     for number, level in enumerate((1.0, 1.5, 1.5), 1):

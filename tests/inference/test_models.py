@@ -139,6 +139,17 @@ def _cut_short(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def _index(content: bytes) -> Any:
+    return _write("model.safetensors.index.json", content)
+
+
+def _header(content: bytes) -> Any:
+    return _write("model.safetensors", len(content).to_bytes(8, "little") + content + bytes(64))
+
+
+_DEEP = b"[" * 100_000
+
+
 def _shard_missing(directory: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -157,6 +168,19 @@ def _shard_missing(directory: Path) -> None:
         (_write("model.safetensors", b"not at all"), "is not a safetensors file"),
         (_write("model.safetensors", b"\x02" + b"\0" * 7 + b"{}"), "is not a safetensors file"),
         (_shard_missing, r"lacks model-00002-of-00002.safetensors: 1 of 2"),
+        (_write("config.json", _DEEP), "config.json cannot be read: the JSON is nested too deeply"),
+        (_index(b"[]"), "index.json: weight_map is missing"),
+        (_index(b"{}"), "index.json: weight_map is missing"),
+        (_index(b'{"weight_map": [1]}'), "index.json: weight_map is missing"),
+        (_index(b'{"weight_map": {"a": 1}}'), "index.json: 1 in weight_map is not the name of a file"),
+        (_index(b'{"weight_map": {"a": "../b"}}'), "'../b' in weight_map is not the name of a file"),
+        (_index(_DEEP), "index.json cannot be read: the JSON is nested too deeply"),
+        (_header(b'{"a": {"data_offsets": [0, "x"]}}'), "is not a safetensors file"),
+        (_header(b'{"a": {"data_offsets": [0, Infinity]}}'), "is not a safetensors file"),
+        (_header(_DEEP), "is not a safetensors file"),
+        (_write("tokenizer.json", _DEEP), "tokenizer.json cannot be read: the JSON is nested too deeply"),
+        (_write("tokenizer.json", b'{"model": {"vocab": {"a": Infinity}}}'), "is not a tokenizer"),
+        (_write("tokenizer.json", b"[]"), "is not a tokenizer"),
         (_remove("tokenizer.json"), "has no tokenizer"),
         (_write("tokenizer.json", b'{"model": {}}'), "is not a tokenizer"),
     ],
@@ -431,3 +455,9 @@ def test_a_folder_called_like_something_known_is_told_from_it(name: str, written
     for file in written.iterdir():
         (copied / file.name).write_bytes(file.read_bytes())
     assert _resolve(copied, tmp_path).name == f"./{name}"
+
+
+@pytest.mark.parametrize("text_config", [[], "x", 1, None, {"vocab_size": "many"}])
+def test_a_text_configuration_of_another_type_has_no_vocabulary(text_config: Any) -> None:
+    """The class of the model then refuses it or has a default."""
+    assert model_files.vocabulary_size({"text_config": text_config}) is None

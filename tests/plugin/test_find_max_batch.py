@@ -120,7 +120,6 @@ def _outcomes(pytester: pytest.Pytester) -> dict[str, str]:
     return {case.id: case.outcome for case in _report(pytester).cases}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_the_largest_that_fits_is_measured(pytester: pytest.Pytester, run: Run) -> None:
     """After the first out of memory the predicted size and its neighbour run, before larger sizes are skipped."""
@@ -135,7 +134,6 @@ def test_the_largest_that_fits_is_measured(pytester: pytest.Pytester, run: Run) 
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_probes_belong_to_the_test_that_was_out_of_memory(pytester: pytest.Pytester, run: Run) -> None:
     """The searched cases have the id of the test, and the run is complete."""
@@ -153,7 +151,6 @@ def test_probes_belong_to_the_test_that_was_out_of_memory(pytester: pytest.Pytes
     assert (found.prediction.max_batch_size, found.prediction.batch_sizes) == (13, [1, 2, 4, 8])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_no_search_without_the_option(pytester: pytest.Pytester, run: Run) -> None:
     """Without the option only the listed batch sizes are measured."""
@@ -161,7 +158,6 @@ def test_no_search_without_the_option(pytester: pytest.Pytester, run: Run) -> No
     assert _outcomes(pytester) == {"mp-bs8": "completed", "mp-bs16": "oom"}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_a_marker_asks_for_one_test(pytester: pytest.Pytester, run: Run) -> None:
     """A marker can set the option for one test."""
@@ -178,7 +174,6 @@ def test_a_marker_asks_for_one_test(pytester: pytest.Pytester, run: Run) -> None
     assert _outcomes(pytester) == {"mp-bs12": "completed", "mp-bs16": "oom", "mp-bs14": "oom", "mp-bs13": "completed"}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_where_all_fit_there_is_nothing_to_find(pytester: pytest.Pytester, run: Run) -> None:
     """No batch size above the list is measured."""
@@ -186,7 +181,6 @@ def test_where_all_fit_there_is_nothing_to_find(pytester: pytest.Pytester, run: 
     assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs8": "completed"}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_probes_do_not_excuse_a_list_of_which_nothing_fits(pytester: pytest.Pytester, run: Run) -> None:
     """The test fails as it does without the search, and the report has the size that fits."""
@@ -196,7 +190,6 @@ def test_probes_do_not_excuse_a_list_of_which_nothing_fits(pytester: pytest.Pyte
     assert _outcomes(pytester)["mp-bs13"] == "completed"
 
 
-@pytest.mark.slow
 def test_a_model_that_does_not_load_is_not_searched(
     pytester: pytest.Pytester, run: Run, emulated: _EmulatedRunner
 ) -> None:
@@ -206,7 +199,6 @@ def test_a_model_that_does_not_load_is_not_searched(
     assert _outcomes(pytester) == {"mp-bs4": "oom", "mp-bs8": "skipped_after_oom"}
 
 
-@pytest.mark.slow
 def test_a_probe_that_crashes_ends_the_search_and_not_the_test(
     pytester: pytest.Pytester, run: Run, emulated: _EmulatedRunner
 ) -> None:
@@ -219,7 +211,6 @@ def test_a_probe_that_crashes_ends_the_search_and_not_the_test(
     assert "mp-bs14" not in _outcomes(pytester)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytester, run: Run) -> None:
     """A strategy may refuse batch sizes of the search, and no test fails."""
@@ -239,7 +230,6 @@ def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytes
     assert _outcomes(pytester) == {"even-bs12": "completed", "even-bs16": "oom", "even-bs14": "oom"}
 
 
-@pytest.mark.slow
 def test_each_strategy_is_searched_by_itself(pytester: pytest.Pytester, run: Run, emulated: _EmulatedRunner) -> None:
     """Each series has its own search."""
     emulated.fits = 3

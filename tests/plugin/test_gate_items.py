@@ -34,7 +34,6 @@ def _slower(size: int) -> float:
     return size * (4.0 if size == 4 else 1.0)
 
 
-@pytest.mark.slow
 def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
     """The test passes, and only the gate's item of the test fails, in at most two lines."""
     runs.seconds = _slower
@@ -60,7 +59,6 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
     assert "gate_items.py" not in result.stdout.str(), "no frame of ours"
 
 
-@pytest.mark.slow
 def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     """`llmgpu gate` gives equal verdicts for the two files, and the report exists although the run failed."""
     runs.seconds = _slower
@@ -77,7 +75,6 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     assert (head.session.exit_status, head.session.complete) == (1, True)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None:
     """A run as fast as its baseline passes; too little data is counted separately, and the policy can make it fail."""
     result = runs(_COMPARE)
@@ -88,7 +85,6 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     strict.stdout.fnmatch_lines(["mp-bs1: time NOT_ENOUGH_DATA: *", "*3 failed, 4 passed*"])
 
 
-@pytest.mark.slow
 def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: FakedRuns) -> None:
     """Out of memory is a regression if the baseline completed, also where the test expects it."""
     runs.outcome = lambda size: "oom" if size == 8 else "completed"
@@ -105,7 +101,6 @@ def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: F
     )
 
 
-@pytest.mark.slow
 def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """An accuracy below the policy's minimum is a regression; the policy comes from pyproject.toml."""
     pytester.makepyprojecttoml("[tool.llmgpu.gate.accuracy]\nfloor = 0.9\n")
@@ -115,7 +110,6 @@ def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["mp-bs8: accuracy REGRESSED: *below the policy's floor of 90.00 %*"])
 
 
-@pytest.mark.slow
 def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A known regression passes until it expires; the policy may be a separate file."""
     known = '[[known]]\ncase = "mp-bs4"\nmetric = "time"\nreason = "issue 7"\nexpires = {}\n'
@@ -128,7 +122,6 @@ def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytes
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 1
 
 
-@pytest.mark.slow
 def test_a_slowdown_that_would_not_be_seen_fails_the_items(runs: FakedRuns) -> None:
     """One launch on a CPU shows no slowdown of 50 %: every item fails, although `on_inconclusive` lets it pass."""
     result = runs(_COMPARE, "--llmgpu-largest-unseen-slowdown=0.5", "--llmgpu-on-inconclusive=pass")
@@ -136,7 +129,6 @@ def test_a_slowdown_that_would_not_be_seen_fails_the_items(runs: FakedRuns) -> N
     result.assert_outcomes(passed=4, failed=3)
 
 
-@pytest.mark.slow
 def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A policy has thresholds per pytest marker, since the report has the markers of each test."""
     pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
@@ -148,7 +140,6 @@ def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pyt
     assert "noisy" in runs.report().cases[0].markers
 
 
-@pytest.mark.slow
 def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
     """A missing case fails the run unless the policy allows it."""
     result = runs("-v", _COMPARE, sizes="1,4")
@@ -159,7 +150,6 @@ def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
     assert runs(_COMPARE, "--llmgpu-allow-missing", sizes="1,4").ret == 0
 
 
-@pytest.mark.slow
 def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) -> None:
     """Cases that -k left out do not fail, and a regression of the others does."""
     runs.seconds = _slower
@@ -169,7 +159,6 @@ def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) 
     assert runs(_COMPARE, "-k", "bs4").ret == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["-k", "nothing"], ["-k", "other"]])
 def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pytest.Pytester, flags: list[str]) -> None:
     """A run with --llmgpu-compare that measures nothing fails with the reason."""
@@ -179,7 +168,6 @@ def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pyte
     result.stdout.fnmatch_lines(["no case was measured: nothing was compared."])
 
 
-@pytest.mark.slow
 def test_a_baseline_of_the_ini_file_leaves_other_tests_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """Tests that do not measure get no item of the gate."""
     pytester.makepyfile(test_two="def test_other(): pass")
@@ -189,7 +177,6 @@ def test_a_baseline_of_the_ini_file_leaves_other_tests_alone(runs: FakedRuns, py
     assert runs("test_it.py").ret == 1
 
 
-@pytest.mark.slow
 def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> None:
     """--lf runs and judges a regressed test again, until it is as fast as its baseline."""
     runs.seconds = _slower
@@ -205,7 +192,6 @@ def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> 
     runs(_COMPARE, "--lf", cached=True).stdout.fnmatch_lines(["*no previously failed tests*"])
 
 
-@pytest.mark.slow
 def test_what_failed_the_whole_run_has_no_test_to_run_again(runs: FakedRuns) -> None:
     """--lf runs all tests again if a case is missing."""
     assert runs(_COMPARE, cached=True, sizes="1,4").ret == 1
@@ -214,7 +200,6 @@ def test_what_failed_the_whole_run_has_no_test_to_run_again(runs: FakedRuns) -> 
     again.stdout.fnmatch_lines(["*no previously failed tests*", "*MISSING*"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["completed", "error"])
 def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: str) -> None:
     """With -x at a failed item or test, the report has all verdicts and the run fails."""
@@ -230,7 +215,6 @@ def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: 
         assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "NOT_ENOUGH_DATA")
 
 
-@pytest.mark.slow
 def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """The run fails even if another plugin removes the gate's items."""
     pytester.makeconftest(
@@ -250,7 +234,6 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
     result.stdout.no_fnmatch_line("saved: *")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -282,7 +265,6 @@ def test_a_baseline_or_policy_that_is_none_is_refused_before_anything_is_measure
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
 
 
-@pytest.mark.slow
 def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
     """A run without a baseline passes where that is allowed, and names the reason."""
     result = runs("--llmgpu-compare=nowhere.json", "--llmgpu-allow-no-baseline")
@@ -290,7 +272,6 @@ def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
     result.stdout.fnmatch_lines(["no baseline: report nowhere.json: *", "PASSED without a baseline*", "*no baseline*"])
 
 
-@pytest.mark.slow
 def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -> None:
     """With --llmgpu-require-armed the run fails, because traffic and memory were not measured."""
     result = runs(_COMPARE, "--llmgpu-require-armed")
@@ -298,7 +279,6 @@ def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -
     result.stdout.fnmatch_lines(["not every gated metric was compared, *", "*3 x traffic: *"])
 
 
-@pytest.mark.slow
 def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A run is compared with a saved report; `latest` is the newest report before the run."""
     assert runs("--llmgpu-save=good").ret == 0
@@ -314,7 +294,6 @@ def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester:
     assert verdicts.baseline.sha256 == hashlib.sha256(good.path.read_bytes()).hexdigest()
 
 
-@pytest.mark.slow
 def test_listing_has_no_items_of_the_gate(runs: FakedRuns) -> None:
     """Listing tests does not list the gate's items."""
     result = runs(_COMPARE, "--collect-only", "-q")
@@ -322,7 +301,6 @@ def test_listing_has_no_items_of_the_gate(runs: FakedRuns) -> None:
     result.stdout.no_fnmatch_line("*llmgpu gate*")
 
 
-@pytest.mark.slow
 def test_a_comparison_leaves_its_file_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """The baseline is read before the run, which may overwrite its file."""
     shutil.copy(pytester.path / "base.json", pytester.path / ".llmgpu.json")
@@ -331,7 +309,6 @@ def test_a_comparison_leaves_its_file_alone(runs: FakedRuns, pytester: pytest.Py
     assert file.load(pytester.path / ".llmgpu.json").verdicts is not None
 
 
-@pytest.mark.slow
 def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """JUnit's XML has the verdicts and the reason of a failed item."""
     runs.seconds = _slower
@@ -343,7 +320,6 @@ def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.P
     assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in text
 
 
-@pytest.mark.slow
 def test_the_report_is_judged_and_written_before_anything_fails(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """The report is complete with its verdicts when the first item is reported."""
     pytester.makeconftest(

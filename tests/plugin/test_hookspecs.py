@@ -104,7 +104,6 @@ def test_a_strategy_of_an_installed_package_is_measured(
     assert _cases(pytester) == [("far-bs16", "test_it.py::test_hellaswag[far-bs16]", "completed")]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("registered", "flags", "complaint"),
@@ -198,7 +197,6 @@ def test_a_task_beside_the_benchmarks_is_measured(pytester: pytest.Pytester) -> 
     assert len({one.case.series for one in cases}) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("registered", "named"),

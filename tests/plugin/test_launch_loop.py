@@ -30,7 +30,6 @@ def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRun
     return faked
 
 
-@pytest.mark.slow
 def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None:
     """Processes end between launches and not between cases, and each test is reported once."""
     result = runs("-v", "--llmgpu-launches=3", "--strategy=mp", sizes="8,1")
@@ -42,7 +41,6 @@ def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None
     result.stdout.fnmatch_lines(["*2 passed*"])
 
 
-@pytest.mark.slow
 def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
     """A case has one row in the report, with the batches of all launches in order."""
     seconds = iter([3.0, 1.0, 2.0])
@@ -56,7 +54,6 @@ def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
     assert written.options["--llmgpu-launches"] == 3
 
 
-@pytest.mark.slow
 def test_one_launch_is_the_ordinary_run(runs: FakedRuns) -> None:
     """Without the option processes do not end between cases, and the output names no launch."""
     result = runs(sizes="1,8")
@@ -65,7 +62,6 @@ def test_one_launch_is_the_ordinary_run(runs: FakedRuns) -> None:
     assert [len(case.launches) for case in runs.report().cases] == [1, 1]
 
 
-@pytest.mark.slow
 def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
     """A test that runs out of memory is not measured again, and the others continue."""
     sizes: list[int] = []
@@ -85,7 +81,6 @@ def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
     assert second.launches[0].batches.latency_s, "what was measured before is kept"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "measured"), [([], 5), (["-x"], 3)])
 def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: list[str], measured: int) -> None:
     """A failed test is reported with its reason and not repeated; -x ends the run."""
@@ -104,7 +99,6 @@ def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: l
     assert runs.report().session.complete is not bool(flags)
 
 
-@pytest.mark.slow
 def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """Other tests run once, and fixtures are set up again for each launch."""
     pytester.makeconftest(
@@ -136,7 +130,6 @@ def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns, pytester: pytes
     assert (pytester.path / "log").read_text() == "open measure close open measure other close "
 
 
-@pytest.mark.slow
 def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """`measure` returns the case with its launches; a second measurement in a test is another case."""
     pytester.makepyfile(
@@ -155,7 +148,6 @@ def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pyt
     assert [(case.id, len(case.launches)) for case in runs.report().cases] == [("mp-bs4", 3), ("mp-bs4#2", 3)]
 
 
-@pytest.mark.slow
 def test_launches_give_the_gate_enough_data(runs: FakedRuns) -> None:
     """A slowdown is judged with the launches of both reports, and the gate's items run once, at the end."""
     assert runs("--llmgpu-launches=3", "--llmgpu-json=base.json", sizes="4").ret == 0
@@ -169,7 +161,6 @@ def test_launches_give_the_gate_enough_data(runs: FakedRuns) -> None:
     assert (time.verdict, time.n) == ("REGRESSED", 3)
 
 
-@pytest.mark.slow
 def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A failed collection stops the launches too."""
     pytester.makepyfile(test_broken="import nothing_of_that_name")
@@ -177,7 +168,6 @@ def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.P
     assert "mp-bs1" not in runs.did
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--collect-only", "-q"], ["--setup-plan"]])
 def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
     """Listing tests starts no launch."""
@@ -235,7 +225,6 @@ def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: p
     assert [code for code in codes if code.startswith("launch")] == ["launches-send-otherwise", "launch-times-differ"]
 
 
-@pytest.mark.slow
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A test that is marked xfail is measured in all launches."""
     pytester.makepyfile(

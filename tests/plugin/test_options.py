@@ -36,7 +36,6 @@ def test_defaults_are_those_of_the_help(pytestconfig: pytest.Config) -> None:
     assert options.resolve(pytestconfig) == chosen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "marker", "ini", "expected"),
     [
@@ -215,7 +214,6 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
         assert re.search(rf"^  llmgpu_{name} \(", text, re.MULTILINE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "marker", "ini", "expected"),
     [
@@ -267,7 +265,6 @@ def test_a_flag_may_go_without_its_value(
     assert options.resolve(pytester.parseconfig(*flags)).save == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flag",
     [
@@ -290,7 +287,6 @@ def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: st
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "owner"),
     [("--llmgpu-iok-stock", "iok"), ("--llmgpu-iok-min-tokens=1", "iok"), ("--llmgpu-tp-backend=deepspeed", "tp")],

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import re
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -68,3 +71,42 @@ def test_a_decompression_bomb_does_not_fill_the_memory() -> None:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4_000_000
+
+
+def test_a_bomb_is_refused_with_little_memory(tmp_path: Path) -> None:
+    """A file of 5 MB that decompresses to 5 GB takes at most 500 MB."""
+    path = tmp_path / "bomb.json.gz"
+    with path.open("wb") as file:
+        member = gzip.compress(bytes(2**26))
+        for _ in range(80):
+            file.write(member)
+    script = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from pytest_llmgpu.report import file\n"
+        "try:\n"
+        "    file.load(Path(sys.argv[1]))\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    message, kib = ran.stdout.splitlines()
+    assert message == f"report {path}: decompresses to more than {decompression.LIMIT_BYTES:,} bytes, the limit"
+    assert int(kib) < 500_000
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[" * 100_000, "the JSON is nested too deeply"),
+        (b'{"a":' * 100_000, "the JSON is nested too deeply"),
+        (b"{", "not JSON (Expecting property name enclosed in double quotes, column 2)"),
+        (b"{\n\n,", "not JSON (Expecting property name enclosed in double quotes, line 3, column 1)"),
+        (b'"\xe9"', "byte 2 is not UTF-8: save the file as UTF-8"),
+    ],
+)
+def test_json_that_cannot_be_read_is_one_line(data: bytes, message: str) -> None:
+    """The message has the place."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        decompression.parse_json(data)

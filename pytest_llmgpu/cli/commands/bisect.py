@@ -7,9 +7,10 @@ import contextlib
 import enum
 import math
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
@@ -20,8 +21,8 @@ from pytest_llmgpu.report.text import plural, signed_percent
 
 if TYPE_CHECKING:
     from pytest_llmgpu.cli.bisection import Bisection
-    from pytest_llmgpu.gate.ab import Both, Side
-    from pytest_llmgpu.gate.bisect import Found, Step
+    from pytest_llmgpu.gate.ab import Side
+    from pytest_llmgpu.gate.bisect import Ends, Found, Step
     from pytest_llmgpu.gate.policy import Policy
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Row, Verdicts
@@ -41,8 +42,7 @@ _KEPT = Path(".llmgpu") / "bisect"
 _FEWEST = 3
 """Fewest launches that are useful: one of each end and one of a commit."""
 
-_ENDS = 4
-"""The ends take at most two times the allowed launches divided by this number."""
+_INDENT = " " * 4
 
 _SHOWN = 20
 """Most commits of a remaining range that are printed."""
@@ -106,17 +106,6 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-class _Ends(NamedTuple):
-    """The measured ends of a bisection."""
-
-    both: Both
-    """The reports of the good end (`base`) and of the bad end (`head`)."""
-    verdicts: Verdicts
-    """The comparison of the bad end with the good end."""
-    launches: int
-    """The number of launches of both ends."""
-
-
 class _Job:
     """One bisection."""
 
@@ -137,7 +126,7 @@ class _Job:
             return self._no_difference(ends.verdicts)
         commits = len(self._history.remaining())
         show(
-            f"{end.metric} of {end.id}  {end.verdict}  {end.reason}\n"
+            f"{end.metric} of {end.id}  {end.verdict}\n{textwrap.indent(end.reason, _INDENT)}\n"
             f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}"
         )
         with contextlib.closing(_Candidates(self._arguments, self._kept)) as candidates:
@@ -145,24 +134,23 @@ class _Job:
                 self._history,
                 candidates.measure,
                 self._judge,
+                self._policy,
                 ends.both,
                 end,
-                alpha=1 - self._policy.confidence,
                 launches=self._arguments.max_launches - ends.launches,
                 on_step=self._show,
             )
         used = plural(ends.launches + found.launches, "launch")
-        show(f"\n{used}: {ends.launches} of GOOD and BAD, {found.launches} of {plural(len(found.steps), 'commit')}")
+        show(f"\n{used}: {ends.launches} of GOOD and BAD, {found.launches} of the commits between them")
         lines = self._undecided(found) if found.first_bad is None else self._found(found.first_bad, found, ends, end)
         show("\n".join(lines))
         show(f"reports, policy and logs: {_KEPT / self._kept.name}")
         return ExitStatus.UNDECIDED if found.first_bad is None else ExitStatus.FOUND
 
-    def _measured_ends(self) -> _Ends:
+    def _measured_ends(self) -> Ends:
         from pytest_llmgpu.cli import worktrees
         from pytest_llmgpu.gate import ab, bisect, policy_file
 
-        made: list[str] = []
         with worktrees.checked_out([*self._references.values()]) as trees:
             self._policy, in_words = policy_at(trees[0], self._arguments)
             (self._kept / "policy.toml").write_text(policy_file.dump(self._policy), encoding="utf-8")
@@ -178,25 +166,22 @@ class _Job:
             show(in_words)
 
             def measure(side: Side, number: int, deselected: Sequence[str]) -> Report:
-                made.append(side)
                 return versions[ab.SIDES.index(side)].launch(self._arguments.command, number, deselected)
 
-            at = ab.looks(max(1, self._arguments.max_launches // _ENDS))
-            policy = ab.split(self._policy, len(at))
-            chosen = self._arguments.metric, self._arguments.case
-            both, verdicts = ab.compare(
+            return bisect.measure_ends(
                 measure,
-                lambda both: self._judge(both.base, both.head, policy),
-                lambda verdicts: bisect.undecided(verdicts, *chosen),
-                at,
+                self._judge,
+                self._policy,
+                launches=self._arguments.max_launches,
+                metric=self._arguments.metric,
+                case=self._arguments.case,
             )
-        return _Ends(both, verdicts, len(made))
 
-    def _judge(self, base: Report, head: Report, policy: Policy | None = None) -> Verdicts:
+    def _judge(self, base: Report, head: Report, policy: Policy) -> Verdicts:
         from pytest_llmgpu.gate import judge
 
         today, noise = rules_of(self._arguments, head)
-        return judge.judge(base, head, policy or self._policy, today=today, calibration=noise)
+        return judge.judge(base, head, policy, today=today, calibration=noise)
 
     def _show(self, step: Step) -> None:
         text = self._history.text(step.sha)
@@ -215,7 +200,7 @@ class _Job:
             raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(there)}")
         unknown = [row for row in rows if ab.is_open(row)]
         for row in rows if metric is not None or case is not None else unknown:
-            show(f"{row.metric} of {row.id}  {row.verdict}  {row.reason}")
+            show(f"{row.metric} of {row.id}  {row.verdict}\n{textwrap.indent(row.reason, _INDENT)}")
         names = " ".join(self._references.values())
         if unknown:
             show(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
@@ -224,7 +209,7 @@ class _Job:
         show(f"next: llmgpu ab {names} --launches 20 -- {shlex.join(self._arguments.command)}")
         return ExitStatus.UNDECIDED if unknown else ExitStatus.NO_DIFFERENCE
 
-    def _found(self, sha: str, found: Found, ends: _Ends, end: Row) -> Iterator[str]:
+    def _found(self, sha: str, found: Found, ends: Ends, end: Row) -> Iterator[str]:
         """Yield the lines on the first bad commit, and keep its report and that of the commit before it."""
         from pytest_llmgpu.gate import bisect
         from pytest_llmgpu.report import file
@@ -233,24 +218,25 @@ class _Job:
         measured |= {self._shas["good"]: ends.both.base, self._shas["bad"]: ends.both.head}
         before = next((one for one in self._history.parents(sha) if one in measured), self._shas["good"])
         report = measured[sha]
-        report.verdicts = self._judge(measured[before], report)
+        report.verdicts = self._judge(measured[before], report, self._policy)
         row = bisect.row_of(report.verdicts, end)
         paths = [_KEPT / self._kept.name / name for name in ("before.json.gz", "first-bad.json.gz")]
         for path, one in zip(paths, (measured[before], report), strict=True):
             file.dump(one, path)
         text = self._history.text(sha)
         yield f"FOUND: {sha} is the first bad commit: {text.subject}"
-        yield f"  {text.author}, {text.date}"
+        yield f"{_INDENT}{text.author}, {text.date}"
         if row is not None:
-            yield f"  {end.metric} of {end.id}, compared with {before[:LETTERS]}: {row.reason}"
+            yield f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:"
+            yield textwrap.indent(row.reason, _INDENT)
         yield f"next: git show {sha[:LETTERS]}; llmgpu compare {' '.join(map(str, paths))}"
 
     def _undecided(self, found: Found) -> Iterator[str]:
         yield f"UNDECIDED: the first bad commit is one of {plural(len(found.remaining), 'commit')}:"
         for sha in found.remaining[:_SHOWN]:
-            yield f"  {sha[:LETTERS]}  {self._history.text(sha).subject}"
+            yield f"{_INDENT}{sha[:LETTERS]}  {self._history.text(sha).subject}"
         if len(found.remaining) > _SHOWN:
-            yield f"  and {len(found.remaining) - _SHOWN:,} more"
+            yield f"{_INDENT}and {len(found.remaining) - _SHOWN:,} more"
         good, bad = (
             next((step.sha[:LETTERS] for step in reversed(found.steps) if step.mark == mark), self._references[mark])
             for mark in ("good", "bad")

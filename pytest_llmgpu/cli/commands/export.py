@@ -8,7 +8,7 @@ from pathlib import Path
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import read_verdicts, refuse_rules
 from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
-from pytest_llmgpu.cli.output import save, show
+from pytest_llmgpu.cli.output import save, write_data
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.render.exports import FORMATS
 
@@ -52,7 +52,7 @@ class _Export:
         if arguments.output != _STDOUT:
             save(f"{text}\n" if text else "", Path(arguments.output))
         elif text:
-            show(text)
+            write_data(text)
         return 0
 
 

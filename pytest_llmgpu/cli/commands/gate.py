@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
-from pytest_llmgpu.cli.output import as_json, color, save, show
+from pytest_llmgpu.cli.output import as_json, color, save, show, write_data
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report import option_values
 
@@ -64,7 +64,7 @@ class _Gate:
         if arguments.json not in {None, "-"}:
             save(f"{text}\n", Path(arguments.json))
         if arguments.json == "-":
-            show(text)
+            write_data(text)
         else:
             most = None if arguments.all else verdict_tables.MOST_CASES
             table = verdict_tables.table(verdicts, color(), most)

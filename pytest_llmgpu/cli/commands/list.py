@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from pytest_llmgpu.cli.arguments import add_storage, storage_of
-from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.cli.protocol import Command
 
 __all__ = ["COMMAND"]
@@ -39,7 +38,7 @@ class _List:
                 else f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it"
             )
         for line in broken:
-            print(f"llmgpu: {line}", file=sys.stderr)
+            complain(line)
         return 2 if broken else 0
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
-from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
@@ -101,11 +100,12 @@ def _remedies(trial: Trial, present: str) -> list[str]:
 
 
 def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
-    lines = [f"llmgpu: {name} is not promoted: {' '.join(text.split())}" for text in objections[:_SHOWN]]
+    for text in objections[:_SHOWN]:
+        complain(f"{name} is not promoted: {text}")
     if len(objections) > _SHOWN:
-        lines.append(f"llmgpu: and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
-    lines += [f"llmgpu: {line}" for line in remedies]
-    print("\n".join(lines), file=sys.stderr)
+        complain(f"and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
+    for line in remedies:
+        complain(line)
     return _REFUSED
 
 

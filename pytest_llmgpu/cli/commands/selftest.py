@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
-from pytest_llmgpu.cli.output import as_json, save, show
+from pytest_llmgpu.cli.output import as_json, save, show, write_data
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.text import plural, printable
 
@@ -65,7 +65,10 @@ class _Selftest:
         # Before the text is printed, because its reader may close the pipe early.
         if arguments.json not in {None, "-"}:
             save(f"{data}\n", Path(arguments.json))
-        show(data if arguments.json == "-" else "\n".join(_text(found, assumed=noise is None)))
+        if arguments.json == "-":
+            write_data(data)
+        else:
+            show("\n".join(_text(found, assumed=noise is None)))
         return 0 if found.ok else 1
 
 

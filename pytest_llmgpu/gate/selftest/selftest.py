@@ -133,7 +133,7 @@ def _trial(
     copies = {result.id: regression.inject(result, policy.rules(result)) for result in chosen}
     cases = [copy if isinstance(copy := copies.get(result.id), CaseResult) else result for result in report.cases]
     verdicts = judged(msgspec.structs.replace(report, cases=cases))
-    rows = {row.id: row for row in verdicts.rows if row.metric == regression.metric}
+    rows = {case: row for row in verdicts.rows if row.metric == regression.metric for case in row.cases or [row.id]}
     families = Counter(row.gated for row in rows.values() if row.p is not None)
     missed = []
     for result in chosen:

@@ -101,4 +101,10 @@ def _label(record: dict[str, Any], endings: int, place: str) -> int:
 def preprocess(text: str) -> str:
     """Return the text as lm-evaluation-harness cleans it; brackets are left over from WikiHow."""
     text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    return "\n".join(map(_without_brackets, text.split("\n"))).replace("  ", " ")
+
+
+def _without_brackets(line: str) -> str:
+    r"""Return a line as `re.sub(r"\[.*?\]", "", line)` does, in linear time: after the last `]` there is no match."""
+    head, bracket, rest = line.rpartition("]")
+    return re.sub(r"\[[^\]]*\]", "", head + bracket) + rest

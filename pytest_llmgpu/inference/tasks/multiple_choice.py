@@ -6,17 +6,19 @@ A task of this kind is a class with a name, a bundled file and a function from a
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, TextRequest
+from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.derived import encode, proportion_stderr
 from pytest_llmgpu.report.result import Accuracy
 
 __all__ = ["MultipleChoice"]
+
+_LINE_BYTES = 2**24
 
 
 class MultipleChoice:
@@ -101,28 +103,29 @@ class MultipleChoice:
 
 
 def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
-    """Return the place (`path:line`) and the value of each line of a JSON Lines file; lines are parsed when read.
+    """Yield the place (`path:line`) and the value of each line of a JSON Lines file that is not blank.
 
     Raises:
-        ValueError: The file cannot be read or, when its line is reached, a line is not JSON in UTF-8.
+        ValueError: The file cannot be read, or a line is not JSON in UTF-8.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _LINE_BYTES:
+                    raise ValueError(f"{path}:{number}: the line has more than {_LINE_BYTES:,} bytes, the limit")
+                if line.strip():
+                    yield f"{path}:{number}", _parse(line, f"{path}:{number}")
     except OSError as error:
         raise ValueError(f"dataset {path} cannot be read: {error.strerror}") from error
-    numbered = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
-    return ((place, _parse(line, place)) for place, line in numbered)
 
 
 def _parse(line: bytes, place: str) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{place}: not JSON ({error.msg}, column {error.colno}): one object per line is needed"
-        ) from error
+        return decompression.parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}: one object per line is needed") from error
 
 
 def _choices(scores: Sequence[Sequence[float]]) -> list[int]:

@@ -66,7 +66,7 @@ def _headline(report: Report) -> str:
         result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:
         policy = policy_of(verdicts)
-        counted = Counter(row.verdict.replace("_", " ") for row in worst_first(verdicts.rows))
+        counted = Counter(row.verdict for row in worst_first(verdicts.rows))
         failing = sum(level(row, policy) == "failure" for row in verdicts.rows)
         result = f"{_MARKS['failure']} {failing} fail" if failing else _without_failure(verdicts, policy)
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
@@ -139,7 +139,7 @@ def _verdict_line(severity: str, row: Row) -> str:
     unit = spec_of(row.metric).unit
     figures = [quantity(unit, value) if unit and value is not None else "" for value in (row.base, row.head)]
     reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
-    verdict = row.verdict.replace("_", " ") + ("" if row.gated else " (not gated)")
+    verdict = row.verdict + ("" if row.gated else " (not gated)")
     words = [row.metric.replace("_", " "), verdict]
     return line([_MARKS[severity], code(row.id), *words, *figures, _change(row), "<br>".join(map(markdown, reason))])
 

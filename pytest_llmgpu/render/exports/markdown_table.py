@@ -84,7 +84,7 @@ def _verdict(rows: Sequence[Row]) -> str:
         return ""
     metrics = ", ".join(row.metric.replace("_", " ") for row in rows if row.verdict == rows[0].verdict)
     known = " (known)" if rows[0].known is not None else ""
-    return f"{rows[0].verdict.replace('_', ' ')}{known}: {metrics}"
+    return f"{rows[0].verdict}{known}: {metrics}"
 
 
 def _decimals(value: float) -> int:

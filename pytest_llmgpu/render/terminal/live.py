@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from pytest_llmgpu.report.text import printable, printable_lines
+
 __all__ = ["LiveLine"]
 
 _SAVE, _RESTORE, _CLEAR_TO_END = "\x1b7", "\x1b8", "\x1b[K"
@@ -29,6 +31,7 @@ class LiveLine:
 
     def show(self, text: str) -> None:
         """Draw `text`, cut to the free width, in place of the text before it."""
+        text = printable(text)
         with self._uncaptured():
             if not sys.stdout.isatty():
                 return
@@ -43,7 +46,7 @@ class LiveLine:
             if sys.stdout.isatty():
                 self.show(text)
             else:
-                _write(f"\n{text}\n")
+                _write(f"\n{printable_lines(text)}\n")
 
     def clear(self) -> None:
         """Remove the line, and put the cursor where pytest left it."""

@@ -143,13 +143,13 @@ def _word(result: GateResult) -> str:
             return next(iter(result.failing))
         return "MISSING" if result.failing.isdisjoint(WORSE) else "REGRESSED"  # MISSING and NOT_COMPARABLE together
     if result.status is ExitStatus.NOT_ENOUGH_DATA:
-        word = "INVALID" if result.interrupted or result.failing == {"INVALID"} else "NOT ENOUGH DATA"
+        word = "INVALID" if result.interrupted or result.failing == {"INVALID"} else "NOT_ENOUGH_DATA"
         return word if result.interrupted else f'{word} (the policy has on_inconclusive = "fail")'
     if result.status is ExitStatus.NOTHING_COMPARED:
         reason = "no baseline" if not result.has_baseline else "the policy has require_armed" if result.gated else ""
         return f"NOT ARMED ({reason})" if reason else "NOT ARMED"
     if result.status is ExitStatus.NOT_COMPARABLE:
-        return "NOT COMPARABLE"
+        return "NOT_COMPARABLE"
     return "PASSED" if result.has_baseline else "PASSED without a baseline"
 
 

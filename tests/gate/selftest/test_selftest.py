@@ -206,8 +206,8 @@ def test_an_unchanged_copy_that_is_worse_is_listed() -> None:
     )
     found = _tested(result, make_failed("crashed", strategy="tp"))
     assert [(row.id, row.metric, row.verdict) for row in found.control] == [
-        ("mp-bs1", "accuracy", "REGRESSED"),
         ("tp-bs1", "outcome", "FAILED"),
+        ("mp", "accuracy", "REGRESSED"),
     ]
     assert all(trial.caught for trial in found.trials)
     assert not found.ok

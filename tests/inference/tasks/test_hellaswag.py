@@ -3,13 +3,14 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Item
 
 RECORD: dict[str, Any] = {
@@ -225,3 +226,35 @@ def test_loglikelihoods_are_kept_as_float32_in_order() -> None:
     accuracy = HellaSwag().score(ITEMS[:2], [[-0.1, -8.0], [-3.5, -2.25]])
     decoded = struct.unpack("<4f", base64.b64decode(accuracy.loglikelihoods))
     assert decoded == pytest.approx((-0.1, -8.0, -3.5, -2.25), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    "text", ["[a" * 10, "[a] b]", "[a\n] b", "a [b\n[c] d] [", "]] [x] [y", "[[a]]", "\n[a]\n[", ""]
+)
+def test_brackets_are_removed_as_by_lm_evaluation_harness(text: str) -> None:
+    """The harness uses a regular expression whose time grows with the square of the text."""
+    cleaned = text.strip().replace(" [title]", ". ")
+    assert preprocess(text) == re.sub(r"\[.*?\]", "", cleaned).replace("  ", " ")
+
+
+def test_brackets_that_do_not_close_take_linear_time() -> None:
+    """An ending of several megabytes is read at once."""
+    assert preprocess("[a" * 2_000_000) == "[a" * 2_000_000
+    assert preprocess("[a" * 1_000_000 + "]" + "[a" * 1_000_000) == "[a" * 1_000_000
+
+
+def test_a_line_that_is_nested_too_deeply_is_refused_with_its_place(tmp_path: Path) -> None:
+    """The message has the file and the line."""
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n" + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"items.jsonl:2: the JSON is nested too deeply: one object per line"):
+        HellaSwag().load(str(path), rootdir=tmp_path)
+
+
+def test_a_line_of_many_megabytes_is_refused(tmp_path: Path) -> None:
+    """A file without line breaks is not read completely."""
+    path = tmp_path / "items.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(ValueError, match=r"items.jsonl:1: the line has more than 16,777,216 bytes"):
+        HellaSwag().load(str(path), rootdir=tmp_path)

@@ -156,13 +156,13 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
 @pytest.mark.parametrize(
     ("report", "headline"),
     [
-        (judged(two_strategies(), two_strategies(oom=())), r"❌ 2 fail \(2 CAPACITY REGRESSED, "),
-        (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 NOT ENOUGH DATA, .* OK"),
-        (judged(two_strategies(), None), r"❌ nothing gated was compared \(\d+ NO BASELINE"),
+        (judged(two_strategies(), two_strategies(oom=())), r"❌ 2 fail \(2 CAPACITY_REGRESSED, "),
+        (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 NOT_ENOUGH_DATA, .* OK"),
+        (judged(two_strategies(), None), r"❌ nothing gated was compared \(\d+ NO_BASELINE"),
         (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ nothing gated was compared \("),
         (
             judged(two_strategies(), without_traffic(), Policy(require_armed=True, largest_unseen_slowdown=99)),
-            r"❌ not everything gated was compared \(3 NOT ENOUGH DATA",
+            r"❌ not everything gated was compared \(3 NOT_ENOUGH_DATA",
         ),
         (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
         (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
@@ -191,7 +191,7 @@ def test_the_summary_begins_with_the_worst() -> None:
     report.verdicts.warnings.append("differs from the baseline: driver")
     page = _summary(report)
     places = [
-        page.index(text) for text in ("CAPACITY REGRESSED |", "| NOT ENOUGH DATA |", "driver", HEADER[0], "| OK |")
+        page.index(text) for text in ("CAPACITY_REGRESSED |", "| NOT_ENOUGH_DATA |", "driver", HEADER[0], "| OK |")
     ]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
@@ -262,12 +262,12 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     assert lines[:2] == list(HEADER)
     assert lines[2] == (
         "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.07 "
-        "| 75.00 % | 17.00 GiB | 40.000 MB | NOT ENOUGH DATA: time |"
+        "| 75.00 % | 17.00 GiB | 40.000 MB | NOT_ENOUGH_DATA: time |"
     )
     assert (
-        "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | CAPACITY REGRESSED: outcome |" in lines[5]
+        "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | CAPACITY_REGRESSED: outcome |" in lines[5]
     )
-    assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | CAPACITY REGRESSED: largest batch |"
+    assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | CAPACITY_REGRESSED: largest batch |"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_csv_has_a_line_for_each_case_and_each_other_id_with_verdicts() -> None:
     gone = report.cases.pop(0)
     report = judged(report, two_strategies(oom=()))
     lines = list(csv.DictReader(io.StringIO(export("csv").render(report))))
-    assert [line["id"] for line in lines] == ["mp-bs64", "tp-bs8", "tp-bs64", "tp", gone.id]
+    assert [line["id"] for line in lines] == ["mp-bs64", "tp-bs8", "tp-bs64", "tp", gone.id, "mp"]
     by_id = {line["id"]: line for line in lines}
     assert by_id["tp-bs64"]["outcome"] == "oom"
     assert by_id["tp-bs64"]["inference_s"] == ""

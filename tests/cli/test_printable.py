@@ -1,0 +1,106 @@
+"""What a report from anybody can do to a terminal and to the log of a CI system: nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_failed, make_full_report, make_report
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import Failure, Finding
+from pytest_llmgpu.store import store
+
+_EVIL = "\x1b]0;owned\x07\x1b[8m\r\x9b2J\u202e\n::error::owned\n##[error]owned\n##vso[task.complete]"
+_FORBIDDEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]|^\s*::|##\w*\[", re.MULTILINE)
+
+
+def _evil(report: Report) -> Report:
+    """Return a report in which every text that may be any text has control characters and commands."""
+    document = msgspec.to_builtins(report)
+
+    def loads() -> bool:
+        try:
+            file.parse(msgspec.json.encode(document), "evil")
+        except ValueError:
+            return False
+        return True
+
+    def spoil(value: Any) -> None:
+        for place in value if isinstance(value, dict) else range(len(value)):
+            before = value[place]
+            if isinstance(before, (dict, list)):
+                spoil(before)
+            elif isinstance(before, str) and place not in ("created", "loglikelihoods"):
+                value[place] = f"{before[:5]}{_EVIL}{before[5:]}"
+                if not loads():
+                    value[place] = before
+
+    spoil(document)
+    return file.parse(msgspec.json.encode(document), "evil")
+
+
+@pytest.fixture(scope="module")
+def evil() -> Report:
+    """A report whose every text is hostile, with a failed case and a finding."""
+    full = make_full_report()
+    failed = make_failed("error", Failure(phase="load", message="m", log_tail="log"), batch_size=64)
+    failed.findings = [Finding(code="a", severity="failure", text="text", next_step="next")]
+    return _evil(make_report([*full.cases, failed]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "evil.json"],
+        ["list"],
+        ["trend"],
+        ["compare", "evil.json", "evil.json"],
+        ["gate", "evil.json", "evil.json"],
+        ["selftest", "evil.json"],
+        ["promote", "evil.json"],
+        ["show", f"{_EVIL}.json"],
+        ["export", "markdown", "evil.json"],
+        ["export", "github-summary", "evil.json"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_command_passes_a_control_character_on(
+    evil: Report,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the terminal's title nor an annotation of the CI system can be set from a report."""
+    monkeypatch.chdir(tmp_path)
+    file.dump(evil, Path("evil.json"))
+    for _ in range(2):
+        store.save(evil, Path(".llmgpu"))
+    main(arguments)
+    printed = capsys.readouterr()
+    assert printed.out + printed.err
+    found = _FORBIDDEN.search(printed.out + printed.err)
+    assert found is None, repr((printed.out + printed.err)[max(0, found.start() - 60) : found.end() + 60])
+
+
+@pytest.mark.slow
+def test_charts_are_drawn_from_any_text(evil: Report, tmp_path: Path) -> None:
+    """The library that draws ends the process on some control characters."""
+    file.dump(evil, tmp_path / "evil.json")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest_llmgpu.cli", "plot", "evil.json", "--output", "charts", "--format", "png,svg"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert list((tmp_path / "charts").glob("*.png"))
