@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
 from pytest_llmgpu.gate.execution import other_execution
@@ -11,14 +13,14 @@ from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import peaks_bytes
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.result import CaseResult, Path, Traffic
+from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Path, Traffic
 from pytest_llmgpu.report.text import gib, percent, signed_percent
-from pytest_llmgpu.report.verdicts import Row, Verdict
+from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict
 
 __all__ = ["memory_row", "path_row", "traffic_row"]
 
 _USED_BYTES = 2**30
-"""Growth of the memory in use that is always allowed: a new version of a library can take as much."""
+"""Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
 
 _NAMED = 3
 """Most changes that a reason names, since it has two lines."""
@@ -102,67 +104,130 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
 
 
 def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
-    """Judge the peak of the fullest device: live tensors, and the workspace outside torch's allocator.
+    """Judge the peak of live tensors and of the workspace outside torch's allocator, on each device.
 
-    Equal runs have equal peaks except for the allocator's rounding, which the threshold covers. Several launches give a
-    range of the ratio, which has to lie wholly above the threshold for REGRESSED. The memory in use by NVML is sampled
-    and has a threshold of its own: memory outside live tensors takes the space of the next batch as well. Recorded
-    graphs hold memory of their own: a change between forwards of another execution is NOT_COMPARABLE.
+    The fullest device decides what fits. Another device that grew counts as well where the fullest one did not fall:
+    memory that only moved to emptier devices is no regression. Equal runs have equal peaks except for the allocator's
+    rounding, which the threshold covers. Several launches give a range of the ratio, which has to lie wholly above the
+    threshold for REGRESSED. What torch reserved and what NVML reports in use, which is sampled, have a threshold of
+    their own: memory outside live tensors takes the space of the next batch as well. Recorded graphs hold memory of
+    their own: a change between forwards of another execution is NOT_COMPARABLE.
     """
     then, now = peaks_bytes(base), peaks_bytes(head)
     if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
         return missing
-    before, after = statistics.median(then), statistics.median(now)
-    threshold = max(rule.margin, rule.absolute_bytes / before)
-    low, high = min(now) / max(then), max(now) / min(then)
-    if low > 1 + threshold:
-        verdict: Verdict = "REGRESSED"
-    elif high < 1 - threshold:
-        verdict = "IMPROVED"
-    elif high <= 1 + threshold:
-        verdict = "OK"
-    else:
-        verdict = "NOT_ENOUGH_DATA"
+    peak = _Peak("the fullest device", then, now)
+    if peak.verdict(rule) in {"OK", "NOT_ENOUGH_DATA"}:
+        peaks = [peak, *_by_device(base, head, _tensors_bytes)]
+        peak = min(peaks, key=lambda one: SEVERITY.index(one.verdict(rule)))  # the first of equal ones
+    verdict = peak.verdict(rule)
     more = "The launches differ by more than the threshold." if verdict == "NOT_ENOUGH_DATA" else None
-    if (in_use := _in_use(base, head, rule)) is not None:
-        verdict, more = "REGRESSED", in_use
+    if (outside := _outside_tensors(base, head, rule)) is not None:
+        verdict, more = "REGRESSED", outside
     if verdict != "OK" and (cause := other_execution(base, head)) is not None:
         verdict, more = "NOT_COMPARABLE", cause
+    before, after, threshold = peak.before, peak.after, peak.threshold(rule)
     change = "Memory is equal" if after == before else f"Memory {signed_percent(after / before - 1)}"
     return Row.of(
         head,
         "memory",
         verdict,
-        f"{change}, threshold {percent(threshold)}: {gib(after)} on the fullest device, was {gib(before)}."
+        f"{change}, threshold {percent(threshold)}: {gib(after)} on {peak.where}, was {gib(before)}."
         + (f"\n{more}" if more else ""),
         gated=rule.gate,
         base=before,
         head=after,
         ratio=after / before,
-        low=low,
-        high=high,
+        low=peak.low,
+        high=peak.high,
         threshold=threshold,
-        n=min(len(then), len(now)),
+        n=min(len(peak.then), len(peak.now)),
     )
 
 
-def _in_use(base: CaseResult, head: CaseResult, rule: MemoryRule) -> str | None:
-    """Return in a sentence that much more memory is in use, which live tensors do not show; None elsewhere."""
-    then, now = _used_bytes(base), _used_bytes(head)
-    if not then or not now or min(now) - max(then) <= max(rule.used_margin * max(then), _USED_BYTES):
-        return None
-    before, after = statistics.median(then), statistics.median(now)
-    return f"NVML reports {gib(after)} in use, was {gib(before)}: caches, CUDA contexts or NCCL's buffers grew."
+class _Peak(NamedTuple):
+    """The peak of one device in the launches of both reports, in bytes."""
+
+    where: str
+    then: list[int]
+    now: list[int]
+
+    @property
+    def before(self) -> float:
+        return statistics.median(self.then)
+
+    @property
+    def after(self) -> float:
+        return statistics.median(self.now)
+
+    @property
+    def low(self) -> float:
+        return min(self.now) / max(self.then)
+
+    @property
+    def high(self) -> float:
+        return max(self.now) / min(self.then)
+
+    def threshold(self, rule: MemoryRule) -> float:
+        """Return the threshold of live tensors as a fraction."""
+        return max(rule.margin, rule.absolute_bytes / self.before)
+
+    def verdict(self, rule: MemoryRule) -> Verdict:
+        """Return the verdict on live tensors."""
+        threshold = self.threshold(rule)
+        if self.low > 1 + threshold:
+            return "REGRESSED"
+        if self.high < 1 - threshold:
+            return "IMPROVED"
+        return "OK" if self.high <= 1 + threshold else "NOT_ENOUGH_DATA"
+
+    def outgrew(self, rule: MemoryRule) -> bool:
+        """Return whether memory outside live tensors grew by more than is allowed."""
+        return min(self.now) - max(self.then) > max(rule.used_margin * max(self.then), _USED_BYTES)
 
 
-def _used_bytes(result: CaseResult) -> list[int]:
-    """Return the most that NVML reported in use on the fullest device, for each undisturbed launch that has it."""
-    used = []
-    for launch in result.launches:
-        sizes = [device.nvml_used_max_bytes for device in launch.memory if device.nvml_used_max_bytes]
-        if sizes and (launch.profile is None or disturbances.disturbed(launch.profile) is None):
-            used.append(max(sizes))
-    return used
+def _by_device(base: CaseResult, head: CaseResult, figure: Callable[[Launch, DeviceMemory], int | None]) -> list[_Peak]:
+    """Return a figure of each device that every launch of both reports has; devices correspond by their order."""
+    sides = [
+        [[figure(launch, device) for device in launch.memory] for launch in result.launches] for result in (base, head)
+    ]
+    sides = [[launch for launch in side if any(launch)] for side in sides]
+    launches = [*sides[0], *sides[1]]
+    if not all(sides) or len({len(launch) for launch in launches}) > 1:
+        return []
+    indices = [device.index for device in head.launches[-1].memory]
+    return [
+        _Peak(f"device {indices[place]}", *([launch[place] or 0 for launch in side] for side in sides))
+        for place in range(len(launches[0]))
+        if all(launch[place] for launch in launches)
+    ]
+
+
+def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> str | None:
+    """Return in a sentence that much more memory is reserved or in use, which live tensors do not show; else None."""
+    for figure, text in (
+        (_reserved_bytes, "Torch reserved {} on {}, was {}: the allocator's cache or its fragmentation grew."),
+        (_used_bytes, "NVML reports {} in use on {}, was {}: caches, CUDA contexts or NCCL's buffers grew."),
+    ):
+        grown = [peak for peak in _by_device(base, head, figure) if peak.outgrew(rule)]
+        if grown:
+            peak = max(grown, key=lambda one: one.after - one.before)
+            return text.format(gib(peak.after), peak.where, gib(peak.before))
+    return None
+
+
+def _tensors_bytes(_: Launch, device: DeviceMemory) -> int | None:
+    return device.peak_allocated_bytes + (device.workspace_bytes or 0) if device.peak_allocated_bytes else None
+
+
+def _reserved_bytes(_: Launch, device: DeviceMemory) -> int | None:
+    return device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
+
+
+def _used_bytes(launch: Launch, device: DeviceMemory) -> int | None:
+    """Return the most that NVML reported in use; None where other programs disturbed the launch."""
+    disturbed = launch.profile is not None and disturbances.disturbed(launch.profile) is not None
+    return None if disturbed else device.nvml_used_max_bytes
 
 
 def _missing(head: CaseResult, metric: MetricName, before: object, after: object, *, gated: bool) -> Row | str | None:

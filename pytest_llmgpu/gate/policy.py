@@ -79,7 +79,7 @@ class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The thresholds of the peak memory of the fullest device."""
+    """The thresholds of the peak memory of each device."""
 
     gate: bool = True
     """True if a regression fails the gate. False: verdicts are reported only."""
@@ -88,8 +88,8 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     absolute_bytes: int = 64 * MIB
     """The absolute threshold in bytes. The larger of both thresholds is used."""
     used_margin: float = 0.1
-    """The growth that is allowed for all memory that NVML reports as used, as a fraction. This includes caches and
-    buffers of NCCL. A growth of 1 GiB is always allowed."""
+    """The growth that is allowed for memory that torch reserved and for all memory that NVML reports as used, as a
+    fraction. This includes caches and buffers of NCCL. A growth of 1 GiB is always allowed."""
 
 
 class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -211,10 +211,59 @@ def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, ve
         launch.memory = [msgspec.structs.replace(device, nvml_used_max_bytes=seen) for device in launch.memory]
     row = _row(memory_row(base, head, MemoryRule()))
     assert row.verdict == verdict
-    assert ("20.10 GiB in use, was 18.20 GiB" in row.reason) == (verdict == "REGRESSED")
+    assert ("20.10 GiB in use on device 0, was 18.20 GiB" in row.reason) == (verdict == "REGRESSED")
     assert _row(memory_row(base, head, MemoryRule(used_margin=0.5))).verdict == "OK"
     make_invalid(head.launches[0], "programs of others at work: GPU 0")
     assert _row(memory_row(base, head, MemoryRule())).verdict == "OK", "it is somebody else's"
+
+
+def _grown(result: CaseResult, *gib: float, field: str = "peak_allocated_bytes") -> CaseResult:
+    """Add this much to a figure of each device of a result."""
+    for launch in result.launches:
+        launch.memory = [
+            msgspec.structs.replace(device, **{field: getattr(device, field) + int(more * GIB)})
+            for device, more in zip(launch.memory, gib, strict=True)
+        ]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("gib", "verdict", "where"),
+    [
+        ((0, 0, 0.5, 0), "REGRESSED", "device 2"),
+        ((0.05, 0.05, 0.05, 0), "OK", "the fullest device"),
+        ((0, 0, -0.5, 0), "IMPROVED", "device 2"),
+        ((0, 0.3, 0.5, 0.2), "REGRESSED", "the fullest device"),
+        ((0.5, 0, 0, -0.5), "IMPROVED", "the fullest device"),
+    ],
+)
+def test_every_device_is_compared(gib: tuple[float, ...], verdict: str, where: str) -> None:
+    """A device that is not the fullest can grow unseen; memory that moved to emptier devices leaves more space."""
+    row = _row(memory_row(_using(16.0), _grown(_using(16.0), *gib), MemoryRule()))
+    assert row.verdict == verdict
+    assert f" on {where}, was " in row.reason
+
+
+@pytest.mark.parametrize(("gib", "verdict"), [(1.5, "OK"), (1.8, "REGRESSED")])
+@pytest.mark.parametrize("field", ["peak_reserved_bytes", "nvml_used_max_bytes"])
+def test_memory_outside_live_tensors_is_compared_on_every_device(
+    gib: float, verdict: str, field: str, prose: Prose
+) -> None:
+    """The emptiest of four devices: 10 % of its 16 to 18 GiB are allowed."""
+    row = _row(
+        memory_row(
+            _using(16.0), _grown(_using(16.0), 0, gib + 0.1 * ("nvml" in field), 0, 0, field=field), MemoryRule()
+        )
+    )
+    assert row.verdict == verdict
+    assert prose == row.reason
+
+
+def test_devices_that_a_launch_lacks_are_not_compared() -> None:
+    """Then the fullest device alone decides."""
+    fewer = _using(16.0)
+    fewer.launches[0].memory = fewer.launches[0].memory[1:]
+    assert _row(memory_row(_using(16.0), fewer, MemoryRule())).verdict == "OK"
 
 
 def test_workspace_outside_torch_counts() -> None:
