@@ -7,7 +7,7 @@ improved.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -20,7 +20,18 @@ from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import BETTER, COMPARED, DIFFERS, WORSE, Armed, Baseline, Candidate, Row, Verdicts
+from pytest_llmgpu.report.verdicts import (
+    BETTER,
+    COMPARED,
+    DIFFERS,
+    WORSE,
+    Armed,
+    Baseline,
+    Candidate,
+    Row,
+    SessionState,
+    Verdicts,
+)
 
 __all__ = ["judge"]
 
@@ -82,7 +93,7 @@ def _judge(
     )
     return Verdicts(
         baseline=baseline if base is not None else None,
-        head=Candidate(created=head.created, commit=head.commit.sha),
+        head=Candidate(created=head.created, commit=head.commit.sha, states=list(_states(head))),
         policy=policy_file.dump(policy),
         policy_sha256=policy_file.sha256(policy),
         calibration_sha256=calibration.sha256,
@@ -90,6 +101,19 @@ def _judge(
         warnings=warnings,
         rows=known,
     )
+
+
+def _states(head: Report) -> Iterator[SessionState]:
+    """Yield the reasons to doubt the candidate as a whole."""
+    session = head.session
+    if session.interrupted:
+        yield "interrupted"
+    elif not session.complete:
+        yield "incomplete"
+    elif session.exit_status:
+        yield "failed"
+    if head.commit.dirty:
+        yield "dirty"
 
 
 def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:

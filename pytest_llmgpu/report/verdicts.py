@@ -24,6 +24,7 @@ __all__ = [
     "Baseline",
     "Candidate",
     "Row",
+    "SessionState",
     "Verdict",
     "Verdicts",
     "with_present_names",
@@ -187,6 +188,11 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Commit that was measured in the baseline."""
 
 
+SessionState = Literal["interrupted", "incomplete", "failed", "dirty"]
+"""A reason to doubt a report as a whole: its session was interrupted, it lacks selected tests, pytest failed, or files
+were changed after the commit."""
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The report that was judged. It contains its own verdicts, and therefore no hash of its file."""
 
@@ -194,6 +200,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which the candidate was created, as `created` of its report."""
     commit: str | None = None
     """Commit that was measured in the candidate."""
+    states: list[SessionState] = []
+    """Reasons to doubt the candidate as a whole; empty if its session completed, pytest passed and the tree was clean
+    or not known."""
 
 
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):

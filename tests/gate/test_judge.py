@@ -353,6 +353,27 @@ def test_the_verdicts_say_what_they_rest_on() -> None:
     assert judge(base, base, Policy(), today=TODAY, baseline=named).baseline == named
 
 
+@pytest.mark.parametrize(
+    ("session", "dirty", "states"),
+    [
+        (Session(complete=True, exit_status=0), False, []),
+        (Session(complete=True, exit_status=0), None, []),
+        (Session(complete=True, exit_status=0), True, ["dirty"]),
+        (Session(complete=True, exit_status=1), False, ["failed"]),
+        (Session(complete=True), False, []),
+        (Session(), False, ["incomplete"]),
+        (Session(interrupted=True, exit_status=2), True, ["interrupted", "dirty"]),
+    ],
+)
+def test_the_verdicts_have_the_state_of_the_candidate(session: Session, dirty: bool | None, states: list[str]) -> None:
+    """A session that runs still has no exit status. The state of the baseline does not count."""
+    head = make_report([_full()])
+    head.session, head.commit = session, Commit(sha="abc", dirty=dirty)
+    found = judge(make_report([_full()]), head, Policy(), today=TODAY)
+    assert found.head is not None
+    assert (found.head.commit, found.head.states) == ("abc", states)
+
+
 def _random_report(seed: int) -> Report:
     chance = random.Random(seed)
     cases = [
