@@ -20,15 +20,19 @@ from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, UNCLEAR, WORSE, Row
-from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
+from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
 __all__ = ["Measured", "describe", "details", "find", "with_cause"]
 
+_EXPLAINED = frozenset(("device_time", "time", "flops", "host_syncs", "kernels", "ops", "runtime_calls", "traffic"))
+"""Metrics that work passes can explain."""
 _SMALL, _SMALL_MODULE = 0.05, 0.1
 """Families and modules with a smaller share of the growth are not named. Modules are noisier: the eager pass runs
 once."""
 _MOST_OF_IT = 0.5
 """A module with this share of the growth is named alone."""
+_MORE = 0.01
+"""A host that launches this fraction of kernels more is slower for that reason."""
 _SHOWN = 0.3
 """Work passes show a change of wall time if a part of them grew by this fraction of it. They are too few to show all of
 it: the time of the host alone varies."""
@@ -135,7 +139,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
         names: The kernel names of both reports.
     """
     significant = row.verdict in UNCLEAR and row.low is not None and row.low > 1
-    if row.verdict not in WORSE and not significant:
+    if row.metric not in _EXPLAINED or (row.verdict not in WORSE and not significant):
         return row
     launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
     if len({launch.plan_sha256 for launch in launches}) != 1:
@@ -354,7 +358,7 @@ def _modules(pair: _Pair, shares: Mapping[KernelFamily, float]) -> Iterator[Time
             continue
         whole_s = sum(max(0.0, growth) for growth in growth_s.values())
         for module, (before_s, after_s) in times.items():
-            if growth_s[module] > 0:
+            if growth_s[module] > 0 and module != OTHER_MODULE:
                 own = share * growth_s[module] / whole_s
                 yield TimeChange(name=module, family=family, before_s=before_s, after_s=after_s, share=own)
 
@@ -524,7 +528,8 @@ def _place_in_words(cause: Cause, place: Place) -> str:
 def _host_in_words(cause: Cause) -> str:
     if waits := _waits_in_words(cause):
         return waits
-    if launches := _calls_in_words(cause.runtime_calls, _LAUNCHES):
+    launched = [change for change in cause.runtime_calls if change.growth > _MORE * change.before]
+    if launches := _calls_in_words(launched, _LAUNCHES):
         return f"{launches}: the host launches more kernels"
     if cause.parts:
         return f"{_share(cause, _IDLE)} in idle time of the GPU: the host launches more slowly"

@@ -35,7 +35,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     """The finding and the case in a few words: `REGRESSED: mp-bs8, time`."""
     text: str
-    """At most two lines."""
+    """The reason in a few lines: the result, then its cause, then other differences."""
     nodeid: str | None = None
     """The node id of the test; None if the notice belongs to no test."""
 
