@@ -574,11 +574,11 @@ def _ms(growth_s: float) -> str:
 
 
 def _short(name: str) -> str:
-    """Return the name of a kernel without its return type, namespaces, template arguments and parameters.
+    """Return the name of a call without its return type, namespaces, template arguments and parameters.
 
     A collective has the name of its kind.
     """
     if family_of(name) == "collective":
         return collective_of(name)
     plain = re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
-    return plain if name.startswith("aten::") else plain.rpartition("::")[2] or plain
+    return plain if name.startswith("aten::") else (plain.rpartition("::")[2] or plain).strip("_")
