@@ -233,9 +233,10 @@ def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:
     number = max(range(len(pairs)), key=lambda one: pairs[one].after.own_s - pairs[one].before.own_s)
     before, after = pairs[number]
     needed_s = _SHOWN * max(0.0, ratio - 1) * before.pass_s
+    parts = before.pass_parts(), after.pass_parts()
     growth_s: dict[Place, float] = {
         "device": (after.device_s or 0.0) - (before.device_s or 0.0),
-        **{place: after.pass_parts()[name] - before.pass_parts()[name] for name, place in _PLACES.items()},
+        **{place: parts[1][name] - parts[0][name] for name, place in _PLACES.items()},
     }
     place = max(growth_s, key=lambda one: growth_s[one])
     total = before.pass_s, after.pass_s
@@ -495,6 +496,8 @@ def _median(columns: Iterable[Sequence[float] | None]) -> float | None:
 
 
 def _median_amounts(launches: Sequence[Mapping[_K, _Amount]]) -> dict[_K, _Amount]:
+    if len(launches) == 1:
+        return dict(launches[0])
     keys = {key: None for launch in launches for key in launch}
     return {
         key: _Amount(
@@ -506,6 +509,8 @@ def _median_amounts(launches: Sequence[Mapping[_K, _Amount]]) -> dict[_K, _Amoun
 
 
 def _median_counts(launches: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    if len(launches) == 1:
+        return dict(launches[0])
     keys = {key: None for launch in launches for key in launch}
     return {key: statistics.median_low(launch.get(key, 0) for launch in launches) for key in keys}
 
