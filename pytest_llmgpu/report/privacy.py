@@ -6,11 +6,48 @@ import getpass
 import os
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["anonymous", "is_secret", "short_paths"]
+__all__ = ["anonymous", "is_secret", "public_arguments", "short_paths"]
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_CREDENTIALS = re.compile(
+    r"""(?<=://)[^/\s@'"]{1,500}(?=@)  # user and password in a URL
+    | \bhf_[A-Za-z0-9]{8,} | \bgh[a-z]_[A-Za-z0-9]{8,} | \bgithub_pat_\w{8,} | \bglpat-[\w-]{8,}
+    | \b(?:AKIA|ASIA)[A-Z0-9]{12,} | \bsk-[\w-]{8,} | (?<=\bBearer\s)[^\s'"]+""",
+    re.VERBOSE,
+)
+"""Secrets that have a form of their own: Hugging Face, GitHub, GitLab, AWS, OpenAI, HTTP."""
+_HIDDEN = "***"
+_PYTEST_OPTIONS = frozenset(
+    [
+        "--basetemp",
+        "--capture",
+        "--collect-only",
+        "--color",
+        "--confcutdir",
+        "--config-file",
+        "--deselect",
+        "--durations",
+        "--ignore",
+        "--import-mode",
+        "--junit-xml",
+        "--junitxml",
+        "--maxfail",
+        "--pyargs",
+        "--rootdir",
+        "--show-capture",
+        "--strategy",
+        "--tb",
+        "--verbosity",
+        "--log-cli-level",
+        "--log-file",
+        "--log-level",
+    ]
+)
+"""Long options of pytest and this plugin whose values are kept. Options of this plugin begin with `--llmgpu-`."""
+_INI_OPTIONS = ("-o", "--override-ini")
 _COMPONENT_END = r"(?![^/:,;'\"\s])"
 # A quoted path can contain blanks. An unquoted one does not begin inside a word, a URL or another path.
 _ABSOLUTE_PATH = re.compile(
@@ -53,10 +90,14 @@ def short_paths(text: str, rootdir: Path) -> str:
 
 
 def anonymous(text: str) -> str:
-    """Return text with `~` for the home folder, `<user>` for the user name in paths and `<host>` for the host name."""
+    """Return text without secrets and names.
+
+    `***` replaces credentials, `~` the home folder, `<user>` the user name in paths, `<host>` the host name.
+    """
+    text = _CREDENTIALS.sub(_HIDDEN, text)
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if the user has no home folder
     if len(home) > 1:
-        text = re.sub(re.escape(home.rstrip("/")) + _COMPONENT_END, "~", text)
+        text = re.sub(r"(?<![\w.~-])" + re.escape(home.rstrip("/")) + _COMPONENT_END, "~", text)
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # the user id has no name, as in some containers
@@ -65,3 +106,42 @@ def anonymous(text: str) -> str:
         # pytest's tmp_path is in a folder like `pytest-of-ada`.
         text = re.sub(rf"(?:(?<=/)|(?<=/pytest-of-)){re.escape(user)}{_COMPONENT_END}", "<user>", text)
     return re.sub(rf"(?<![\w-]){re.escape(socket.gethostname())}(?![\w-])", "<host>", text)
+
+
+def public_arguments(arguments: Sequence[str], rootdir: Path) -> list[str]:
+    """Return command-line arguments of pytest for publication: options of other plugins have no value.
+
+    A path in `rootdir` becomes relative to it, another absolute path keeps its last component.
+    """
+    public: list[str] = []
+    before = ""
+    for argument in arguments:
+        name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "", argument)
+        if argument.startswith("-"):
+            public.append(f"{name}={_public(name, value, rootdir)}" if equals else anonymous(argument))
+        else:
+            public.append(_public(before, argument, rootdir))
+        before = argument
+    return public
+
+
+def _public(option: str, value: str, rootdir: Path) -> str:
+    """Return the value of an option, or an argument that follows no option."""
+    ini, equals, _ = value.partition("=")
+    if option in _INI_OPTIONS and equals and not ini.startswith("llmgpu_"):
+        return f"{ini}={_HIDDEN}"
+    ours = not option.startswith("--") or option.startswith("--llmgpu-") or "=" in option or option in _PYTEST_OPTIONS
+    # What follows an option of another plugin may be the path of a test.
+    if not (ours or option in _INI_OPTIONS or _exists(Path(value.partition("::")[0]))):
+        return _HIDDEN
+    path = Path(value)
+    if path.is_absolute():
+        value = str(path.relative_to(rootdir)) if path.is_relative_to(rootdir) else path.name
+    return anonymous(value)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # the name is too long, or has a null byte
+        return False

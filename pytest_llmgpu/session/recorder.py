@@ -16,9 +16,9 @@ from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.report import excerpts, file
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.privacy import anonymous, short_paths
+from pytest_llmgpu.report.privacy import anonymous, public_arguments, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
-from pytest_llmgpu.report.result import CaseResult, Failure
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
@@ -139,7 +139,14 @@ class Recorder:
         result.nodeid = nodeid
         if result.failure is not None:
             # Findings quote it.
-            result.failure = _publishable(result.failure, self._rootdir)
+            failure = result.failure
+            result.failure = msgspec.structs.replace(
+                failure,
+                message=self._text(excerpts.beginning(failure.message)),
+                log_tail=None if failure.log_tail is None else self._text(failure.log_tail),
+            )
+        for why in (result.why, *(launch.why for launch in result.launches)):
+            why |= {name: self._text(reason) for name, reason in why.items()}
         result = file.encodable(result)
         place, launches = self._launches_of(result)
         if len(launches) == 1:
@@ -155,6 +162,10 @@ class Recorder:
         self.report.capacity = assessment.capacity
         self._write()
         return assessment.result
+
+    def _text(self, text: str) -> str:
+        """Return a text of a library or a rank without private folders, names and secrets."""
+        return anonymous(short_paths(text, self._rootdir))
 
     def _launches_of(self, result: CaseResult) -> tuple[int, list[CaseResult]]:
         """Return the place of a result's case in the report, and the results of all its launches.
@@ -229,9 +240,9 @@ class Recorder:
         started = Report(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
-            argv=[_argument(argument, self._rootdir) for argument in self._arguments],
+            argv=public_arguments(self._arguments, self._rootdir),
             options={
-                flag: _argument(value, self._rootdir) if isinstance(value, str) else _plain(value)
+                flag: anonymous(_relative(value, self._rootdir)) if isinstance(value, str) else _plain(value)
                 for flag, value in self._options.in_force().items()
             },
             environment=machine.fingerprint(facts),
@@ -266,24 +277,8 @@ class Recorder:
             self._unwritten += f"; the report is {folder / self.path.name}"
 
 
-def _publishable(failure: Failure, rootdir: Path) -> Failure:
-    """Return a failure whose message and log have no private folder, user or host name."""
-    log = failure.log_tail
-    return msgspec.structs.replace(
-        failure,
-        message=anonymous(short_paths(excerpts.beginning(failure.message), rootdir)),
-        log_tail=None if log is None else anonymous(short_paths(log, rootdir)),
-    )
-
-
 def _plain(value: OptionValue | tuple[str | int, ...]) -> OptionValue:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _argument(argument: str, rootdir: Path) -> str:
-    """Return a command-line argument without private parts: a path becomes relative, or its last part."""
-    name, equals, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
-    return anonymous(f"{name}{equals}{_relative(value, rootdir)}")
 
 
 def _relative(text: str, rootdir: Path) -> str:

@@ -166,3 +166,18 @@ def test_a_figure_that_is_not_finite_loses_no_report(
     assert "$.cases[0].launches[0].wall_s is nan" in trouble
     assert trouble.endswith(f"the report is {copy}")
     assert file.load(copy).cases[0].launches[0].wall_s is None
+
+
+def test_secrets_reach_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments, variables, failures and reasons are searched."""
+    monkeypatch.setattr(recorder, "commit", lambda _: Commit())
+    monkeypatch.setenv("NCCL_PROXY", "http://user:hunter2@proxy")
+    arguments = ["--api-key=hunter2", "--password", "hunter2"]
+    recorded = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), arguments)
+    failure = Failure(phase="load", message="GET http://a:hunter2@b: 401", log_tail="Bearer hunter2\n")
+    result = make_failed("error", failure)
+    result.why["traffic"] = result.launches[0].why["work"] = "failed: hf_hunter2hunter2"
+    _add(recorded, result)
+    text = (tmp_path / "report.json").read_text()
+    assert "hunter2" not in text
+    assert "http://***@proxy" in text
