@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -73,7 +74,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the files for the run."""
+    """Keep the files for the run, and handle the signals that a background job ignores: tests send them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     if config.getoption("--update-prose") and hasattr(config, "workerinput"):
         raise pytest.UsageError("--update-prose: run it without -n, since one process has to write the files")
     config.stash[_PROSE] = ProseFiles(update=config.getoption("--update-prose"))

@@ -15,6 +15,7 @@ from pytest_llmgpu.analysis import accuracy_findings, profile_findings
 from pytest_llmgpu.analysis.accuracy_findings import capital, has_finding
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
 from pytest_llmgpu.report.text import gib, percent
+from pytest_llmgpu.report.work import TRAFFIC_FAILED
 
 __all__ = ["OutOfMemory", "decide_out_of_memory", "decide_slower_batch", "findings"]
 
@@ -40,6 +41,8 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
     found: list[Finding] = []
     if result.outcome == "completed":
         found += accuracy_findings.describe(accuracy_findings.decide(result, earlier), result)
+        if (reason := result.why.get("traffic", "")).startswith(TRAFFIC_FAILED):
+            found.append(_describe_missing_traffic(reason))
         if (faster := decide_slower_batch(result, series)) is not None:
             found.append(_describe_slower_batch(result, faster))
     elif result.outcome != "oom":
@@ -135,6 +138,16 @@ def _describe_out_of_memory(decision: OutOfMemory, result: CaseResult) -> Findin
             f"or {advice}"
         )
     return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{capital(advice)}.")
+
+
+def _describe_missing_traffic(reason: str) -> Finding:
+    return Finding(
+        code="traffic-failed",
+        severity="warning",
+        text=f"Traffic is not known: {reason.rstrip('.')}.",
+        next_step="The times are complete. Run it again; if it fails again, the strategy does not run forward after "
+        "forward.",
+    )
 
 
 def _describe_failure(result: CaseResult) -> Finding:

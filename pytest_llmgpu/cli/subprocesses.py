@@ -51,12 +51,16 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Treat SIGTERM, with which a CI system cancels a job, like Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Treat SIGTERM, with which a CI system cancels a job, like Ctrl-C.
+
+    A background job ignores SIGINT, and its children inherit that: commands get the default handler here.
+    """
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def last_line(log: Path, most_bytes: int = 65536) -> str:

@@ -15,6 +15,7 @@ from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import disturbances, file
+from pytest_llmgpu.report.option_values import check_name_is_free
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed
@@ -186,6 +187,7 @@ def keep(candidate: Report, verdicts: Verdicts | None, *, path: Path | None, sto
         file.dump(promoted, path)
         return path
     before = _named(store, storage.hardware(candidate))
+    check_name_is_free(NAME)
     kept = storage.save(promoted, store, NAME)
     # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
     for one in before:

@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     chosen = options.resolve(config)
     options.check_gate_flags(config, chosen)
+    options.check_save_name(config, chosen)
     config.stash[DESELECTED] = selection.limits_of_selection(config)
     config.stash[_MARKER_ERRORS] = {}
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from pytest_llmgpu.report import option_values
+from pytest_llmgpu.report.option_values import check_name_is_free
 from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
 
-__all__ = ["EXPECT_OOM", "check_gate_flags", "check_strategy_flags", "declare", "resolve"]
+__all__ = ["EXPECT_OOM", "check_gate_flags", "check_save_name", "check_strategy_flags", "declare", "resolve"]
 
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
@@ -126,6 +127,23 @@ def check_gate_flags(config: pytest.Config, chosen: Options) -> None:
         raise pytest.UsageError(
             f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"
         )
+
+
+def check_save_name(config: pytest.Config, chosen: Options) -> None:
+    """Refuse a name for the report under which another file would be found.
+
+    It is checked once, because a file of that name may appear during the run.
+
+    Raises:
+        pytest.UsageError: The message has the name and its source.
+    """
+    if not chosen.save:
+        return
+    try:
+        check_name_is_free(chosen.save)
+    except ValueError as error:
+        source = "llmgpu_save" if config.getoption("llmgpu_save") is None else "--llmgpu-save"
+        raise pytest.UsageError(f"{source}: {chosen.save!r} is not allowed: {error}") from None
 
 
 def check_strategy_flags(config: pytest.Config, measured: Collection[str], built_in: Collection[str]) -> None:

@@ -34,6 +34,8 @@ _STREAM_S = 2.0
 """A slice waits this long for the stream to pass its end."""
 _END_S = 1.0
 """After this time a sampler that should end is killed."""
+_ERROR_BYTES = 2**16
+"""The end of the sampler's errors, whose last line is reported."""
 _FRESH_S = 0.1
 _FRESH = 0.01
 """A window can be marked this many seconds after its end, or this fraction of its length (`counter_deltas`)."""
@@ -278,9 +280,13 @@ class Profiler:
             if closing and process.stdin is not None:
                 process.stdin.close()
             with process:
-                for line in process.stdout or ():
-                    self._take(line)
-            errors.seek(0)
+                try:
+                    for line in process.stdout or ():
+                        self._take(line)
+                except msgspec.MsgspecError as error:
+                    self._end(f"the sampler wrote a line that is no record: {error}")
+                    process.kill()
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
             self._end(_ending(process.returncode, errors.read()))
 
     def _spawn(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:

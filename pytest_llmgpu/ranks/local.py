@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import secrets
+import shutil
 import signal
 import subprocess
 import threading
@@ -40,6 +41,7 @@ _CLOSE_S = 10.0
 _STACKS_S = 1.0
 _MOST_BYTES = 2**29
 """An answer is at most this long. Text that a library writes to the pipe by mistake would be a longer one."""
+_FULL_BYTES = 2**16
 _DRAIN_S = 2.0
 """Time limit for the data that is still in a pipe when the process has ended."""
 
@@ -241,6 +243,9 @@ class LocalRank:
         message = f"rank {self.rank} ended with {end}"
         if self._unreadable is not None:
             message = f"rank {self.rank} was ended: it sent data that is no answer ({self._unreadable})"
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self._log.parent).free < _FULL_BYTES:
+                message += ", and the disk of its log is full (TMPDIR)"
         failure = Failure(
             phase="forward",
             rank=self.rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import pickle
 import signal
@@ -72,7 +73,8 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
             done, content = True, pickle.dumps(fn(state, *args))
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
-            print(excerpts.beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
+            with contextlib.suppress(OSError):  # the disk of the log is full
+                print(excerpts.beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
             done, content = False, pickle.dumps((*failure_of(error, state.phase), state.use()))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)

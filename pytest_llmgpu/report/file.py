@@ -171,6 +171,7 @@ def _decode(data: bytes) -> Report:
     try:
         report = msgspec.json.decode(data, type=Report)
         validation.check(report.cases)
+        validation.check_names(data)
     except (ValueError, RecursionError) as error:
         version = readable_version(data)
         reason = validation.explain(data, error) if isinstance(error, msgspec.ValidationError) else one_line(error)

@@ -12,6 +12,7 @@ __all__ = [
     "LONGEST_NAME",
     "batch_sizes",
     "check_name",
+    "check_name_is_free",
     "fraction",
     "memory_size",
     "names",
@@ -135,7 +136,7 @@ def save_name(text: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Check that a report can be saved under `name` and found by it. It is called before the run.
+    """Check that a report can be saved under `name`.
 
     Raises:
         ValueError: the name is not allowed, or it has another meaning.
@@ -147,5 +148,13 @@ def check_name(name: str) -> None:
         )
     if name == LATEST:
         raise ValueError(f"name {name!r}: means the newest report of the store; choose another name")
+
+
+def check_name_is_free(name: str) -> None:
+    """Check that a report would be found by `name`. It is called before a run: a file may appear meanwhile.
+
+    Raises:
+        ValueError: the name is that of a file or a folder here.
+    """
     if Path(name).exists():
         raise ValueError(f"name {name!r}: is a file or folder here, which the name would refer to; choose another name")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,9 +17,10 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
 from pytest_llmgpu.report.work import Work
 
-__all__ = ["check", "explain"]
+__all__ = ["check", "check_names", "explain"]
 
 _FLOAT32_BYTES = 4
+_ROUNDING = 1e-6
 _EXPLAINED_BYTES = 2**24
 """A larger report is not decoded a second time for its error message."""
 _TRIED_BYTES = 2**28
@@ -66,6 +69,10 @@ def check(cases: Sequence[CaseResult]) -> None:
     seen: dict[str, int] = {}
     for number, result in enumerate(cases):
         place = f"$.cases[{number}]"
+        if not result.id:
+            _refuse(f"{place}.id", "an id, got an empty text")
+        if result.outcome == "completed" and result.failure is not None:
+            _refuse(f"{place}.failure", "null, because the case completed")
         if (first := seen.setdefault(result.id, number)) != number:
             _refuse(f"{place}.id", f"a unique id, got {result.id!r}, which $.cases[{first}] has too")
         for launch_number, launch in enumerate(result.launches):
@@ -74,6 +81,9 @@ def check(cases: Sequence[CaseResult]) -> None:
 
 def _check_launch(launch: Launch, place: str) -> None:
     batches = launch.batches
+    for number, latency_s in enumerate(batches.latency_s):
+        if latency_s <= 0:
+            _refuse(f"{place}.batches.latency_s[{number}]", f"seconds above 0, got {latency_s}")
     for name in ("sequences", "tokens", "padded_tokens"):
         _check_length(getattr(batches, name), len(batches.latency_s), f"{place}.batches.{name}")
     if launch.accuracy is not None:
@@ -109,6 +119,31 @@ def _check_accuracy(accuracy: Accuracy, place: str) -> None:
         _refuse(f"{place}.loglikelihoods", f"base64, got another text ({error})")
     if size_bytes % _FLOAT32_BYTES:
         _refuse(f"{place}.loglikelihoods", f"numbers of {_FLOAT32_BYTES} bytes, got {size_bytes} bytes")
+
+    for metric, choices in (("acc", accuracy.predictions), ("acc_norm", accuracy.predictions_norm)):
+        if accuracy.labels is None or choices is None or not accuracy.items:
+            continue
+        right = sum(choice == label for choice, label in zip(choices, accuracy.labels, strict=True)) / accuracy.items
+        if abs(getattr(accuracy, metric) - right) > _ROUNDING:
+            _refuse(f"{place}.{metric}", f"{right:g}, which the predictions give, got {getattr(accuracy, metric):g}")
+
+
+def check_names(data: bytes) -> None:
+    """Check that no object of a JSON text has one name twice: every reader would see another value.
+
+    A text of more than 16 MiB is not checked.
+
+    Raises:
+        ValueError: the message has the name.
+    """
+    if len(data) <= _EXPLAINED_BYTES:
+        json.loads(data, object_pairs_hook=_refuse_second)
+
+
+def _refuse_second(pairs: list[tuple[str, Any]]) -> None:
+    name, times = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 0)
+    if times > 1:
+        raise ValueError(f"the name {name!r} occurs {times} times in one object")
 
 
 def _check_length(column: Sequence[object], length: int, place: str) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "KERNEL_NAME_LENGTH",
     "NO_WORK",
     "OTHER_MODULE",
+    "TRAFFIC_FAILED",
     "WORK_OFF",
     "Bound",
     "Ceilings",
@@ -40,6 +41,8 @@ OTHER_MODULE = "other"
 WORK_OFF = "work passes are switched off for this case (--llmgpu-work=off)"
 """Reason in `why` of a launch."""
 
+TRAFFIC_FAILED = "the forwards in which traffic is counted failed"
+"""Beginning of the reason why a completed case has no traffic, if a rank failed."""
 NO_WORK = "work passes run for completed cases only"
 """Reason in `why` of a launch."""
 

@@ -27,7 +27,7 @@ from pytest_llmgpu.report import derived, disturbances, profile_figures
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.report.text import percent
-from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 
 __all__ = ["Progress", "Request", "Runner"]
@@ -283,7 +283,7 @@ class Runner:
             )
         except RankFailedError as error:
             self._abandon()
-            result.why["traffic"] = f"the forwards in which traffic is counted failed: {error}"
+            result.why["traffic"] = f"{TRAFFIC_FAILED}: {error}"
             return
         ranks = [reply.collectives for reply in replies if reply.collectives is not None]
         if len(ranks) < len(replies):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,6 +23,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
+from pytest_llmgpu.session.run_folder import RunFolder
 from pytest_llmgpu.session.runner import Runner
 
 __all__ = ["BenchmarkSession", "Group"]
@@ -34,6 +34,11 @@ Group = tuple[str, Options]
 
 Handler = Callable[[int, FrameType | None], object] | int
 """A signal handler, as `signal.getsignal` returns it."""
+
+_INTERRUPTED = 2
+"""pytest's exit status of a run that was interrupted."""
+_TERMINATION = (signal.SIGTERM, signal.SIGHUP)
+"""CI systems and Slurm end a job by the first; a terminal that is closed sends the second."""
 
 
 class BenchmarkSession:
@@ -73,9 +78,9 @@ class BenchmarkSession:
             )
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
-        self._logs = Path(tempfile.mkdtemp(prefix="llmgpu-"))
+        self._folder = RunFolder()
         self._profiler: tuple[tuple[str, ...], Profiler] | None = None
-        self.runner = Runner(LocalLauncher(self._logs), self.profiler_of, self._show, live.note)
+        self.runner = Runner(LocalLauncher(self._folder.path), self.profiler_of, self._show, live.note)
         self._expected: dict[Group, list[str]] = {}
         self._cases: list[tuple[Machine, Case]] = []
         self._completed: set[Group] = set()
@@ -83,7 +88,7 @@ class BenchmarkSession:
         self._groups: set[Group] = set()
         self._excused: set[Group] = set()
         self._launch = ""
-        self._sigterm = _interrupt_on_sigterm()
+        self._handlers = _interrupt_on_termination()
 
     def expect(
         self, group: Group, nodeid: str | None, batch_size: int, *, scored: Sequence[str], may_fit_nowhere: bool
@@ -210,29 +215,33 @@ class BenchmarkSession:
         if self.judge is not None:
             # The verdicts decide the status, and no item of the gate may have run.
             self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
-        status = checked(exit_status)
-        self.finish(status, interrupted=interrupted, deselected=deselected)
+        status = self.finish(checked(exit_status), interrupted=interrupted, deselected=deselected)
         # Checked again, because the last writing of the report may have failed.
         return checked(status)
 
-    def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> None:
-        """End every process and complete the report.
+    def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
+        """End every process and complete the report. Ctrl-C meanwhile changes the exit status, and loses nothing.
 
         Args:
             exit_status: The exit status of pytest.
             interrupted: Whether the run was stopped before its end.
             deselected: Node ids of deselected tests and, where pytest cannot name them, the options that deselected
                 them. `complete` in the report covers only the tests that were not deselected.
+
+        Returns:
+            The exit status, which is that of an interrupted run after Ctrl-C.
         """
         try:
             self._end_processes()
         except KeyboardInterrupt:
             # A late or a second Ctrl-C: the measured cases are still written and shown.
-            interrupted = True
+            exit_status, interrupted = _INTERRUPTED, True
             self._end_processes()
-        self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
-        self.recorder.save()
-        self.recorder.write_page(None if self.judge is None else self.judge.base)
+        with _deferred_interrupt() as requested:
+            self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
+            self.recorder.save()
+            self.recorder.write_page(None if self.judge is None else self.judge.base)
+        return _INTERRUPTED if requested else exit_status
 
     def summary(self) -> str:
         """Return the tables, the findings and the path of the report; empty where nothing was measured."""
@@ -243,36 +252,57 @@ class BenchmarkSession:
         return "\n\n".join([terminal.tables(report), *verdicts, "\n".join(self.recorder.whereabouts())])
 
     def close(self) -> None:
-        """End every process, delete their logs and restore the handler of SIGTERM."""
+        """End every process, delete their logs and restore the handlers of signals."""
         self._end_processes()
-        if self._sigterm is not None:
-            signal.signal(signal.SIGTERM, self._sigterm)
-            self._sigterm = None
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
 
     def _end_processes(self) -> None:
         self.runner.close()
         if self._profiler is not None:
             self._profiler[1].close()
-        shutil.rmtree(self._logs, ignore_errors=True)
+        self._folder.remove()
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id
         self._live.show(terminal.progress(name, done, planned, elapsed_s, batch_size=case.batch_size))
 
 
-def _interrupt_on_sigterm() -> Handler | None:
-    """Handle SIGTERM, with which CI and Slurm end a job, like Ctrl-C; return the previous handler.
+def _interrupt_on_termination() -> dict[signal.Signals, Handler]:
+    """Handle the signals that end a job like Ctrl-C; return the previous handlers.
 
-    Nothing changes, and None is returned, outside the main thread and where SIGTERM is ignored.
+    A signal that is ignored stays so, as under nohup. Outside the main thread nothing changes.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
-        return None
-    signal.signal(signal.SIGTERM, _interrupt)
-    return signal.SIG_DFL if before is None else before
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    before = {number: signal.getsignal(number) for number in _TERMINATION}
+    replaced = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, _interrupt)
+    return {number: signal.SIG_DFL if handler is None else handler for number, handler in replaced.items()}
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it
     # Only once: `timeout` of coreutils sends it twice, and the second one would stop the writing of the report.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt("SIGTERM")
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[list[int]]:
+    """Let a block run to its end although Ctrl-C is pressed once; the list then has the signal."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def receive(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signal calls it
+        received.append(number)
+        signal.signal(number, before)  # the second one ends the block
+
+    before = signal.signal(signal.SIGINT, receive)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -21,6 +21,7 @@ from support.report_factory import (
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Outcome
+from pytest_llmgpu.report.work import TRAFFIC_FAILED
 
 _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 _MACHINE = make_report().environment
@@ -465,3 +466,13 @@ def test_a_slower_batch_size_on_a_cpu_is_no_finding() -> None:
     """Other programs share the CPU."""
     results = _assess([make_result(s, batch_size=size, **_CPU) for size, s in {1: 5.0, 2: 10.0}.items()])
     assert [_codes(result) for result in results] == [[], []]
+
+
+def test_a_rank_that_fails_while_traffic_is_counted_is_a_warning() -> None:
+    """The times are complete, and the missing traffic has its reason."""
+    result = make_result()
+    result.traffic = None
+    result.why["traffic"] = f"{TRAFFIC_FAILED}: rank 1 ended with signal SIGKILL"
+    found = _only(_assess([result]), "traffic-failed")
+    assert found.severity == "warning"
+    assert "rank 1 ended with signal SIGKILL" in found.text

@@ -203,7 +203,7 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, faked: FakedRuns) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, signal: str) -> None:
     """The report of an interrupted run has the finished cases, and the finished batches of the last one."""
     pytester.makepyfile(test_it=_misbehave({1: signal}, rows=4))

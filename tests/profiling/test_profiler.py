@@ -478,3 +478,23 @@ def test_a_window_that_ends_before_its_start_is_refused() -> None:
     """Swapped times are an error, not an empty profile."""
     with pytest.raises(ValueError, match="before its start"):
         Profiler(PERIOD_S).slice(2.0, 1.0)
+
+
+def test_text_that_a_library_prints_is_no_part_of_the_stream(nvml_stub: StubEnvironment) -> None:
+    """A driver or a library that is preloaded may print to stdout at any time."""
+    with profiler(nvml_stub(print=1)) as running:
+        wait_for_ticks(running, 3)
+        with running.window() as window:
+            wait_for_ticks(running, 3)
+    assert window.profile is not None
+    assert window.profile.samples >= 3
+    assert window.profile.why == {}
+
+
+def test_a_line_that_is_no_record_ends_the_sampler_with_the_reason(nvml_stub: StubEnvironment) -> None:
+    """The listener survives, and the profile has the reason."""
+    with profiler(nvml_stub()) as running:
+        wait_for_ticks(running, 1)
+        running._take = lambda line: Profiler._take(running, b"INFO" + line)  # type: ignore[method-assign]
+        wait_for_end(running)
+        assert "a line that is no record" in str(running.why)

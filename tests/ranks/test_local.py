@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,19 @@ def test_a_message_of_megabytes_is_cut(rank: LocalRank) -> None:
     assert error.outcome == "error"
     assert error.failure.message.endswith("... (199,998,014 bytes left out)")
     assert len(error.failure.log_tail or "") < 50_000
+
+
+def test_an_error_on_a_full_disk_is_still_that_error(rank: LocalRank) -> None:
+    """The traceback does not fit in the log, and the failure arrives all the same."""
+    error = _failure(rank, ranks.fail_on_a_full_disk)
+    assert (error.outcome, error.failure.message) == ("error", "ValueError: the layer is broken")
+
+
+def test_a_crash_on_a_full_disk_names_it(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exit status alone explains nothing, and the log has no room for the reason."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**20, 2**20, 0))
+    message = _failure(rank, ranks.leave, 1).failure.message
+    assert message == "rank 0 ended with exit status 1, and the disk of its log is full (TMPDIR)"
 
 
 def test_a_rank_does_not_inherit_the_rank_variables_of_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

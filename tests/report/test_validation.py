@@ -53,6 +53,9 @@ def _parsed(document: object) -> Report:
         (f"{_LAUNCH}.accuracy.loglikelihoods", "AAA=", "Expected numbers of 4 bytes, got 2 bytes"),
         ("cases.0.traffic.ranks.1.0.wire_bytes", -8, "got -8"),
         ("cases.0.traffic.wire_bytes_per_sequence", -8, "got -8"),
+        (f"{_LAUNCH}.batches.latency_s.2", 0.0, "Expected seconds above 0, got 0.0"),
+        ("cases.0.id", "", "Expected an id, got an empty text"),
+        ("cases.0.failure", {"phase": "load", "message": "m"}, "Expected null, because the case completed"),
         ("cases.2.id", "mp-bs1", "Expected a unique id, got 'mp-bs1', which $.cases[0] has too"),
     ],
 )
@@ -92,3 +95,25 @@ def test_unusual_values_that_are_possible_are_read() -> None:
     accuracy = _parsed(document).cases[0].launches[0].accuracy
     assert accuracy is not None
     assert accuracy.predictions[0] == 300
+
+
+def test_a_name_that_occurs_twice_is_refused() -> None:
+    """Readers of JSON take the first value, the last one, or both."""
+    text = json.dumps(make_document(make_full_report())).replace('"outcome":', '"outcome": "oom", "outcome":', 1)
+    with pytest.raises(ValueError, match=r"report.json: .*the name 'outcome' occurs 2 times in one object"):
+        parse(text.encode(), "report.json")
+
+
+@pytest.mark.parametrize("metric", ["acc", "acc_norm"])
+def test_an_accuracy_that_its_predictions_contradict_is_refused(metric: str) -> None:
+    """A report with the right answers has the accuracy twice."""
+    document: Any = make_document(make_full_report())
+    accuracy = document["cases"][0]["launches"][0]["accuracy"]
+    accuracy["labels"] = accuracy["predictions_norm"] = accuracy["predictions"]
+    accuracy |= {"acc": 1.0, "acc_norm": 1.0}
+    _parsed(document)
+    accuracy[metric] = 0.25
+    place = f"`$.cases[0].launches[0].accuracy.{metric}`"
+    with pytest.raises(ValueError, match=r"Expected 1, which the predictions give, got 0\.25") as caught:
+        _parsed(document)
+    assert place in str(caught.value)

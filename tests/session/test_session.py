@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,10 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.session import BenchmarkSession
 
 
-def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C while processes end, they are still ended, and the report is marked as interrupted."""
-    session = BenchmarkSession(
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[BenchmarkSession]:
+    """A session without a case."""
+    made = BenchmarkSession(
         rootdir=tmp_path,
         report_path=tmp_path / "report.json",
         storage_path=tmp_path / "store",
@@ -25,6 +29,14 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkey
         live=LiveLine(nullcontext, lambda: 80),
         known={},
     )
+    yield made
+    made.close()
+
+
+def test_an_interrupt_as_late_as_the_end_keeps_the_report(
+    session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C while processes end, they are still ended, and report and exit status are those of an interrupt."""
     closed: list[bool] = []
 
     def close() -> None:
@@ -35,9 +47,24 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(tmp_path: Path, monkey
     concluded: dict[str, Any] = {}
     monkeypatch.setattr(session.runner, "close", close)
     monkeypatch.setattr(session.recorder, "conclude", lambda _status, _judge, **state: concluded.update(state))
-    try:
-        session.finish(0, interrupted=False, deselected=[])
-    finally:
-        session.close()
+    assert session.end(0, interrupted=False, deselected=[]) == 2
     assert concluded["interrupted"] is True
-    assert len(closed) == 3, "after the interrupt again, and once by close"
+    assert len(closed) == 2, "after the interrupt again"
+
+
+def test_an_interrupt_while_the_report_is_written_loses_nothing(
+    session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is deferred until everything is written, and changes the exit status."""
+    written: list[str] = []
+
+    def save() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        written.append("store")
+
+    monkeypatch.setattr(session.recorder, "save", save)
+    monkeypatch.setattr(session.recorder, "write_page", lambda _: written.append("page"))
+    before = signal.getsignal(signal.SIGINT)
+    assert session.end(0, interrupted=False, deselected=[]) == 2
+    assert written == ["store", "page"]
+    assert signal.getsignal(signal.SIGINT) is before

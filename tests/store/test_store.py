@@ -12,7 +12,7 @@ import pytest
 from support.stored_reports import H200, gpus, measured
 
 from pytest_llmgpu.report.file import dump, encode, load
-from pytest_llmgpu.report.option_values import check_name
+from pytest_llmgpu.report.option_values import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store.store import hardware, save, stored
 
@@ -182,8 +182,14 @@ def test_a_name_of_an_existing_folder_is_refused() -> None:
     """In `--llmgpu-save benchmarks` the folder was probably meant as tests to run."""
     Path("benchmarks").mkdir()
     with pytest.raises(ValueError, match="'benchmarks': is a file or folder here"):
-        check_name("benchmarks")
-    check_name("benchmark")
+        check_name_is_free("benchmarks")
+    check_name_is_free("benchmark")
+
+
+def test_a_file_that_appears_during_a_run_does_not_lose_its_report() -> None:
+    """The name is checked before the run, and the report is saved after it."""
+    Path("nightly").touch()
+    assert save(measured(), _STORE, "nightly").name.endswith("_nightly.json")
 
 
 def test_other_files_in_the_store_are_ignored() -> None:

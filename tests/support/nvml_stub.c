@@ -26,6 +26,7 @@
  *     NVML_STUB_ENERGY_US        microseconds nvmlDeviceGetTotalEnergyConsumption blocks (0)
  *     NVML_STUB_INIT             code that nvmlInit returns (0)
  *     NVML_STUB_SHUTDOWN         code that nvmlShutdown returns (0)
+ *     NVML_STUB_PRINT            set: nvmlInit and each call on a device print a line to stdout
  *     NVML_STUB_LOG              file that gets a line per device call: start_us end_us thread process function device
  *
  * Answers tell devices apart: device i is at 40 + i %, has 10 + i GiB in use beside 1 GiB that the driver reserves,
@@ -126,6 +127,7 @@ static int enter(const char *function, Device device, int us) {
     long long start_us = now_us();
     int code = lost(device) ? GPU_IS_LOST : unsupported(function, device) ? NOT_SUPPORTED : SUCCESS;
     hang(function, device);
+    if (getenv("NVML_STUB_PRINT")) { puts(function); fflush(stdout); }
     if (code == SUCCESS && us > 0) {
         struct timespec time = {us / 1000000, us % 1000000 * 1000l};
         nanosleep(&time, NULL);
@@ -149,7 +151,11 @@ static void meet(int needed) {
     pthread_mutex_unlock(&mutex);
 }
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; return setting("NVML_STUB_INIT", SUCCESS); }
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    if (getenv("NVML_STUB_PRINT")) { puts("INFO: a library starts"); fflush(stdout); }
+    return setting("NVML_STUB_INIT", SUCCESS);
+}
 int nvmlShutdown(void) { return setting("NVML_STUB_SHUTDOWN", SUCCESS); }
 const char *nvmlErrorString(int code) { (void)code; return "stub error"; }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -147,6 +148,12 @@ def log_and_die(_state: RankState, size_bytes: int, last: str) -> None:
     os.lseek(1, 0, os.SEEK_END)
     os.write(1, f"\n{last}\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_on_a_full_disk(_state: RankState) -> NoReturn:
+    """Raise where no file can grow; Python ignores the signal of that."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    raise ValueError("the layer is broken")
 
 
 def raise_at_length(_state: RankState, letters: int) -> NoReturn:

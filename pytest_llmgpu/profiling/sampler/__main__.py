@@ -17,7 +17,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, get_args
 
@@ -43,25 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if options.parent is not None:
         die_with_parent(options.parent)
+    # Descriptor 1 is for what libraries print: text between the records would end the stream.
+    write = _writer(os.dup(1))
+    os.dup2(2, 1)
     with suppress(BrokenPipeError):
         try:
             with session() as nvml:
                 devices, why = open_devices(nvml, options.uuids, options.method)
                 choose(devices, options.period)
-                _Stream(devices, options.period).run(why, drift=options.method == "polling")
+                _Stream(devices, options.period, write).run(why, drift=options.method == "polling")
         except (NvmlMissingError, ValueError) as error:
-            _write({"error": str(error)})
+            write({"error": str(error)})
     return 0
 
 
 class _Stream:
     """Rounds at their deadlines. Between them marks are read and byte counters are polled."""
 
-    def __init__(self, devices: Sequence[Device], period_s: float) -> None:
+    def __init__(self, devices: Sequence[Device], period_s: float, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
         self._devices = devices
         self._period_s = period_s
         self._sampler = Sampler(devices)
-        self._marking = Marking(devices, time.monotonic, _write)
+        self._marking = Marking(devices, time.monotonic, write)
         self._window_ended = False
 
     def run(self, why: dict[str, str], *, drift: bool) -> None:
@@ -69,7 +73,7 @@ class _Stream:
         written = [dict(device.why) for device in self._devices]
         spans = any(device.sources for device in self._devices)
         t0_s = time.monotonic()
-        _write(
+        self._write(
             {
                 "t0_s": t0_s,
                 "period_s": self._period_s,
@@ -91,7 +95,7 @@ class _Stream:
             if changed:
                 record["why"] = changed
                 written = [dict(device.why) for device in self._devices]
-            _write(record)
+            self._write(record)
 
     def _wait(self, seconds: float) -> bool:
         """Wait for the given time, or less if something must be done; return whether stdin has closed."""
@@ -123,10 +127,15 @@ def _header(device: Device) -> dict[str, Any]:
     }
 
 
-def _write(record: dict[str, Any]) -> None:
-    line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-    while line:
-        line = line[os.write(1, line) :]
+def _writer(descriptor: int) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes a record as one line."""
+
+    def write(record: dict[str, Any]) -> None:
+        line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        while line:
+            line = line[os.write(descriptor, line) :]
+
+    return write
 
 
 if __name__ == "__main__":
