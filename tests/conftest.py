@@ -46,9 +46,9 @@ def bundled() -> ModelSource:
     return models.resolve("bundled", texts=[], rootdir=Path.cwd())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
-    """Two ranks on the CPU, for one model after another: it is their start that takes time."""
+    """Two ranks on the CPU, for one model after another: their start takes seconds, so a test with them is slow."""
     environments = [
         {
             "CUDA_VISIBLE_DEVICES": "",
@@ -85,7 +85,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep which tests compare texts, if their files were collected whole."""
+    """Mark the tests that start ranks as slow; keep which tests compare texts, if their files were collected whole."""
+    for item in items:
+        if "gloo_pair" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
     if not (config.getoption("lf", default=False) or any("::" in argument for argument in config.args)):
         config.stash[_PROSE].collected(items)
 

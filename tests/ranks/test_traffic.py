@@ -209,14 +209,14 @@ def load(gloo_pair: RankGroup, bundled: ModelSource) -> Callable[..., RankGroup]
 
     def load_shared(place: str, **fields: Any) -> RankGroup:
         case = msgspec.structs.replace(_CASE, load_format=bundled.load_format, **fields)
-        gloo_pair.ask(worker.load, case, bundled, place, phase="load", timeout_s=120)
+        gloo_pair.ask(worker.load, case, bundled, place, phase="load", timeout_s=300)
         return gloo_pair
 
     return load_shared
 
 
 def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return group.ask(worker.call, fn, args, phase="forward", timeout_s=60)
+    return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
 
 
 def _assert_plan_is_its_batches(group: RankGroup, workload: str = logits.LEAN) -> list[Collective]:
@@ -286,11 +286,11 @@ def test_autotp_sums_its_logits(load: Callable[..., RankGroup], bundled: ModelSo
     hidden, logits = _hidden(bundled.config["vocab_size"])
     size, calls = 2 * _LAYERS * hidden + logits, (2 * _LAYERS + 1) * len(ranks.make_plan().batches)
     assert traffic_of_plan == [_one("all_reduce", size, size, calls=calls)]
-    group.ask(ranks.reduce_through_shared_memory, phase="forward", timeout_s=60)
+    group.ask(ranks.reduce_through_shared_memory, phase="forward", timeout_s=300)
     try:
         assert _assert_plan_is_its_batches(group) == traffic_of_plan
     finally:
-        group.ask(ranks.reduce_through_the_group, phase="forward", timeout_s=60)
+        group.ask(ranks.reduce_through_the_group, phase="forward", timeout_s=300)
 
 
 @_NEEDS_DEEPSPEED

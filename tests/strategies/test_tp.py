@@ -50,14 +50,14 @@ def load(gloo_pair: RankGroup) -> Load:
 
     def load_shared(source: ModelSource, **fields: Any) -> RankGroup:
         case = msgspec.structs.replace(_CASE, load_format=source.load_format, **fields)
-        gloo_pair.ask(worker.load, case, source, _PLACE, phase="load", timeout_s=120)
+        gloo_pair.ask(worker.load, case, source, _PLACE, phase="load", timeout_s=300)
         return gloo_pair
 
     return load_shared
 
 
 def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return group.ask(worker.call, fn, args, phase="forward", timeout_s=60)
+    return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
 
 
 def _write(directory: Path, *, shard_size: str = "1GB", **fields: Any) -> ModelSource:

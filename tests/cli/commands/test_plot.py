@@ -25,6 +25,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "head.json"
 
 
+@pytest.mark.slow
 def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output lists the files, and the charts that are left out with the reason."""
     assert main(["plot", str(path), "--output", "out", "--format", "png,svg"]) == 0

@@ -168,12 +168,14 @@ def test_answers_of_a_training_batch_point_at_the_list(loaded: Loaded) -> None:
     assert (batch.input_ids_BS[row, source] == batch.next_ids_BS[row, position]).all()
 
 
+@pytest.mark.slow
 def test_accuracy_is_the_registered_one_and_at_least_080(full_score: Score) -> None:
     """The model has the registered accuracy in float32."""
     assert {"acc": full_score.acc, "acc_norm": full_score.acc_norm} == bundled.ACCURACY
     assert min(full_score.acc, full_score.acc_norm) >= 0.80
 
 
+@pytest.mark.slow
 def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Score) -> None:
     """The smallest margin is a factor of e, so that another dtype or batch size flips no choice."""
     assert min(map(abs, full_score.margins)) > 1
@@ -190,6 +192,7 @@ def test_truncated_context_falls_to_chance(loaded: Loaded, items: list[Item]) ->
     assert truncated.acc_norm == pytest.approx(0.25, abs=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_batch_size_changes_no_choice(batch_size: int, loaded: Loaded, items: list[Item], full_score: Score) -> None:
     """Right padding without a mask changes no choice and no margin."""

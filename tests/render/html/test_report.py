@@ -96,6 +96,7 @@ def whole() -> str:
     return html_report.render(paper_report(points=2000), base, name="sweep.json")
 
 
+@pytest.mark.slow
 def test_the_page_is_valid_markup(whole: str) -> None:
     """Elements are closed in order, ids are unique, and every reference has a target."""
     page = Page(whole)
@@ -123,6 +124,7 @@ def test_the_page_works_with_a_screen_reader(whole: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
     """Links stay within the page, and the content security policy permits scripts and styles by hash only."""
     page = Page(whole)
