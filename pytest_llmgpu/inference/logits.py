@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FULL_LOGITS", "LEAN", "WORKLOADS", "EndingHead", "FullLogits", "Way", "way"]
+__all__ = ["FULL_LOGITS", "LEAN", "WORKLOADS", "EndingHead", "FullLogits", "Way", "log_probabilities", "way"]
 
 LEAN, FULL_LOGITS = "loglikelihood", "loglikelihood_full_logits"
 
 WORKLOADS = {"lean": LEAN, "harness": FULL_LOGITS}
 """The value of `--llmgpu-scoring` to the value of `Case.workload`."""
 
-_CHUNK_BYTES = 64 * 2**20
-"""The maximum size of the float32 log-probabilities that exist at one time."""
+_MOST_BYTES = 64 * 2**20
 
 
 class EndingHead:
@@ -62,7 +61,7 @@ class EndingHead:
 
     def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """Return the float32 log-probability [N] of the target of each row."""
-        return _log_probabilities(self.forward(ids_BS, rows_N)[0], targets_N)
+        return log_probabilities(self.forward(ids_BS, rows_N)[0], targets_N)
 
     def _gather(self, _head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         assert self.rows_N is not None
@@ -120,15 +119,23 @@ def way(model: torch.nn.Module, workload: str) -> Way:
     return FullLogits(model) if workload == FULL_LOGITS else EndingHead(model)
 
 
-def _log_probabilities(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """Return the float32 log-probability [N] of each row's target; the logits may be overwritten."""
+def log_probabilities(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, most_bytes: int = _MOST_BYTES
+) -> torch.Tensor:
+    """Return the float32 log-probability [N] of each row's target.
+
+    Args:
+        logits_NV: They may be overwritten.
+        targets_N: The token of each row.
+        most_bytes: The maximum size of the float32 log-probabilities that exist at one time.
+    """
     import torch
 
     if logits_NV.dtype == torch.float32 and logits_NV.device.type == "cpu":
         # In place takes half the time, and is safe: ATen's vec_log_softmax_lastdim writes a row after its sum is known.
         torch.log_softmax(logits_NV, dim=-1, out=logits_NV)
         return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
-    rows = max(1, _CHUNK_BYTES // (4 * logits_NV.shape[-1]))
+    rows = max(1, most_bytes // (4 * logits_NV.shape[-1]))
     picked = [
         torch.log_softmax(logits_nV, dim=-1, dtype=torch.float32).gather(1, targets_n.unsqueeze(1)).squeeze(1)
         for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True)

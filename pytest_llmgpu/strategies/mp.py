@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["LayerParallel"]
+__all__ = ["LayerParallel", "device_of", "layer_map"]
 
 
 class LayerParallel:
@@ -46,7 +46,7 @@ class LayerParallel:
             model = _fill(skeleton, case, source, {"": "cpu"})
             return Loaded(model=model, config=skeleton.config, input_device=cpu, devices=(cpu,))
         devices = tuple(torch.device("cuda", index) for index in range(case.devices))
-        model = _fill(skeleton, case, source, _layer_map(skeleton, devices, dtype))
+        model = _fill(skeleton, case, source, layer_map(skeleton, devices, dtype))
         head = model.get_output_embeddings().weight.device
         return Loaded(model=model, config=skeleton.config, input_device=head, devices=devices)
 
@@ -64,7 +64,7 @@ def _fill(
 
     if source.load_format != "dummy":
         return models.checkpoint(source, skeleton.dtype, device_map=device_map)
-    models.materialise(skeleton, lambda name: _device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
+    models.materialise(skeleton, lambda name: device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
     if len(device_map) == 1:
         return skeleton
     dispatched: PreTrainedModel = dispatch_model(
@@ -75,7 +75,7 @@ def _fill(
     return dispatched
 
 
-def _layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dtype: torch.dtype) -> dict[str, int]:
+def layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dtype: torch.dtype) -> dict[str, int]:
     """Return the device number of each module, by accelerate's balanced map of whole layers.
 
     Raises:
@@ -98,7 +98,8 @@ def _layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dty
     return dict(placed)
 
 
-def _device_of(parameter: str, device_map: Mapping[str, int | str]) -> torch.device:
+def device_of(parameter: str, device_map: Mapping[str, int | str]) -> torch.device:
+    """Return the device of a parameter: that of the longest entry of the map that contains it."""
     import torch
 
     parts = parameter.split(".")

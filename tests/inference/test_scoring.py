@@ -78,13 +78,12 @@ def test_loglikelihoods_are_those_of_the_full_logits(model: Any, batch_size: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int) -> None:
     """Chunks and the in-place computation give the values of float32."""
-    monkeypatch.setattr(logits, "_CHUNK_BYTES", 4 * VOCABULARY * 5)
     values = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
     targets = torch.arange(rows) % VOCABULARY
     expected = torch.log_softmax(values.float(), dim=-1)[torch.arange(rows), targets]
-    assert torch.equal(logits._log_probabilities(values, targets), expected)
+    assert torch.equal(logits.log_probabilities(values, targets, most_bytes=4 * VOCABULARY * 5), expected)
 
 
 def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:

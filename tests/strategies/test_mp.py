@@ -27,7 +27,7 @@ def _thirty_billion() -> ModelSource:
 def _map(free_gib: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib[device.index] * _GIB), 0))
     devices = tuple(torch.device("cuda", index) for index in range(len(free_gib)))
-    return mp._layer_map(models.skeleton(_thirty_billion(), torch.float16), devices, torch.float16)
+    return mp.layer_map(models.skeleton(_thirty_billion(), torch.float16), devices, torch.float16)
 
 
 def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,5 +55,5 @@ def test_one_gpu_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_parameter_is_on_the_device_of_its_module() -> None:
     """The longest matching entry of the map decides."""
     device_map: dict[str, int | str] = {"model.embed_tokens": 0, "model.layers.1": 2, "": "cpu"}
-    assert mp._device_of("model.layers.1.mlp.up_proj.weight", device_map) == torch.device("cuda", 2)
-    assert mp._device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")
+    assert mp.device_of("model.layers.1.mlp.up_proj.weight", device_map) == torch.device("cuda", 2)
+    assert mp.device_of("model.layers.11.mlp.up_proj.weight", device_map) == torch.device("cpu")

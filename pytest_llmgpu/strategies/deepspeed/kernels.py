@@ -29,15 +29,16 @@ from pytest_llmgpu import processes
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.strategies.deepspeed import build_lock
 
-__all__ = ["build", "check", "is_compiled", "load", "search_path"]
+__all__ = ["DEFAULT_CUDA_HOME", "build", "check", "is_compiled", "load", "search_path"]
 
 _OP = "transformer_inference"
 _NEEDS = "strategy iok has to compile DeepSpeed's kernels"
-_DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+"""torch takes this folder if nothing names another one."""
 _BUILD_TIMEOUT_S = 900.0  # A build takes 35 s on 64 cores and 75 s on 2. It may wait for the build of another process.
 _PROGRESS_EVERY_S = 15.0
 _TICK_S = 0.5
-_GRACE_S = 5.0  # In this time ninja ends its compilers and torch removes its lock.
+_GRACE_S = 5.0
 
 _COMPILER_ERROR = re.compile(r"\b(?:error|fatal) *:|cannot find -l")
 _PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?::|$)")
@@ -93,6 +94,7 @@ def build(
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
     tick_s: float = _TICK_S,
+    grace_s: float = _GRACE_S,
 ) -> None:
     """Compile the op in a child process and check that it loads; a compiled op takes a few seconds.
 
@@ -103,6 +105,7 @@ def build(
             and others decide what is compiled.
         clock: Returns seconds.
         tick_s: Seconds between two checks of the child.
+        grace_s: Seconds in which ninja may end its compilers and torch remove its lock before they are killed.
 
     Raises:
         RuntimeError: The build failed or took too long; the message has the decisive line. The processes of the build
@@ -116,7 +119,7 @@ def build(
     elif not is_compiled(_OP, environ):
         show(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
 
-    with _child(environ) as (process, log):
+    with _child(environ, grace_s) as (process, log):
         _wait(process, show, timeout_s=timeout_s, clock=clock, tick_s=tick_s)
         if process.returncode is None:
             other = "; another process compiled it at the same time" if waits else ""
@@ -127,7 +130,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _child(environ: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def _child(environ: Mapping[str, str], grace_s: float) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """Start the build and return its process and its log; end all its processes on leaving. A failure keeps the log."""
     descriptor, name = tempfile.mkstemp(prefix=f"llmgpu-{_OP}-", suffix=".log")
     with os.fdopen(descriptor, "wb") as log:
@@ -148,7 +151,7 @@ def _child(environ: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes]
     finally:
         try:
             if process.returncode != 0:
-                _end(process)
+                _end(process, grace_s)
         finally:
             if not failed:
                 Path(name).unlink()
@@ -182,8 +185,8 @@ def _check_toolkit(environ: Mapping[str, str]) -> None:
     elif nvcc is not None:
         home = os.path.dirname(os.path.dirname(nvcc))  # noqa: PTH120 - as torch does, without following links
         source = f"nvcc on PATH is {nvcc}, and torch takes {home} as CUDA_HOME"
-    elif _DEFAULT_CUDA_HOME.exists():
-        home = str(_DEFAULT_CUDA_HOME)
+    elif DEFAULT_CUDA_HOME.exists():
+        home = str(DEFAULT_CUDA_HOME)
         source = f"CUDA_HOME is not set and nvcc is not on PATH, and torch takes {home} as CUDA_HOME"
     else:
         raise ValueError(
@@ -237,7 +240,7 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return process.returncode is not None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """End a build with all its processes.
 
     ninja puts each compiler into a process group of its own and ends it on SIGTERM. Compilers that are left after a
@@ -247,7 +250,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-            _has_ended(process, _GRACE_S)
+            _has_ended(process, grace_s)
     finally:
         for pid in _session(process.pid):
             with contextlib.suppress(ProcessLookupError):

@@ -83,7 +83,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     monkeypatch.syspath_prepend(made.site)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(made.scripts))
-    monkeypatch.setattr(kernels, "_DEFAULT_CUDA_HOME", tmp_path / "nowhere")
+    monkeypatch.setattr(kernels, "DEFAULT_CUDA_HOME", tmp_path / "nowhere")
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
     return made
@@ -97,9 +97,11 @@ def _refusal(machine: Machine) -> str:
     return message
 
 
-def _build(machine: Machine, *, clock: Callable[[], float] = lambda: 0.0, timeout_s: float = 60.0) -> list[str]:
+def _build(
+    machine: Machine, *, clock: Callable[[], float] = lambda: 0.0, timeout_s: float = 60.0, grace_s: float = 300.0
+) -> list[str]:
     lines: list[str] = []
-    kernels.build(lines.append, timeout_s, environ=machine.environ, clock=clock, tick_s=0.01)
+    kernels.build(lines.append, timeout_s, environ=machine.environ, clock=clock, tick_s=0.01, grace_s=grace_s)
     return lines
 
 
@@ -138,7 +140,7 @@ def test_a_folder_without_nvcc_is_named(machine: Machine, variable: str) -> None
 def test_the_toolkit_is_searched_as_torch_does(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An nvcc on PATH comes before the default folder, and must be in a folder bin."""
     home = machine.environ.pop("CUDA_HOME")
-    monkeypatch.setattr(kernels, "_DEFAULT_CUDA_HOME", Path(home))
+    monkeypatch.setattr(kernels, "DEFAULT_CUDA_HOME", Path(home))
     kernels.check(machine.environ)
     machine.program("tools/nvcc")
     machine.environ["PATH"] += f"{os.pathsep}{machine.folder / 'tools'}"
@@ -148,7 +150,7 @@ def test_the_toolkit_is_searched_as_torch_does(machine: Machine, monkeypatch: py
 def test_a_default_folder_without_nvcc_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image with the libraries of CUDA only has /usr/local/cuda without a compiler."""
     del machine.environ["CUDA_HOME"]
-    monkeypatch.setattr(kernels, "_DEFAULT_CUDA_HOME", machine.folder / "home")
+    monkeypatch.setattr(kernels, "DEFAULT_CUDA_HOME", machine.folder / "home")
     (machine.folder / "home").mkdir()
     assert f"torch takes {machine.folder / 'home'} as CUDA_HOME" in _refusal(machine)
 
@@ -340,11 +342,8 @@ def _has_ended(process: int) -> bool:
     return bool(ended)
 
 
-def test_a_build_that_takes_too_long_is_ended_with_all_it_started(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_takes_too_long_is_ended_with_all_it_started(machine: Machine) -> None:
     """A compiler in a process group of its own is ended as well, even if the build ignores SIGTERM."""
-    monkeypatch.setattr(kernels, "_GRACE_S", 0.01)
     machine.deepspeed(
         f"{_NINJA_AND_COMPILER}signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{_REPORT}while True: signal.pause()"
     )
@@ -355,7 +354,7 @@ def test_a_build_that_takes_too_long_is_ended_with_all_it_started(
         return 61.0
 
     with pytest.raises(RuntimeError, match=r"transformer_inference was not compiled within 60 s \(log: "):
-        _build(machine, clock=Clock(machine.ready, jump))
+        _build(machine, clock=Clock(machine.ready, jump), grace_s=0.01)
     (compiler,) = found
     assert _has_ended(compiler)
 
