@@ -10,12 +10,18 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from support.prose import Prose, ProseFiles
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
+
+# The same examples in every run, however slow the machine is. The import also stays in this process: Hypothesis is
+# imported by the summary of every run of pytest, and pytester would drop it after each.
+settings.register_profile("package", deadline=None, derandomize=True)
+settings.load_profile("package")
 
 StubEnvironment = Callable[..., dict[str, str]]
 """`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
