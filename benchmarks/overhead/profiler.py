@@ -114,7 +114,7 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
     requests = scoring.encode(
         HellaSwag(), dataset.items, models.load_tokenizer(source), models.max_length(model.config)
     )
-    plan = scoring.plan(requests, arguments.batch_size, multiple=1 if arguments.eager else cuda_graphs.MULTIPLE)
+    plan = scoring.plan(requests, arguments.batch_size, few_shapes=not arguments.eager)
     with nullcontext() if arguments.eager else cuda_graphs.GraphedDecoder(model, device):
         scoring.warm_up(model, plan, input_device=device, devices=[device])
         yield lambda: scoring.score(model, plan, input_device=device, devices=[device])

@@ -162,7 +162,8 @@ def _describe(found: Differences) -> Iterator[Finding]:
         yield _warning(
             "launches-run-otherwise",
             f"Launches of this case ran as {' and as '.join(found.executions)}: their times are not comparable.",
-            "Pass --llmgpu-cuda-graphs=on or off, so that all launches run in the same way.",
+            "Read `execution_choice` of each launch, or pass --llmgpu-cuda-graphs=off, so that all launches run in the "
+            "same way.",
         )
     if (times := found.times) is not None:
         yield _warning(

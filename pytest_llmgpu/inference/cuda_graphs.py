@@ -5,20 +5,21 @@ Below a batch size of about 16, a GPU waits for the CPU that launches its kernel
 
 from __future__ import annotations
 
-import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MULTIPLE", "GraphedDecoder", "reason_against"]
+__all__ = ["GraphedDecoder", "RecordingError", "reason_against"]
 
-MULTIPLE = 16
-"""Rows are padded to a multiple of this many tokens, but not beyond the longest sequence of the case. Fewer shapes are
-recorded, and slightly more tokens are computed."""
+
+class RecordingError(RuntimeError):
+    """A forward could not be recorded; the message names the operation, its line and the error."""
 
 
 def reason_against(model: torch.nn.Module, devices: tuple[torch.device, ...]) -> str | None:
@@ -48,8 +49,6 @@ class GraphedDecoder:
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
-        self.capture_s: list[float] = []
-        """The seconds that each recording took, with the eager forward before it."""
 
     def __enter__(self) -> GraphedDecoder:  # noqa: PYI034 - typing.Self needs Python 3.11
         self._eager = self._decoder.forward
@@ -91,8 +90,6 @@ class GraphedDecoder:
     def _record(self, input_ids: torch.Tensor, others: dict[str, Any]) -> None:
         import torch
 
-        torch.cuda.synchronize(self._device)
-        began_s = time.perf_counter()
         rows, width = input_ids.shape
         if self._ids.numel() < input_ids.numel():
             self._ids = torch.empty(input_ids.numel(), dtype=torch.int64, device=self._device)
@@ -100,9 +97,12 @@ class GraphedDecoder:
         ids_BS.copy_(input_ids)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            # Libraries plan and allocate at the first forward of a shape, which a graph must not record.
-            hidden_BSH = self._eager(input_ids=ids_BS, **others).last_hidden_state
+        try:
+            with torch.cuda.stream(stream):
+                # Libraries plan and allocate at the first forward of a shape, which a graph must not record.
+                hidden_BSH = self._eager(input_ids=ids_BS, **others).last_hidden_state
+        except torch.OutOfMemoryError as error:  # Without the memory of the graphs the forward might have fitted.
+            raise RecordingError(_described(error)) from error
         torch.cuda.current_stream(self._device).wait_stream(stream)
         if self._hidden is None or self._hidden.numel() < hidden_BSH.numel():
             # One buffer for all shapes. Graphs that were recorded before keep their smaller one.
@@ -110,9 +110,28 @@ class GraphedDecoder:
         answer_BSH = self._hidden[: hidden_BSH.numel()].view(hidden_BSH.shape)
         del hidden_BSH
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, use CUDA during the recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
+        failed: Exception | None = None
+        try:
+            # Other threads, such as NCCL's watchdog, use CUDA during the recording.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
+                except Exception as error:
+                    failed = error
+                    raise
+        except Exception as error:  # noqa: BLE001 - a model may raise anything
+            # After a failed operation the end of the recording fails, too, with an error that does not name it.
+            cause = failed or error
+            raise RecordingError(_described(cause)) from cause
         self._graphs[rows, width] = graph, ids_BS, answer_BSH
-        torch.cuda.synchronize(self._device)
-        self.capture_s.append(time.perf_counter() - began_s)
+
+
+def _described(error: Exception) -> str:
+    """Return the innermost line outside of torch that an error passed through, with the message of the error."""
+    import torch
+
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    library = str(Path(torch.__file__).parent)
+    frame = next((one for one in reversed(frames) if not one.filename.startswith(library)), frames[-1])
+    return f"`{frame.line or frame.name}` ({Path(frame.filename).name}, line {frame.lineno}): {message}"

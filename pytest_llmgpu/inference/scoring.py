@@ -44,14 +44,13 @@ def warm_up(
     devices: Sequence[torch.device] = (),
     workload: str = logits.LEAN,
 ) -> None:
-    """Run one batch of every shape, and the first batch twice, so that no measured batch is the first of its shape.
+    """Run one batch of every shape, so that no measured batch is the first of its shape.
 
     Libraries plan for each shape: on 4 H200 the first forward of a new width took 110 ms longer (LLaMA-30B, cuDNN's
     attention), which is three times the forward itself at batch size 1. The arguments are those of `score`.
     """
-    of_each_shape = {(batch.rows, batch.width): batch for batch in plan.batches}
     _pin(plan, input_device)
-    batches = [plan.batches[0], *of_each_shape.values()]
+    batches = [*{(batch.rows, batch.width): batch for batch in plan.batches}.values()]
     run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices, workload=workload)
 
 

@@ -14,7 +14,7 @@ from pytest_llmgpu.report.text import gib
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceUse", "allocated", "hold", "peaks", "reset", "spare", "usage"]
+__all__ = ["DeviceUse", "allocated", "hold", "peaks", "reset", "usage"]
 
 _CUDA_SUCCESS = 0
 _NOT_LOADED = "the model was not loaded"
@@ -94,16 +94,6 @@ def peaks(devices: Sequence[torch.device]) -> list[int | None]:
     import torch
 
     return [torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None for device in devices]
-
-
-def spare(devices: Sequence[torch.device]) -> list[int]:
-    """Return the bytes of each CUDA device that more tensors could take, with torch's caches emptied."""
-    import torch
-
-    return [
-        torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        for device in devices
-    ]
 
 
 def reset(devices: Sequence[torch.device]) -> None:

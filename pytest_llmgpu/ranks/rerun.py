@@ -172,7 +172,7 @@ def _read_case(report_path: str, case_id: str) -> Case:
     result = results[case_id]
     if result.outcome != "completed" or result.case.cuda_graphs != "auto":
         return result.case
-    # A second trial could choose the other execution, and its figures would not be those of this case.
+    # The batches decide alike again, except where a recording had failed.
     return msgspec.structs.replace(result.case, cuda_graphs="on" if result.case.execution == "cuda_graphs" else "off")
 
 

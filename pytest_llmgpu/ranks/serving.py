@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from pytest_llmgpu.inference.cuda_graphs import RecordingError
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.ranks.protocol import FinishedBatch
@@ -18,11 +19,13 @@ from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 
-__all__ = ["FLAG", "failure_of", "main", "serve"]
+__all__ = ["FLAG", "NOT_RECORDED", "failure_of", "main", "serve"]
 
 FLAG = "--serve"
 """`python -m pytest_llmgpu.ranks` starts a rank if this is its first argument."""
 
+NOT_RECORDED = "a forward could not be recorded as a CUDA graph"
+"""Evidence of a failure. The message is the operation with its error, and the case can be measured eagerly."""
 
 _TRACEBACK_LETTERS = 2**15
 
@@ -88,12 +91,16 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     shortage = oom.decide_out_of_memory(error)
     name, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
     message = excerpts.beginning(f"{name}: {first_line}".rstrip(": "))
+    recording = isinstance(error, RecordingError)
     if shortage is None:
-        return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
+        evidence = NOT_RECORDED if recording else f"{name} was raised"
+        message = excerpts.beginning(first_line) if recording else message
+        return "error", Failure(phase=phase, message=message, evidence=evidence)
+    advice = "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
     return "oom", Failure(
         phase=phase,
-        message=message,
-        evidence=shortage.rule,
+        message=message + advice if recording else message,
+        evidence=f"{shortage.rule}, while a CUDA graph was recorded" if recording else shortage.rule,
         requested_bytes=shortage.requested_bytes,
         free_bytes=shortage.free_bytes,
         allocated_bytes=shortage.allocated_bytes,

@@ -46,6 +46,11 @@ _DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kern
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+_DETACHING = "TEARDOWN_CUPTI"
+"""The environment variable by which torch.profiler detaches CUPTI."""
+
+_USERS_CHOICE = os.environ.get(_DETACHING)
+
 _CUPTI_DETACHES = (12, 6)
 """The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
 (`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
@@ -118,7 +123,7 @@ def record(loaded: Loaded, plan: Plan, *, workload: str, on_batch: Callable[[Bat
         return Passes(batches=numbers, why=_ON_CPU)
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
-    with _recorded(loaded.devices):
+    with _recorded(loaded.devices, first=True):
         _run(loaded, [plan.batches[_middle(numbers)]], workload, on_batch)
     kernels, seconds = [], []
     why = None
@@ -153,7 +158,7 @@ def measure(
     why = {} if loaded.dispatched else {"flops": _BYPASSED}
     modules = None
     if loaded.devices[0].type == "cuda":
-        with _recorded(loaded.devices, ranges=True) as attribution, _module_ranges(loaded.model):
+        with _recorded(loaded.devices, ranges=True, last=True) as attribution, _module_ranges(loaded.model):
             run()
         if attribution.why is None:
             modules = kernel_records.modules(attribution.records)
@@ -307,8 +312,17 @@ def _run(loaded: Loaded, batches: Sequence[Batch], workload: str, on_batch: Call
 
 
 @contextmanager
-def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Iterator[_Recording]:
-    """While entered, torch.profiler records the kernels of this process, and with `ranges` those of modules."""
+def _recorded(
+    devices: Sequence[torch.device], *, ranges: bool = False, first: bool = False, last: bool = False
+) -> Iterator[_Recording]:
+    """While entered, torch.profiler records the kernels of this process.
+
+    Args:
+        devices: The devices of the model.
+        ranges: The ranges of modules are recorded, too.
+        first: This is the first profile of the case.
+        last: No profile of the case follows, and CUPTI is detached.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     recording = _Recording()
@@ -316,9 +330,9 @@ def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Itera
         recording.why = _ON_CPU
         yield recording
         return
-    _let_cupti_detach()
     profiler = profile(activities=[ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if ranges else [])])
     try:
+        _set_detaching(wanted=first)
         profiler.start()
     except RuntimeError as error:
         recording.why = f"torch.profiler did not start: {_first_line(error)}"
@@ -328,6 +342,7 @@ def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Itera
         yield recording
     finally:
         try:
+            _set_detaching(wanted=last)
             profiler.stop()
             # The raw records: to build torch's events and averages takes ten times as long.
             results: Any = profiler.profiler
@@ -338,18 +353,21 @@ def _recorded(devices: Sequence[torch.device], *, ranges: bool = False) -> Itera
         recording.why = _NO_RECORDS
 
 
-def _let_cupti_detach() -> None:
-    """Make torch.profiler detach CUPTI at the end of each profile, unless the user has set the variable.
+def _set_detaching(*, wanted: bool) -> None:
+    """Let torch.profiler detach CUPTI where a profile starts or ends, or not; a value that the user has set stays.
 
-    CUPTI that stays attached slows the cases after a profiled one. On an H200 (LLaMA-7B, torch 2.11, CUDA 13), replayed
-    forwards took 0.9 to 2 % longer and eager ones at batch size 1 45 %; detached, 0.2 % and 10 %. A profile takes 10 ms
-    more to start.
+    CUPTI that stays attached slows the cases after a profiled one: on an H200 (LLaMA-7B, torch 2.11, CUDA 13) replayed
+    forwards took 0.9 to 2 % longer and eager ones at batch size 1 45 %; detached, 0.2 % and 10 %. Kineto detaches it in
+    another thread, at the end of a profile and at the start of one where it is still attached, and the profile that
+    runs then has no record of a kernel. So it is wanted at the end of the last profile of a case, and until the first
+    profile of the next one has started, which attaches CUPTI again.
     """
     import torch
 
     version = torch.version.cuda
-    if version is not None and tuple(map(int, version.split(".")[:2])) >= _CUPTI_DETACHES:
-        os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    if version is None or tuple(map(int, version.split(".")[:2])) < _CUPTI_DETACHES or _USERS_CHOICE is not None:
+        return
+    os.environ[_DETACHING] = "1" if wanted else "0"
 
 
 @contextmanager

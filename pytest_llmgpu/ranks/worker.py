@@ -13,12 +13,13 @@ import msgspec
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import models, scoring, tasks
 from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
-from pytest_llmgpu.ranks import ceilings, device_memory, graph_trial, traffic, work
+from pytest_llmgpu.ranks import ceilings, device_memory, execution, traffic, work
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
-from pytest_llmgpu.ranks.graph_trial import Choice
+from pytest_llmgpu.ranks.execution import Decision
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.work import Passes, WorkReply
 from pytest_llmgpu.report.case import Case
@@ -87,7 +88,8 @@ class TrafficReply(msgspec.Struct, frozen=True, kw_only=True):
 class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
     """A case between its warm-up and its measurement."""
 
-    choice: Choice
+    decision: Decision
+    workspace: Workspace | None
     task: Task
     items: Sequence[Item]
     warmup_s: float
@@ -117,7 +119,7 @@ class RankState:
         """The size of the loaded model, or the reason why it has none; None before the first work passes."""
         self.warmed_up: _WarmedUp | None = None
         """The case that is warmed up and not measured yet."""
-        self.execution = contextlib.ExitStack()
+        self.graphs = contextlib.ExitStack()
         """From the warm-up of a case to its first pass that runs eagerly, this holds its CUDA graphs."""
         self.passes: Passes | None = None
         """The work passes of the latest case in its execution."""
@@ -181,53 +183,62 @@ def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> Non
 def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
     """Score a dataset at one batch size: `warm_up`, then `measure`."""
     warm_up(state, sha256, batch_size)
-    with state.execution:
+    with state.graphs:
         return measure(state)
 
 
-def warm_up(state: RankState, sha256: str, batch_size: int) -> None:
-    """Prepare `measure`: choose the execution, reserve the workspace, run a batch of every shape.
+def warm_up(state: RankState, sha256: str, batch_size: int, not_recorded: str | None = None) -> None:
+    """Prepare `measure`: decide the execution, reserve the workspace, run a batch of every shape.
 
     The devices are idle when this returns, so that the launcher can read their counters.
+
+    Args:
+        state: The state of the rank.
+        sha256: The dataset.
+        batch_size: Sequences per forward.
+        not_recorded: The operation because of which the forwards of this model run eagerly; None if none is known.
     """
     assert state.case is not None
     assert state.source is not None
     assert state.strategy is not None
     assert state.loaded is not None
-    case, strategy, loaded = state.case, state.strategy, state.loaded
+    case, loaded = state.case, state.loaded
     task, items = state.datasets[sha256]
     state.phase, state.warmed_up = "forward", None
-    state.execution.close()  # The case before this one may have been warmed up and never measured.
+    state.graphs.close()  # The case before this one may have been warmed up and never measured.
     state.passes = None
     if sha256 not in state.requests:
         tokenizer, max_length = models.load_tokenizer(state.source), models.max_length(loaded.config)
         state.requests[sha256] = scoring.encode(task, items, tokenizer, max_length)
     reset(state)
     began_s = time.monotonic()
-    with contextlib.ExitStack() as execution:
-        choice = execution.enter_context(
-            graph_trial.chosen(
-                loaded,
-                state.requests[sha256],
-                batch_size,
-                requested=case.cuda_graphs,
-                dtype=case.dtype,
-                prepare=lambda plan: strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens),
-                workload=case.workload,
-            )
-        )
-        state.plan = choice.plan
+    decision = execution.decide(
+        loaded,
+        state.requests[sha256],
+        batch_size,
+        requested=case.cuda_graphs,
+        workload=case.workload,
+        not_recorded=not_recorded,
+    )
+    state.plan = plan = decision.plan
+    # Before a recording: graphs keep the address of the workspace.
+    workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
+    with contextlib.ExitStack() as graphs:
+        recorded = decision.execution == "cuda_graphs"
+        decoder = graphs.enter_context(GraphedDecoder(loaded.model, loaded.devices[0])) if recorded else None
         scoring.warm_up(
             loaded.model,
-            choice.plan,
+            plan,
             on_batch=_report_to(state, planned=0),
             input_device=loaded.input_device,
             devices=loaded.devices,
             workload=case.workload,
         )
-        state.execution = execution.pop_all()
+        if decoder is not None:
+            execution.check_answers(loaded, plan, decoder, case.dtype)
+        state.graphs = graphs.pop_all()
     warmup_s = time.monotonic() - began_s
-    state.warmed_up = _WarmedUp(choice=choice, task=task, items=items, warmup_s=warmup_s)
+    state.warmed_up = _WarmedUp(decision=decision, workspace=workspace, task=task, items=items, warmup_s=warmup_s)
 
 
 def measure(state: RankState) -> ScoreReply:
@@ -236,12 +247,12 @@ def measure(state: RankState) -> ScoreReply:
     assert state.loaded is not None
     assert state.warmed_up is not None
     loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
-    choice = warmed_up.choice
+    decision = warmed_up.decision
     started_s = time.monotonic()
     scores = scoring.score(
         loaded.model,
-        choice.plan,
-        on_batch=_report_to(state, planned=len(choice.plan.batches)),
+        decision.plan,
+        on_batch=_report_to(state, planned=len(decision.plan.batches)),
         input_device=loaded.input_device,
         devices=loaded.devices,
         workload=state.case.workload,
@@ -251,13 +262,13 @@ def measure(state: RankState) -> ScoreReply:
         started_s=started_s,
         ended_s=ended_s,
         warmup_s=warmed_up.warmup_s,
-        plan_sha256=choice.plan.sha256,
-        execution=choice.decision.execution,
-        execution_choice=graph_trial.describe(choice.decision),
+        plan_sha256=decision.plan.sha256,
+        execution=decision.execution,
+        execution_choice=execution.describe(decision),
         batches=scores.batches,
         accuracy=warmed_up.task.score(warmed_up.items, scores.loglikelihoods),
         memory=state.use(),
-        workspace=choice.workspace,
+        workspace=warmed_up.workspace,
     )
 
 
@@ -267,7 +278,7 @@ def account(state: RankState) -> TrafficReply:
     assert state.strategy is not None
     assert state.loaded is not None
     assert state.plan is not None
-    state.execution.close()
+    state.graphs.close()
     loaded, plan = state.loaded, state.plan
     if loaded.world_size == 1 and len(loaded.devices) == 1:
         return TrafficReply(collectives=[])
@@ -297,7 +308,7 @@ def run_eager_passes(state: RankState) -> WorkReply:
     assert state.loaded is not None
     assert state.plan is not None
     assert state.passes is not None
-    state.execution.close()
+    state.graphs.close()
     return work.measure(
         state.loaded, state.plan, state.passes, workload=state.case.workload, on_batch=_sign_of_life(state)
     )
@@ -330,7 +341,7 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     """Run a function of the user on the loaded model: `fn(loaded, *args)`."""
     assert state.loaded is not None
     state.phase = "forward"
-    state.execution.close()
+    state.graphs.close()
     return fn(state.loaded, *args)
 
 

@@ -58,8 +58,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: str = "auto"
     """Requested use of CUDA graphs: `auto`, `on` or `off`."""
     execution: str = "eager"
-    """Execution of the forwards: `eager`, `cuda_graphs` or `compile`. If `cuda_graphs` is `auto`, this is decided after
-    the warm-up. It is therefore not part of the keys: a case with another execution is the same measurement."""
+    """Execution of the forwards: `eager`, `cuda_graphs` or `compile`. If `cuda_graphs` is `auto`, the batches decide,
+    and forwards that cannot be recorded run eagerly. It is therefore not part of the keys: a case with another
+    execution is the same measurement."""
     gpu_memory_bytes: Count | None = None
     """Memory cap per device; null for the whole device."""
     dataset: str

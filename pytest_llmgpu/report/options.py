@@ -107,8 +107,8 @@ class Options:
         option_values.one_of("auto", "on", "off"),
         "auto",
         "{auto,on,off}",
-        "replay forwards from CUDA graphs; auto: in each case in which answers are equal and time is saved; on: "
-        "wherever graphs can be recorded (not for mp over several GPUs)",
+        "replay forwards from CUDA graphs; auto: where they can be recorded (not for mp over several GPUs) and the "
+        "largest forward has at most 8,192 tokens; on: wherever they can be recorded",
     )
     scoring: str = _option(
         option_values.one_of("lean", "harness"),

@@ -19,7 +19,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
-from pytest_llmgpu.ranks import ceilings, traffic, work, worker
+from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
@@ -95,6 +95,8 @@ class Runner:
         """Maps a series to the batch size that ran out of memory last."""
         self._build_errors: dict[str, str | None] = {}
         """Maps the place of each strategy whose build was tried to the error; None if the build succeeded."""
+        self._not_recorded: dict[str, str] = {}
+        """Maps a loading (`Case.loading`) to the operation that could not be recorded as a CUDA graph."""
         self.kernel_names: dict[str, int] = {}
         """Maps the name of each kernel in the results to its number, in the order of the numbers."""
         self.ceilings: Ceilings | None = None
@@ -160,11 +162,22 @@ class Runner:
         self._group = self._loading = None
 
     def _measure(self, request: Request, launch: Launch) -> str:
-        """Measure a case and fill its launch.
+        """Measure a case and fill its launch, eagerly if its forwards cannot be recorded as CUDA graphs.
 
         Returns:
             How the forwards ran: `eager` or `cuda_graphs`.
         """
+        try:
+            return self._measure_as_decided(request, launch)
+        except RankFailedError as error:
+            if error.failure.evidence != serving.NOT_RECORDED:
+                raise
+            # A failed recording leaves a rank in no defined state, and the others may wait in a collective.
+            self._abandon()
+            self._not_recorded[request.case.loading] = error.failure.message
+            return self._measure_as_decided(request, launch)
+
+    def _measure_as_decided(self, request: Request, launch: Launch) -> str:
         case = request.case
         profiler = self._profiler_of(request.machine)
         profiler.start()
@@ -176,7 +189,14 @@ class Runner:
         group.ask(worker.reset, phase="forward", timeout_s=request.timeout_s)
         self._begin("forward", profiler)
         began = self._began_s
-        group.ask(worker.warm_up, case.dataset_sha256, case.batch_size, phase="forward", timeout_s=request.timeout_s)
+        group.ask(
+            worker.warm_up,
+            case.dataset_sha256,
+            case.batch_size,
+            self._not_recorded.get(case.loading),
+            phase="forward",
+            timeout_s=request.timeout_s,
+        )
         # The devices are idle here and after the last batch: the difference of the counters is what the batches sent.
         profiler.mark(wait=True)
         replies: list[worker.ScoreReply] = group.ask(

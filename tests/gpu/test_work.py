@@ -33,10 +33,9 @@ _BENCHMARK = """
 """
 _SYNCING = """
     from pytest_llmgpu.strategies.mp import LayerParallel
+    from pytest_llmgpu.strategies.tp import TensorParallel
 
-    class Syncing(LayerParallel):
-        name = "syncing"
-
+    class Reading:
         def load(self, case, source):
             loaded = super().load(case, source)
             for layer in loaded.model.model.layers:
@@ -45,6 +44,12 @@ _SYNCING = """
 
         def read(self, answer):
             (answer[0] if isinstance(answer, tuple) else answer).flatten()[0].item()
+
+    class Syncing(Reading, LayerParallel):
+        name = "syncing"
+
+    class SyncingTp(Reading, TensorParallel):
+        name = "syncing-tp"
 """
 _LARGEST_CV = 0.02
 """Between passes of one process 0.02 to 0.5 % were measured."""
@@ -158,6 +163,30 @@ def test_a_host_synchronization_per_layer_is_counted(pytester: pytest.Pytester, 
     assert after.runtime_calls is not None
     for name in ("cudaStreamSynchronize", "cudaMemcpyAsync"):
         assert after.runtime_calls.get(name, 0) == before.runtime_calls.get(name, 0) + _LAYERS, name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("Syncing", 1), pytest.param("SyncingTp", 2, marks=_NEEDS_TWO)], ids=["mp", "tp"]
+)
+def test_forwards_that_cannot_be_recorded_run_eagerly(
+    pytester: pytest.Pytester, model: Path, strategy: str, devices: int
+) -> None:
+    """A scalar that a layer reads back ends the recording: new ranks measure both cases, which name the operation."""
+    pytester.makepyfile(syncing=_SYNCING)
+    flags = (f"--strategy=syncing:{strategy}", f"--llmgpu-devices={devices}", "--llmgpu-batch-sizes=2,4")
+    for case in _run(pytester, model, *flags).cases:
+        assert (case.case.execution, case.case.cuda_graphs) == ("eager", "auto")
+        assert ".item()" in (case.launches[0].execution_choice or ""), case.launches[0].execution_choice
+        print(case.launches[0].execution_choice)
+
+
+def test_small_forwards_are_recorded_by_default(pytester: pytest.Pytester, model: Path) -> None:
+    """The reason has shapes and padding, and the same plan is run in every launch."""
+    (case,) = _run(pytester, model, "--llmgpu-devices=1", "--llmgpu-batch-sizes=4", "--llmgpu-launches=2").cases
+    assert case.case.execution == "cuda_graphs"
+    first, second = case.launches
+    assert (first.plan_sha256, first.execution_choice) == (second.plan_sha256, second.execution_choice)
+    print(first.execution_choice, first.warmup_s)
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +12,7 @@ import torch
 from support import tiny_model
 
 from pytest_llmgpu.inference import cuda_graphs
-from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
+from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder, RecordingError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -145,3 +150,84 @@ def test_suspended_and_left_it_is_the_model_as_it_was(model: Any, recordings: li
     assert recordings == [(1, 4)]
     assert decoder._graphs == {}
     assert decoder._hidden is None
+
+
+class _Stream:
+    def wait_stream(self, other: object) -> None:
+        """Wait for nothing: all kernels run at once on a CPU."""
+
+
+@contextmanager
+def _capture(*_: Any, **__: Any) -> Iterator[None]:
+    """Stand for `torch.cuda.graph`: after a failed operation its end fails too, without a name."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError("operation failed due to a previous error during capture") from error
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings run on the CPU."""
+    for name, value in {
+        "Stream": lambda _: _Stream(),
+        "current_stream": lambda _: _Stream(),
+        "stream": lambda _: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": _capture,
+        "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def _fail_at(model: Any, number: int, error: Exception) -> None:
+    """Make a forward of the decoder fail, counted from 0: the second is the one that is recorded."""
+    forwards = count()
+
+    def hook(*_: object) -> None:
+        if next(forwards) == number:
+            raise error
+
+    model.get_decoder().layers[0].register_forward_pre_hook(hook)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_each_shape_takes_one_eager_forward_and_one_that_is_recorded(model: Any) -> None:
+    """The replay adds none; a second batch of the shape is replayed alone."""
+    forwards: list[None] = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda *_: forwards.append(None))
+    with GraphedDecoder(model, CPU):
+        for _ in range(2):
+            _logits(model, _ids(1, 4))
+            assert len(forwards) == 2
+
+
+@pytest.mark.usefixtures("capturing")
+def test_what_cannot_be_recorded_is_named(model: Any) -> None:
+    """The message has the line of the operation and its own error, not that of the end of the recording."""
+    _fail_at(model, 1, RuntimeError("operation not permitted when stream is capturing\nmore"))
+    with GraphedDecoder(model, CPU), pytest.raises(RecordingError) as raised:
+        _logits(model, _ids(1, 4))
+    assert re.fullmatch(
+        r"`raise error` \(test_cuda_graphs\.py, line \d+\): operation not permitted when stream is capturing",
+        str(raised.value),
+    )
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("number", [0, 1])
+def test_out_of_memory_while_recording_keeps_its_cause(model: Any, number: int) -> None:
+    """It is decided by the error of torch, whether the eager forward or the recording itself ran out."""
+    _fail_at(model, number, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."))
+    with GraphedDecoder(model, CPU), pytest.raises(RecordingError, match="Tried to allocate") as raised:
+        _logits(model, _ids(1, 4))
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_an_error_of_the_model_itself_is_no_failed_recording(model: Any) -> None:
+    """It would come eagerly as well."""
+    _fail_at(model, 0, ValueError("the layer is broken"))
+    with GraphedDecoder(model, CPU), pytest.raises(ValueError, match="the layer is broken"):
+        _logits(model, _ids(1, 4))

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
+from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from pytest_llmgpu.inference import logits, models, scoring
-from pytest_llmgpu.inference.batching import Request, Requests
+from pytest_llmgpu.inference.batching import Plan, Request, Requests, cost
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.protocol import Item
 
@@ -256,14 +259,14 @@ def test_batches_are_reported_as_they_finish(model: Any) -> None:
     assert all(latency_s > 0 for latency_s in batches.latency_s)
 
 
-def test_the_warm_up_runs_every_shape_and_the_largest_once_more(model: Any) -> None:
+def test_the_warm_up_runs_every_shape_once(model: Any) -> None:
     """No measured batch is the first of its shape."""
     shapes = []
     hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     requests = _requests(((1, 2, 3, 4), 2), ((5, 6, 7, 8), 2), ((9, 8, 7, 6), 2), ((1, 2), 1))
     scoring.warm_up(model, scoring.plan(requests, 1), input_device=CPU)
     hook.remove()
-    assert shapes == [(1, 3), (1, 3), (1, 1)]
+    assert shapes == [(1, 3), (1, 1)]
 
 
 def test_nothing_of_a_batch_outlives_it(model: Any) -> None:
@@ -304,45 +307,91 @@ def test_plans_differ_by_items_order_and_shapes_only() -> None:
     assert len({same, *(other.sha256 for other in others)}) == 3
 
 
-@pytest.mark.parametrize(("multiple", "widths"), [(1, [7, 3, 1]), (2, [7, 4, 2]), (4, [7, 4, 4]), (16, [7, 7, 7])])
-def test_rows_are_padded_to_a_multiple(multiple: int, widths: list[int]) -> None:
-    """Each batch is padded with zeros to the next multiple or to the longest row of the plan."""
-    plan = scoring.plan(_requests(*MIXED), 2, multiple=multiple)
-    assert [batch.width for batch in plan.batches] == widths
-    assert [batch.padded_tokens for batch in plan.batches] == [2 * widths[0], 2 * widths[1], widths[2]]
-    assert plan.tokens == widths[0]
-    assert [batch.tokens for batch in plan.batches] == [7 + 4, 3 + 2, 1], "padding is no input"
-    rows = plan.batches[0].packed[: 2 * widths[0]].view(2, -1).tolist()
-    assert rows == [[1, 2, 3, 4, 5, 6, 7] + [0] * (widths[0] - 7), [5, 6, 7, 8] + [0] * (widths[0] - 4)]
+def _of_widths(widths: Sequence[int], max_length: int = 1000) -> Requests:
+    """Return a request for each width, all of them different."""
+    return _requests(
+        *(((number, *range(1, width + 1)), 1) for number, width in enumerate(widths)), max_length=max_length
+    )
 
 
-def test_padding_changes_the_hash_and_no_batch() -> None:
-    """Padding to a multiple keeps the order of the requests and changes the hash."""
-    narrow, wide = (scoring.plan(_requests(*MIXED), 2, multiple=multiple) for multiple in (1, 16))
-    assert [(batch.rows, batch.requests) for batch in wide.batches] == [
-        (batch.rows, batch.requests) for batch in narrow.batches
-    ]
-    assert wide.sha256 != narrow.sha256
-    # Where every row is a multiple already, the two are one plan.
-    even = _requests((tuple(range(17)), 2), (tuple(range(1, 18)), 2))
-    assert scoring.plan(even, 1, multiple=16).sha256 == scoring.plan(even, 1).sha256
+def _shapes(plan: Plan) -> list[tuple[int, int]]:
+    return [(batch.rows, batch.width) for batch in plan.batches]
 
 
 @pytest.mark.parametrize(
-    ("max_length", "multiple", "widths"),
-    [(64, 16, [10, 10]), (12, 8, [10, 8]), (10, 16, [10, 10]), (6, 16, [6, 6]), (6, 4, [6, 4])],
+    ("widths", "batch_size", "padded"),
+    [
+        ([100] * 3, 1, [100, 100, 100]),
+        ([110, 100, 88], 1, [110, 110, 88]),
+        ([110, 100, 100, 88], 1, [110, 100, 100, 100]),
+        ([40, 39, 38, 37], 1, [40, 40, 40, 40]),
+        ([400, 300, 200, 100], 1, [400, 300, 200, 100]),
+        # The last batch has fewer rows: its shape is its own, and padding it would save none.
+        ([101, 101, 100, 100, 98], 2, [101, 101, 98]),
+    ],
 )
-def test_padding_ends_where_the_model_does(max_length: int, multiple: int, widths: list[int]) -> None:
+def test_batches_share_few_shapes(widths: list[int], batch_size: int, padded: list[int]) -> None:
+    """Batches are padded where that costs at most 2 %, and where it saves a shape."""
+    plan = scoring.plan(_of_widths(widths), batch_size, few_shapes=True)
+    assert [batch.width for batch in plan.batches] == padded
+    assert sum(batch.tokens for batch in plan.batches) == sum(widths), "padding is no input"
+    assert plan.tokens == max(widths)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_has_fewer_shapes_or_costs_less(seed: int) -> None:
+    """Every way to pad the batches is tried."""
+    random = Random(seed)
+    widths = random.choices(range(1, random.choice([20, 60, 300])), k=random.randint(1, 11))
+    requests, batch_size = _of_widths(widths), random.randint(1, min(2, len(widths)))
+    own, found = (_shapes(scoring.plan(requests, batch_size, few_shapes=few)) for few in (False, True))
+    allowed = 1.02 * cost(own)
+    full = [width for rows, width in own if rows == batch_size]
+    ways = []
+    for kept in product((True, False), repeat=len(full) - 1):
+        wider = list(full)
+        for place, own_width in enumerate(kept, start=1):
+            if not own_width:
+                wider[place] = wider[place - 1]
+        shapes = [(batch_size, width) for width in wider] + own[len(full) :]
+        if cost(shapes) <= allowed:
+            ways.append((len(set(shapes)), cost(shapes)))
+    assert (len(set(found)), cost(found)) == min(ways)
+
+
+def test_many_widths_are_planned_at_once() -> None:
+    """A dataset of long and different inputs takes no minute."""
+    plan = scoring.plan(_of_widths(range(1, 1200), max_length=2000), 1, few_shapes=True)
+    assert len(set(_shapes(plan))) < 60
+
+
+def test_padding_changes_the_hash_and_no_batch() -> None:
+    """Padding to few shapes keeps the order of the requests and changes the hash."""
+    narrow, wide = (scoring.plan(_requests(*MIXED), 2, few_shapes=few) for few in (False, True))
+    assert [(batch.rows, batch.requests) for batch in wide.batches] == [
+        (batch.rows, batch.requests) for batch in narrow.batches
+    ]
+    assert [batch.width for batch in wide.batches] == [7, 7, 1]
+    assert wide.sha256 != narrow.sha256
+    first = wide.batches[1]
+    assert first.packed[: 2 * 7].view(2, -1).tolist() == [[9, 8, 7, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0]]
+    # Where every row has one width, the two are one plan.
+    even = _requests((tuple(range(17)), 2), (tuple(range(1, 18)), 2))
+    assert scoring.plan(even, 1, few_shapes=True).sha256 == scoring.plan(even, 1).sha256
+
+
+@pytest.mark.parametrize(("max_length", "widths"), [(64, [10, 10, 9]), (9, [9, 9, 9]), (6, [6, 6, 6])])
+def test_padding_ends_where_the_model_does(max_length: int, widths: list[int]) -> None:
     """Rows are not padded beyond the maximum length, and longer inputs are truncated."""
-    requests = _requests((tuple(range(11)), 2), ((1, 2, 3), 1), max_length=max_length)
-    assert [batch.width for batch in scoring.plan(requests, 1, multiple=multiple).batches] == widths
+    plan = scoring.plan(_of_widths([10, 10, 9], max_length=max_length), 1)
+    assert [batch.width for batch in plan.batches] == widths
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
-    """Padding to a multiple does not change the log-likelihoods."""
-    plan = scoring.plan(_requests(*MIXED), batch_size, multiple=16)
+    """Padding to few shapes does not change the log-likelihoods."""
+    plan = scoring.plan(_requests(*MIXED), batch_size, few_shapes=True)
     scores = scoring.score(model, plan, input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
         [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5

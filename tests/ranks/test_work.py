@@ -112,23 +112,46 @@ def test_ranks_of_tp_count_the_same(gloo_pair: RankGroup, bundled: ModelSource) 
 
 
 @pytest.mark.parametrize(
-    ("cuda", "before", "after"),
-    [("13.0", None, "1"), ("12.6", None, "1"), ("12.6", "0", "0"), ("12.4", None, None), (None, None, None)],
+    ("cuda", "users", "starts", "stops"),
+    [
+        ("13.0", None, ["1"] + ["0"] * 4, ["0"] * 4 + ["1"]),
+        ("12.6", None, ["1"] + ["0"] * 4, ["0"] * 4 + ["1"]),
+        ("12.6", "0", ["0"] * 5, ["0"] * 5),
+        ("12.4", None, [None] * 5, [None] * 5),
+        (None, None, [None] * 5, [None] * 5),
+    ],
 )
-def test_the_profiler_is_detached_where_cuda_allows_it(
-    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, cuda: str | None, before: str | None, after: str | None
+def test_the_last_profile_detaches_cupti_where_cuda_allows_it(
+    gpu: Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    users: str | None,
+    starts: list[str | None],
+    stops: list[str | None],
 ) -> None:
-    """An attached CUPTI slows the following cases; a value of the user stays."""
+    """Attached, it slows the next cases; detached while a profile runs, that is empty; a value of the user stays."""
+    seen: dict[str, list[str | None]] = {"start": [], "stop": []}
+
+    class Profiler(_Profiler):
+        def start(self) -> None:
+            seen["start"].append(os.environ.get("TEARDOWN_CUPTI"))
+
+        def stop(self) -> None:
+            seen["stop"].append(os.environ.get("TEARDOWN_CUPTI"))
+            super().stop()
+
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
-    if before is None:
-        # Set first, so that the end of the test removes what the passes set.
-        monkeypatch.setenv("TEARDOWN_CUPTI", "")
+    # Set first, so that the end of the test removes what the passes set.
+    monkeypatch.setenv("TEARDOWN_CUPTI", users or "")
+    monkeypatch.setattr(work, "_USERS_CHOICE", users)
+    if users is None:
         del os.environ["TEARDOWN_CUPTI"]
-    else:
-        monkeypatch.setenv("TEARDOWN_CUPTI", before)
-    work_functions.measure(gpu)
-    assert os.environ.get("TEARDOWN_CUPTI") == after
+    for _ in range(2):
+        seen["start"].clear()
+        seen["stop"].clear()
+        monkeypatch.setattr(torch.profiler, "profile", Profiler(_recordings()))
+        work_functions.measure(gpu)
+        assert seen == {"start": starts, "stop": stops}
 
 
 def test_a_forward_reads_one_scalar_back() -> None:
@@ -177,6 +200,7 @@ class _Refusing(_Profiler):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     """A model that is said to be on a GPU, and computes on the CPU."""
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
     return _loaded(devices=(torch.device("cuda", 0),))

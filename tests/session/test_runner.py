@@ -14,7 +14,7 @@ from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
-from pytest_llmgpu.ranks import work, worker
+from pytest_llmgpu.ranks import serving, work, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.kernel_records import NamedRow
@@ -513,6 +513,45 @@ def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[Case
     outcomes = [runner.run(_request(case), recorded.append).outcome for case in cases]
     assert outcomes == ["oom", "skipped_after_oom", "skipped_after_oom", "completed", "oom"]
     assert launcher.ended == ["killed", "closed", "killed"], "the next case finds clean devices"
+
+
+def test_forwards_that_cannot_be_recorded_are_measured_eagerly(recorded: list[CaseResult]) -> None:
+    """All ranks are ended and started again; the following cases of the same loading do not try."""
+    tried: list[tuple[int, str | None]] = []
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.warm_up:
+            tried.append(args[1:])
+            if args[2] is None:
+                raise RankFailedError(
+                    "error", Failure(phase="forward", message="`x.item()`", evidence=serving.NOT_RECORDED)
+                )
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    for case in (_case(4), _case(8), _case(4, dtype="bfloat16")):
+        result = runner.run(_request(case), recorded.append)
+        assert (result.outcome, len(result.launches)) == ("completed", 1)
+    assert tried == [(4, None), (4, "`x.item()`"), (8, "`x.item()`"), (4, None), (4, "`x.item()`")]
+    assert launcher.ended == ["killed", "closed", "killed"]
+
+
+def test_a_rank_that_fails_eagerly_too_is_not_asked_a_third_time(recorded: list[CaseResult]) -> None:
+    """The failure of the eager forwards is that of the case."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.warm_up:
+            evidence = serving.NOT_RECORDED if args[2] is None else "ValueError was raised"
+            raise RankFailedError("error", Failure(phase="forward", message="broken", evidence=evidence))
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    result = runner.run(_request(_case(4)), recorded.append)
+    assert result.failure is not None
+    assert (result.outcome, result.failure.evidence) == ("error", "ValueError was raised")
+    assert launcher.ended == ["killed", "killed"]
 
 
 def test_a_failure_keeps_the_finished_batches(recorded: list[CaseResult]) -> None:

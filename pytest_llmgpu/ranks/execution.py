@@ -1,0 +1,147 @@
+"""The execution of a case, eagerly or as CUDA graphs: decided by the case and its batches alone, never by a timing.
+
+So every launch of a case runs the same batches in the same execution. With `auto`, forwards are recorded up to
+`MOST_TOKENS`; above, the GPU is the limit and eager forwards are as fast.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pytest_llmgpu.inference import cuda_graphs, logits, scoring
+from pytest_llmgpu.inference.batching import Batch, Plan, Requests, cost, plan
+from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
+from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, typical_difference
+from pytest_llmgpu.report.text import percent, plural
+from pytest_llmgpu.strategies.protocol import Loaded
+
+__all__ = ["MOST_TOKENS", "Decision", "check_answers", "decide", "describe"]
+
+MOST_TOKENS = 8192
+"""With `auto`, forwards of more tokens, padding included, run eagerly."""
+
+Reason = Literal["requested", "small", "excluded", "large", "not_recorded"]
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The execution of a case, with the reason for it and the batches that it runs."""
+
+    reason: Reason
+    plan: Plan
+    """The batches: for CUDA graphs padded to few shapes, eagerly as wide as their longest row."""
+    padding: float = 0.0
+    """For CUDA graphs, padding to few shapes adds this fraction of time (`batching.cost`)."""
+    detail: str = ""
+    """For `excluded`, this is the cause; for `not_recorded`, the operation with its error."""
+
+    @property
+    def execution(self) -> Literal["eager", "cuda_graphs"]:
+        """Return how the forwards run."""
+        return "cuda_graphs" if self.reason in ("requested", "small") else "eager"
+
+
+def decide(
+    loaded: Loaded,
+    requests: Requests,
+    batch_size: int,
+    *,
+    requested: str,
+    workload: str = logits.LEAN,
+    not_recorded: str | None = None,
+) -> Decision:
+    """Return how the forwards of a case run.
+
+    Args:
+        loaded: The model.
+        requests: The tokenised dataset.
+        batch_size: Sequences per forward.
+        requested: `auto`, `on` (CUDA graphs, if they can be recorded) or `off`.
+        workload: One of `logits.WORKLOADS`.
+        not_recorded: The operation that could not be recorded when it was tried; None if nothing failed.
+    """
+    eager = plan(requests, batch_size)
+    if (exclusion := _exclusion(loaded, requested, workload)) is not None:
+        return Decision(reason="excluded", plan=eager, detail=exclusion)
+    if requested == "auto" and _largest_forward(eager) > MOST_TOKENS:
+        return Decision(reason="large", plan=eager)
+    if not_recorded is not None:
+        return Decision(reason="not_recorded", plan=eager, detail=not_recorded)
+    graphed = plan(requests, batch_size, few_shapes=True)
+    return Decision(
+        reason="requested" if requested == "on" else "small",
+        plan=graphed,
+        padding=_cost(graphed) / _cost(eager) - 1,
+    )
+
+
+def describe(decision: Decision) -> str:
+    """Return the reason of a decision in one sentence, with its figures."""
+    batches = decision.plan.batches
+    largest = f"the largest forward has {_largest_forward(decision.plan):,} tokens"
+    shapes = len({(batch.rows, batch.width) for batch in batches})
+    recorded = (
+        f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, "
+        f"padding adds {percent(decision.padding)} of time"
+    )
+    sentences: dict[Reason, str] = {
+        "requested": f"CUDA graphs: they were requested; {recorded}",
+        "small": f"CUDA graphs: {largest}, at most {MOST_TOKENS:,}; {recorded}",
+        "excluded": f"eager: {decision.detail}",
+        "large": f"eager: {largest}, more than {MOST_TOKENS:,}: the GPU is the limit",
+        "not_recorded": f"eager: the forwards cannot be recorded as CUDA graphs: {decision.detail}",
+    }
+    return sentences[decision.reason]
+
+
+def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: str) -> None:
+    """Compare the median batch, replayed, with an eager forward.
+
+    Args:
+        loaded: The model, which replays CUDA graphs.
+        plan: The batches, each of a shape that was recorded.
+        decoder: Replays the graphs.
+        dtype: The dtype of the model, which sets the tolerance of the log-likelihoods.
+
+    Raises:
+        ValueError: The log-likelihoods differ by more than rounding.
+    """
+    number = len(plan.batches) // 2
+    batch = plan.batches[number]
+    found = _answers(loaded, batch)
+    with decoder.suspended():
+        expected = _answers(loaded, batch)
+    # All log-likelihoods together: rounding alone can change a single one near 0 by more.
+    difference, allowed = typical_difference(found, expected), LOGLIKELIHOOD_TOLERANCES[dtype]
+    if difference > allowed:
+        raise ValueError(
+            f"as CUDA graphs, the log-likelihoods of batch {number + 1} ({plural(batch.rows, 'row')} of {batch.width} "
+            f"tokens) typically differ by {percent(difference)} from those of an eager forward; {dtype} allows "
+            f"{100 * allowed:g} %: a replay runs no Python code, look for hooks or for state in the model, or pass "
+            "--llmgpu-cuda-graphs=off"
+        )
+
+
+def _exclusion(loaded: Loaded, requested: str, workload: str) -> str | None:
+    """Return why the forwards must not run as CUDA graphs; None if they may."""
+    if workload == logits.FULL_LOGITS:
+        return "--llmgpu-scoring=harness keeps a KV cache, which a CUDA graph does not"
+    if not loaded.recordable:
+        return "the strategy forbids CUDA graphs"
+    if (reason := cuda_graphs.reason_against(loaded.model, loaded.devices)) is not None:
+        return reason
+    return "CUDA graphs are switched off" if requested == "off" else None
+
+
+def _largest_forward(plan: Plan) -> int:
+    return max(batch.padded_tokens for batch in plan.batches)
+
+
+def _cost(plan: Plan) -> int:
+    return cost((batch.rows, batch.width) for batch in plan.batches)
+
+
+def _answers(loaded: Loaded, batch: Batch) -> list[float]:
+    _, answers = scoring.run(loaded.model, [batch], input_device=loaded.input_device, devices=loaded.devices)
+    return [answers[number] for number in sorted(answers)]

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import torch
+from support import tiny_model
+from support.prose import Prose
+from support.report_factory import make_case
+
+from pytest_llmgpu.inference import cuda_graphs, logits, scoring
+from pytest_llmgpu.inference.batching import Request, Requests
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.ranks import device_memory, execution, worker
+from pytest_llmgpu.ranks.execution import Decision, Reason
+from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.strategies.errors import WorkspaceError
+from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+_TWO_GPUS = (GPU, torch.device("cuda", 1))
+_BATCH_SIZE = 2
+
+
+class _Decoder:
+    """`cuda_graphs.GraphedDecoder` without a GPU: what it replays differs from an eager forward by a factor."""
+
+    factor = 1.0
+    entered: list[bool]
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        assert device == GPU
+        self._decoder = model.get_decoder()
+        self._replaying = False
+
+    def _changed(self, _module: Any, _inputs: Any, out: Any) -> None:
+        if self._replaying:
+            out.last_hidden_state *= self.factor
+
+    def __enter__(self) -> _Decoder:  # noqa: PYI034 - typing.Self needs Python 3.11
+        self._handle = self._decoder.register_forward_hook(self._changed)
+        self._replaying = True
+        self.entered.append(True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._handle.remove()
+        self.entered.append(False)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        self._replaying = False
+        yield
+        self._replaying = True
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[_Decoder]:
+    """The class that stands for CUDA graphs in this test."""
+    decoder = type("_DecoderOf", (_Decoder,), {"entered": []})
+    monkeypatch.setattr(worker, "GraphedDecoder", decoder)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device=None: None)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A random one-layer LLaMA."""
+    return tiny_model.random_model()
+
+
+def _requests(longest: int = 37) -> Requests:
+    rows = [tuple((7 * row + place) % 40 for place in range(longest - row)) for row in range(17)]
+    return Requests(
+        item_ids=tuple(f"{row}" for row in range(17)),
+        endings=(1,) * 17,
+        requests=tuple(Request(tokens=row, ending=2) for row in rows),
+        max_length=10_000,
+    )
+
+
+def _loaded(model: Any, *devices: torch.device, **fields: Any) -> Loaded:
+    # The model and its ids are on the CPU.
+    return Loaded(model=model, config=model.config, input_device=CPU, devices=devices or (GPU,), **fields)
+
+
+def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
+    return execution.decide(loaded, named.pop("requests", _requests()), _BATCH_SIZE, requested=requested, **named)
+
+
+@pytest.mark.parametrize(
+    ("requested", "devices", "fields"),
+    [
+        ("off", (GPU,), {}),
+        *((requested, devices, {}) for requested in ("auto", "on") for devices in ((CPU,), _TWO_GPUS)),
+        *((requested, (GPU,), {"recordable": False}) for requested in ("auto", "on")),
+    ],
+)
+def test_excluded_graphs_leave_the_batches_alone(
+    model: Any, requested: str, devices: tuple[torch.device, ...], fields: dict[str, Any]
+) -> None:
+    """Rows are padded no further than a batch needs; `on` is no error, and the reason is named."""
+    decision = _decide(_loaded(model, *devices, **fields), requested)
+    assert (decision.reason, decision.execution) == ("excluded", "eager")
+    allowed = "the strategy forbids CUDA graphs" if fields else "CUDA graphs are switched off"
+    assert decision.detail == (cuda_graphs.reason_against(model, devices) or allowed)
+    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+
+
+@pytest.mark.parametrize("requested", ["auto", "on"])
+def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str) -> None:
+    """Scoring as the harness excludes CUDA graphs, and the reason names the option."""
+    decision = _decide(_loaded(model), requested, workload=logits.FULL_LOGITS)
+    assert decision.reason == "excluded"
+    assert "--llmgpu-scoring=harness" in decision.detail
+
+
+@pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
+def test_the_largest_forward_decides(model: Any, monkeypatch: pytest.MonkeyPatch, most: int, reason: str) -> None:
+    """2 rows of 36 tokens are the largest; above the limit the case runs eagerly, unless graphs are requested."""
+    monkeypatch.setattr(execution, "MOST_TOKENS", most)
+    decision = _decide(_loaded(model))
+    assert (decision.reason, decision.execution) == (reason, "eager" if reason == "large" else "cuda_graphs")
+    requested = _decide(_loaded(model), "on")
+    assert (requested.reason, requested.execution) == ("requested", "cuda_graphs")
+    few = scoring.plan(_requests(), _BATCH_SIZE, few_shapes=True)
+    own = scoring.plan(_requests(), _BATCH_SIZE)
+    assert requested.plan.sha256 == few.sha256 != own.sha256
+    assert decision.plan.sha256 == (own if reason == "large" else few).sha256
+    assert 0 < requested.padding <= 0.02
+
+
+def test_the_limit_is_8192_tokens(model: Any) -> None:
+    """This is what README and `--help` promise."""
+    assert _decide(_loaded(model), requests=_requests(4097)).reason == "small"
+    assert _decide(_loaded(model), requests=_requests(4098)).reason == "large"
+
+
+@pytest.mark.parametrize("requested", ["auto", "on"])
+def test_what_could_not_be_recorded_runs_eagerly(model: Any, requested: str) -> None:
+    """The decision names the operation, and the batches have their own widths."""
+    decision = _decide(_loaded(model), requested, not_recorded="`x.item()` (gate.py, line 3): not permitted")
+    assert (decision.reason, decision.execution) == ("not_recorded", "eager")
+    assert "x.item()" in execution.describe(decision)
+    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+
+
+def test_the_execution_is_the_same_in_every_launch(model: Any) -> None:
+    """Equal cases have equal batches and an equal reason."""
+    one, two = (_decide(_loaded(model)) for _ in range(2))
+    assert (one.plan.sha256, execution.describe(one)) == (two.plan.sha256, execution.describe(two))
+
+
+@pytest.fixture
+def state(model: Any, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch) -> RankState:
+    """A rank with a loaded model that is said to be on a GPU, and a dataset."""
+    assert graphs.entered == []
+    monkeypatch.setattr(device_memory, "reset", lambda _devices: None)
+    monkeypatch.setattr(device_memory, "usage", lambda *_, **__: [])
+    found = RankState(lambda _: None)
+    found.case = make_case(dtype="float32", device="cuda", devices=1)
+    found.source = object()  # type: ignore[assignment]  # the requests below need no tokenizer
+    found.strategy = LayerParallel()
+    found.loaded, found.devices = _loaded(model), (GPU,)
+    found.datasets["data"] = HellaSwag(), ()
+    found.requests["data"] = _requests()
+    return found
+
+
+def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, graphs: type[_Decoder]) -> None:
+    """Work passes in the execution of the case replay them; counting traffic and user functions run eagerly."""
+    worker.warm_up(state, "data", _BATCH_SIZE)
+    assert graphs.entered == [True]
+    worker.call(state, lambda _: None, ())
+    assert graphs.entered == [True, False]
+    worker.warm_up(state, "data", _BATCH_SIZE)
+    worker.warm_up(state, "data", _BATCH_SIZE)
+    assert graphs.entered == [True, False, True, False, True]
+    worker.account(state)
+    assert graphs.entered[-1] is False
+
+
+def test_without_a_recording_nothing_is_entered(state: RankState, graphs: type[_Decoder]) -> None:
+    """The case runs eagerly, with the reason that the launcher gave."""
+    worker.warm_up(state, "data", _BATCH_SIZE, "`x.item()` cannot be recorded")
+    assert graphs.entered == []
+    assert state.warmed_up is not None
+    assert state.warmed_up.decision.detail == "`x.item()` cannot be recorded"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "fits"), [("float32", 1.0, True), ("float32", 0.99, False), ("bfloat16", 0.99, True)]
+)
+def test_answers_of_a_replay_are_those_of_an_eager_forward(
+    state: RankState, graphs: type[_Decoder], dtype: str, factor: float, fits: bool
+) -> None:
+    """A difference of about 1 % is rounding in bfloat16 and an error of the case in float32; no graph stays behind."""
+    graphs.factor = factor
+    assert state.case is not None
+    state.case = msgspec.structs.replace(state.case, dtype=dtype)
+    if fits:
+        worker.warm_up(state, "data", _BATCH_SIZE)
+        return
+    with pytest.raises(ValueError, match=r"batch 5 .* differ by .* float32 allows 0.001 %.*--llmgpu-cuda-graphs=off"):
+        worker.warm_up(state, "data", _BATCH_SIZE)
+    assert graphs.entered == [True, False]
+
+
+def test_a_workspace_is_reserved_before_the_recording(
+    state: RankState, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs keep its address; one that does not fit is an error of the case."""
+    granted: list[tuple[int, int]] = []
+
+    def prepare(_self: Any, _loaded: Loaded, batch_size: int, tokens: int) -> Workspace:
+        assert graphs.entered == []
+        granted.append((batch_size, tokens))
+        return Workspace(tokens_requested=tokens, tokens_granted=tokens, workspace_bytes=1)
+
+    monkeypatch.setattr(LayerParallel, "prepare", prepare)
+    worker.warm_up(state, "data", _BATCH_SIZE)
+    assert granted == [(2, 36)]
+    state.graphs.close()
+
+    def refuse(_self: Any, _loaded: Loaded, _batch_size: int, tokens: int) -> None:
+        raise WorkspaceError(tokens, 0)
+
+    monkeypatch.setattr(LayerParallel, "prepare", refuse)
+    with pytest.raises(WorkspaceError):
+        worker.warm_up(state, "data", _BATCH_SIZE)
+
+
+def test_each_decision_is_described_with_its_figures(prose: Prose) -> None:
+    """The sentence of each decision has the cause or the figures that decided."""
+    own = scoring.plan(_requests(), _BATCH_SIZE)
+    few = scoring.plan(_requests(), _BATCH_SIZE, few_shapes=True)
+    decisions = [
+        Decision(reason="requested", plan=few, padding=0.012),
+        Decision(reason="small", plan=few, padding=0.012),
+        Decision(reason="excluded", plan=own, detail="CUDA graphs need a GPU"),
+        Decision(reason="large", plan=own),
+        Decision(reason="not_recorded", plan=own, detail="`x.item()` (gate.py, line 3): operation not permitted"),
+    ]
+    assert {decision.reason for decision in decisions} == set(get_args(Reason))
+    assert prose == "\n".join(execution.describe(decision) for decision in decisions)
