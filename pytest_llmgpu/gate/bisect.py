@@ -175,7 +175,8 @@ def selected(verdicts: Verdicts, metric: str | None = None, case: str | None = N
     return [
         row
         for row in verdicts.rows
-        if (row.metric == metric if metric is not None else row.gated and row.known is None) and case in {None, row.id}
+        if (row.metric == metric if metric is not None else row.gated and row.known is None)
+        and case in {None, row.id, *(row.cases or ())}
     ]
 
 

@@ -81,6 +81,6 @@ def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Has
 
 def _differing(base: Case, head: Case) -> list[str]:
     then, now = msgspec.structs.asdict(base), msgspec.structs.asdict(head)
-    # `execution` is no part of the key. Keys can also differ because an older version had fewer fields.
+    # `execution` is no part of the key.
     names = [name for name in then if then[name] != now[name] and name != "execution"]
     return [f"{name} {shortened(then[name])} -> {shortened(now[name])}" for name in names]

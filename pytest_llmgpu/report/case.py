@@ -6,6 +6,7 @@ machine and day. The figures themselves are in `result`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from typing import Any
@@ -82,27 +83,42 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """SHA-256 over every field except `execution`: equal keys are the same measurement.
+        """SHA-256 over the fields that differ from their defaults, except `execution`: equal keys are the same
+        measurement.
 
-        `task` is left out if it is the default, so that older reports keep their keys.
+        A report that was written before a field existed has its default. A new field therefore changes no key, and the
+        default of a field must stay as it is.
         """
-        return _digest(self._without())
+        return self._digest()
 
     @property
     def series(self) -> str:
         """SHA-256 over the fields of the key except the batch size: a series is one curve over batch sizes."""
-        return _digest(self._without("batch_size"))
+        return self._digest("batch_size")
 
     @property
     def loading(self) -> str:
         """SHA-256 over the fields that loading a model depends on: cases with an equal value share their processes."""
-        return _digest(self._without("batch_size", "dataset", "dataset_sha256", "limit", "task"))
+        return self._digest("batch_size", "dataset", "dataset_sha256", "limit", "task")
 
-    def _without(self, *names: str) -> dict[str, Any]:
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        left_out = {*names, "execution", *(["task"] if self.task == DEFAULT_TASK else [])}
-        return {name: value for name, value in fields.items() if name not in left_out}
+    def _digest(self, *left_out: str) -> str:
+        fields = {
+            name: value
+            for name, default in _defaults()
+            if name not in left_out and (value := getattr(self, name)) != default
+        }
+        try:
+            data = msgspec.json.encode(fields, order="sorted")
+        except UnicodeEncodeError:  # a path that is not valid UTF-8: json escapes it
+            data = json.dumps(fields, sort_keys=True).encode()
+        return hashlib.sha256(data).hexdigest()
 
 
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+@functools.cache
+def _defaults() -> tuple[tuple[str, Any], ...]:
+    """Return each field of a key with its default; a field without one has `NODEFAULT`, which equals no value."""
+    return tuple(
+        (field.name, field.default_factory() if callable(field.default_factory) else field.default)
+        for field in msgspec.structs.fields(Case)
+        if field.name != "execution"
+    )

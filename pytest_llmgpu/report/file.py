@@ -177,7 +177,21 @@ def _decode(data: bytes) -> Report:
         reason = validation.explain(data, error) if isinstance(error, msgspec.ValidationError) else one_line(error)
         raise ValueError(f"breaks schema_version {version}: {reason}") from None
     _check_version(report.schema_version)
+    _compute_keys(report)
     return report
+
+
+def _compute_keys(report: Report) -> None:
+    """Compute the keys of all cases again: those of another version, or of an edited file, can be of other fields."""
+    present = {}
+    for result in report.cases:
+        present[result.key] = result.key = result.case.key
+    if report.verdicts is not None:
+        rows = [
+            row if present.get(row.key, row.key) == row.key else msgspec.structs.replace(row, key=present[row.key])
+            for row in report.verdicts.rows
+        ]
+        report.verdicts = msgspec.structs.replace(report.verdicts, rows=rows)
 
 
 def readable_version(data: bytes) -> int:

@@ -8,6 +8,7 @@ from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
 from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.machine import Environment, Gpu
 from pytest_llmgpu.report.result import CaseResult
 
@@ -44,11 +45,14 @@ def test_one_id_and_another_case_differ_by_name() -> None:
     assert pair.differing == ["dtype float16 -> bfloat16", "dataset_sha256 aaaaaaaaaaaa... -> bbbbbbbbbbbb..."]
 
 
-def test_keys_of_an_older_version_still_match() -> None:
-    """A field that came later changes the key and not the case: by the id they are the same."""
-    base, head = _named("mp-bs1"), _named("mp-bs1")
-    base.key = "0" * 64
-    assert pairs([base], [head]) == [(base, head, [])]
+@pytest.mark.parametrize(("field", "value"), [("limit", 100), ("dataset_sha256", "b" * 64)])
+def test_other_items_under_a_stored_key_that_is_equal_differ(field: str, value: Any) -> None:
+    """A key is computed when a report is read; the stored one does not count."""
+    base, head = make_report([_named("mp-bs1")]), make_report([_named("mp-bs1", **{field: value})])
+    head.cases[0].key = base.cases[0].key
+    base, head = (parse(encode(report, compressed=False), "report") for report in (base, head))
+    (pair,) = pairs(base.cases, head.cases)
+    assert [name.split()[0] for name in pair.differing] == [field]
 
 
 def test_new_and_gone() -> None:

@@ -93,14 +93,14 @@ def _of_rows(verdicts: Verdicts | None) -> Iterator[Notice]:
 
 
 def _of_cases(report: Report) -> Iterator[Notice]:
-    judged = {row.key for row in report.verdicts.rows if row.metric == "outcome"} if report.verdicts else set()
+    judged = {row.id for row in report.verdicts.rows if row.metric == "outcome"} if report.verdicts else set()
     for result in report.cases:
         for finding in result.findings:
-            if finding.severity != "info" and not (result.key in judged and result.outcome != "completed"):
+            if finding.severity != "info" and not (result.id in judged and result.outcome != "completed"):
                 text = f"{finding.text}\n{finding.next_step}"
                 title = f"{finding.code}: {result.id}"
                 yield Notice(level=finding.severity, title=title, text=text, nodeid=result.nodeid)
-        if result.outcome != "completed" and not result.findings and result.key not in judged:
+        if result.outcome != "completed" and not result.findings and result.id not in judged:
             yield _of_outcome(result)
 
 
