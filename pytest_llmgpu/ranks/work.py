@@ -50,6 +50,7 @@ _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
 
 _USERS_CHOICE = os.environ.get(_DETACHING)
+_DETACHED = f"torch.profiler recorded no kernel: {_DETACHING}=1 detaches CUPTI while a pass runs; unset it"
 
 _CUPTI_DETACHES = (12, 6)
 """The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
@@ -350,7 +351,7 @@ def _recorded(
         except RuntimeError as error:
             recording.why = f"torch.profiler did not stop: {_first_line(error)}"
     if recording.why is None and not any(record.device is not None for record in recording.records):
-        recording.why = _NO_RECORDS
+        recording.why = _NO_RECORDS if _USERS_CHOICE != "1" else _DETACHED
 
 
 def _set_detaching(*, wanted: bool) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support.report_factory import make_report, make_result
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "overhead"
 MIB = 1 << 20
@@ -308,3 +309,27 @@ def test_a_sampler_that_is_not_installed_has_the_reason(
     monkeypatch.setattr(sys, "argv", ["peers.py", "nvitop"])
     script("peers").main()
     assert json.loads(capsys.readouterr().out) == {"installed": None, "why": "nvitop is not installed"}
+
+
+def _timed(factor: float) -> Any:
+    """Return a report of one case whose batches took this many times as long."""
+    result = make_result()
+    (launch,) = result.launches
+    launch.batches.latency_s = [factor * latency_s for latency_s in launch.batches.latency_s]
+    launch.warmup_s = 2 * factor
+    return make_report([result])
+
+
+def test_sessions_with_and_without_work_passes_are_compared(script: Callable[[str], ModuleType]) -> None:
+    """The share is of the median sessions, and a case has the times of all its launches."""
+    seconds = {"on": [12.0, 11.0, 50.0], "off": [10.0, 10.0, 9.0]}
+    reports = {"on": [_timed(1.01)] * 3, "off": [_timed(1.0)] * 3}
+    found = script("work_passes").summary(["--strategy=tp"], seconds, reports)
+    assert found["added"] == pytest.approx(0.2)
+    (case,) = found["cases"]
+    assert case["on_over_off"] == pytest.approx(1.01)
+    assert case["warmup_s"] == pytest.approx([2.02] * 3 + [2.0] * 3)
+    assert len(case["inference_on_s"]) == len(case["inference_off_s"]) == 3
+    alone = script("work_passes").summary([], {"off": [9.0]}, {"off": reports["off"][:1]})
+    assert "added" not in alone
+    assert "on_over_off" not in alone["cases"][0]

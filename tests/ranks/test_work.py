@@ -272,6 +272,13 @@ def test_without_cupti_ops_and_flops_stay(
     assert set(found.why) == {"collectives", "model"}
 
 
+def test_a_detachment_that_the_user_chose_is_named(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be the reason why no kernel was recorded."""
+    monkeypatch.setattr(work, "_USERS_CHOICE", "1")
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(itertools.repeat([])))
+    assert "TEARDOWN_CUPTI=1" in work_functions.measure(gpu).work.why["device_time_s"]
+
+
 def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one could not start."""
     stopped: list[bool] = []
