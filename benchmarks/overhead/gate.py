@@ -1,6 +1,7 @@
 """Measure the time and memory of the gate on two reports of many cases; prints JSON.
 
-The reports are synthetic: 1 % of noise in each batch, a few flipped items, log-likelihoods that differ by rounding.
+The reports are synthetic: 1 % of noise in each batch, a few flipped items, log-likelihoods that differ by rounding, and
+work passes with `--rows` rows of kernels.
 `compare` is the whole command `llmgpu compare` on the same reports, with Python's start and the tables. Each is
 measured in three processes and the fastest counts, because other programs may slow down the rest.
 """
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 2.0
+LIMIT_S = 3.0
 LIMIT_MB = 400.0
 RUNS = 3
 
@@ -79,8 +80,10 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--items", type=int, default=16)
     parser.add_argument("--launches", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=20, help="rows of the work passes of a launch (20)")
     asked = parser.parse_args()
     sizes = {"cases": asked.cases, "batches": asked.batches, "items": asked.items, "launches": asked.launches}
+    sizes["rows_of_work"] = asked.rows
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("base.json", "head.json")]
         for seed, path in enumerate(paths):
@@ -104,7 +107,7 @@ def measured(code: str, paths: Sequence[Path]) -> dict[str, Any]:
     return found
 
 
-def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int) -> None:
+def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int, rows_of_work: int) -> None:
     """Write a report whose noise depends on the seed."""
     from pytest_llmgpu.report.case import Case
     from pytest_llmgpu.report.derived import derive, encode
@@ -151,6 +154,7 @@ def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launch
                 ),
                 accuracy=accuracy,
                 memory=[DeviceMemory(index=index, peak_allocated_bytes=2**34) for index in range(4)],
+                work=work(rows_of_work, chance),
             )
             for _ in range(launches)
         ]
@@ -168,6 +172,38 @@ def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launch
         results.append(result)
     machine = Environment(python="3.12", platform="Linux")
     dump(Report(created="2026-01-02T03:04:05Z", plugin_version=None, environment=machine, cases=results), path)
+
+
+def work(rows: int, chance: random.Random) -> Any:
+    """Return the work passes of a launch on one GPU, with noise of 0.1 %; half of the rows are those of modules."""
+    from pytest_llmgpu.report.work import RankWork, Work, WorkRow
+
+    found = [
+        WorkRow(
+            module=None if number < rows / 2 else f"layers.*.mlp.module_{number}",
+            kernel=number,
+            family="GEMM",
+            calls=64 + number,
+            time_s=1e-4 * (number + 1) * chance.gauss(1, 0.001),
+        )
+        for number in range(rows)
+    ]
+    device_time_s = [sum(row.time_s for row in found if row.module is None)] * 3
+    rank = RankWork(
+        uuids=["GPU-0"],
+        device_time_s=device_time_s,
+        copy_s=[1e-4] * 3,
+        idle_s=[1e-3] * 3,
+        busy=0.9,
+        kernels=64 * rows,
+        kernels_sha256="f" * 64,
+        ops={f"aten::op_{number}": 64 for number in range(30)},
+        flops=10**12,
+        runtime_calls={"cudaLaunchKernel": 1000, "cudaMemcpyAsync": 4, "cudaStreamSynchronize": 4},
+        host_syncs=8,
+        rows=found,
+    )
+    return Work(batches=[0, 1, 2], eager_batches=[1], passes=3, collectives=[], ranks=[rank])
 
 
 if __name__ == "__main__":

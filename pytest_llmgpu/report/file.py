@@ -10,6 +10,7 @@ import gc
 import gzip
 import math
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -41,6 +42,10 @@ __all__ = [
 _Record = TypeVar("_Record")
 
 _SUFFIXES = (".json", ".json.gz")
+
+
+_WORK_ROW = re.compile(r"\.work\..*\.rows\[\d+\]$")
+"""Place of a row of kernels: with a line for each field they would be most of a report."""
 
 
 class _Head(msgspec.Struct):
@@ -218,10 +223,18 @@ def _check_version(version: int) -> None:
 
 
 def _text(value: Any, place: str, indent: str) -> str:
-    """Return indented JSON with each list of scalars on one line; `place` is the place of the value for errors."""
+    """Return indented JSON with each list of scalars on one line, and each row of work passes.
+
+    Args:
+        value: The value, of plain types.
+        place: Its place in the report, for errors.
+        indent: The indent of its line.
+    """
     inner = indent + "  "
     if isinstance(value, dict) and value:
         lines = (f"{_json(key)}: {_text(item, f'{place}.{key}', inner)}" for key, item in value.items())
+        if _WORK_ROW.search(place):
+            return "{" + ", ".join(lines) + "}"
         return "{\n" + ",\n".join(inner + line for line in lines) + "\n" + indent + "}"
     if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         lines = (_text(item, f"{place}[{number}]", inner) for number, item in enumerate(value))

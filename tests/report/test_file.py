@@ -69,6 +69,8 @@ def test_columns_stay_on_one_line_and_records_do_not() -> None:
     lines = Path("report.json").read_text(encoding="utf-8").splitlines()
     assert '            "latency_s": [0.75,0.75,0.75,0.75],' in lines
     assert f'  "schema_version": {SCHEMA_VERSION},' in lines
+    row = '{"module": "layers.*.mlp.down_proj", "kernel": 0, "family": "GEMM", "calls": 100, "time_s": 0.1},'
+    assert row in [line.strip() for line in lines]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
