@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import stat
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -31,10 +33,13 @@ def read(path: Path, limit_bytes: int | None = None) -> bytes:
     """
     limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
     with path.open("rb") as file:
-        data = _read(file, limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise ValueError(f"is larger than {limit_bytes:,} bytes, the limit")
-    return bytes(data)
+        found = os.fstat(file.fileno())
+        regular = stat.S_ISREG(found.st_mode)
+        if not (regular and found.st_size > limit_bytes):
+            data = file.read() if regular else bytes(_read(file, limit_bytes + 1))
+            if len(data) <= limit_bytes:
+                return data
+    raise ValueError(f"is larger than {limit_bytes:,} bytes, the limit")
 
 
 def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:

@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +23,12 @@ import msgspec
 
 from pytest_llmgpu.report import decompression, validation
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import with_present_names
 
 __all__ = [
+    "CaseTexts",
     "check_writable",
     "dump",
     "encodable",
@@ -80,14 +82,19 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"report {path}: cannot be written: {one_line(error)}") from None
 
 
-def dump(report: Report, path: Path) -> None:
+def dump(report: Report, path: Path, texts: CaseTexts | None = None) -> None:
     """Write a report to `path`, `.json` or `.json.gz`. A reader finds the old file or the new one, never a part of it.
+
+    Args:
+        report: the report.
+        path: its file.
+        texts: texts of cases that were encoded before; None if the report is written once.
 
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
         OSError: the file cannot be written. The old file is unchanged.
     """
-    write(path, encode(report, compressed=path.name.endswith(".gz")))
+    write(path, encode(report, compressed=path.name.endswith(".gz"), texts=texts))
 
 
 def write(path: Path, data: bytes) -> None:
@@ -111,17 +118,46 @@ def write(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def encode(report: Report, *, compressed: bool) -> bytes:
+def encode(report: Report, *, compressed: bool, texts: CaseTexts | None = None) -> bytes:
     """Return the bytes of a report's file. Equal reports give equal bytes.
 
     A report that was read from an older version is written as one of this version, with all of its fields.
 
+    Args:
+        report: the report.
+        compressed: whether to compress the bytes.
+        texts: texts of cases that were encoded before; None if the report is written once.
+
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
     """
-    fields = {**msgspec.to_builtins(report), "schema_version": SCHEMA_VERSION}
-    data = (_text(fields, "$", "") + "\n").encode()
+    texts = CaseTexts() if texts is None else texts
+    fields = {**msgspec.to_builtins(msgspec.structs.replace(report, cases=[])), "schema_version": SCHEMA_VERSION}
+    lines = [
+        f"  {_json(name)}: {texts.of(report.cases) if name == 'cases' else _text(value, f'$.{name}', '  ')}"
+        for name, value in fields.items()
+    ]
+    data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return gzip.compress(data, mtime=0) if compressed else data
+
+
+class CaseTexts:
+    """The texts of the cases of a report that is written after each case: a case that stays is encoded once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, tuple[CaseResult, str]] = {}
+        """The id of each case to the case, which keeps the id in use, and its text."""
+
+    def of(self, cases: Sequence[CaseResult]) -> str:
+        """Return the text of a list of cases; a case that changed is another object."""
+        texts = {}
+        for number, case in enumerate(cases):
+            if (kept := self._texts.get(id(case))) is None:
+                kept = case, _text(msgspec.to_builtins(case), f"$.cases[{number}]", "    ")
+            texts[id(case)] = kept
+        self._texts = texts
+        lines = ",\n".join(f"    {texts[id(case)][1]}" for case in cases)
+        return f"[\n{lines}\n  ]" if lines else "[]"
 
 
 def encodable(record: _Record) -> _Record:

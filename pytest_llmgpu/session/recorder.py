@@ -62,6 +62,7 @@ class Recorder:
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
+        self._texts = file.CaseTexts()
         self._unwritten: str | None = None
         """The reason why the file does not have the whole report."""
         self._unsaved: str | None = None
@@ -254,7 +255,7 @@ class Recorder:
         if self.report is None or self.path is None:
             return
         try:
-            file.dump(self.report, self.path)
+            file.dump(self.report, self.path, self._texts)
             self._unwritten = None
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.

@@ -602,7 +602,7 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     """A report that cannot be written is kept in the temporary folder."""
     dump = file.dump
 
-    def full(report: Report, path: Path) -> None:
+    def full(report: Report, path: Path, *_: object) -> None:
         if tmp_path not in path.parents:
             raise OSError(28, "No space left on device")
         dump(report, path)

@@ -82,3 +82,9 @@ def test_batch_size_dataset_and_task_do_not_need_another_loaded_model(name: str)
     """A loaded model serves every batch size, dataset and task; every other setting needs new processes."""
     shared = name in {"batch_size", "execution", "dataset", "dataset_sha256", "limit", "task"}
     assert (make_case().loading == make_case(**{name: _CHANGES[name]}).loading) is shared
+
+
+def test_options_of_other_types_are_other_measurements() -> None:
+    """1 and true are equal in Python, and their keys differ."""
+    keys = {make_case(strategy_options={"x": value}).key for value in (1, True, 1.0, "1", None)}
+    assert len(keys) == 5

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import random
+import re
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.report_factory import (
@@ -21,7 +23,7 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import decompression, file
 from pytest_llmgpu.report.file import check_writable, dump, encodable, encode, load, parse
 from pytest_llmgpu.report.report import SCHEMA_VERSION, next_id
 from pytest_llmgpu.report.result import Failure, Metric
@@ -61,6 +63,27 @@ def test_equal_reports_are_equal_files() -> None:
     written = Path("a.json.gz").read_bytes()
     assert written == Path("b.json.gz").read_bytes()
     assert written[4:8] == bytes(4)  # gzip's time stamp
+
+
+def test_a_case_that_stays_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report is written after each case; the time of a write does not grow with all figures of all cases."""
+    encoded: list[str] = []
+    text = file._text
+
+    def count(value: Any, place: str, indent: str) -> str:
+        encoded.append(place)
+        return text(value, place, indent)
+
+    monkeypatch.setattr(file, "_text", count)
+    texts = file.CaseTexts()
+    report = make_report([make_result(batch_size=size) for size in (1, 2)])
+    assert encode(report, compressed=False, texts=texts) == encode(report, compressed=False)
+    encoded.clear()
+    report.cases[1] = make_result(batch_size=3)
+    report.cases.append(make_result(batch_size=4))
+    written = encode(report, compressed=False, texts=texts)
+    assert [place for place in encoded if re.fullmatch(r"\$\.cases\[\d+\]", place)] == ["$.cases[1]", "$.cases[2]"]
+    assert parse(written, "r") == report
 
 
 def test_columns_stay_on_one_line_and_records_do_not() -> None:
