@@ -26,12 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from resample import asked_for
-
-from pytest_llmgpu.analysis import launch_merging
-from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.timing import calibration, calibration_file
+from pytest_llmgpu.analysis import launch_merging, noise_regime
+from pytest_llmgpu.gate import calibration, noise_model
+from pytest_llmgpu.gate.calibration import Calibration
+from pytest_llmgpu.gate.time import PROMISED
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.metrics import default_threshold
 from pytest_llmgpu.report.report import Report
 
 SIDES = {"a": False, "b": True}
@@ -67,10 +67,10 @@ def main() -> int:
     bench = Bench(asked.probe, asked.fault, asked.keep, asked.pytest, asked.gpus, together=asked.together)
     noise = asked.keep / "calibration.json"
     calibrated = bench.calibrating(asked.calibrating)
-    calibration_file.dump(calibration.measure(calibrated), noise)
-    in_force = calibration_file.in_force(asked.keep, calibrated, noise)
-    assert in_force is not None, "a calibration was named"
-    named = asked_for(calibrated, Policy(), in_force, slowdown=asked.fault if asked.probe == "slow" else None)
+    calibration.dump(calibration.measure(calibrated), noise)
+    in_force = calibration.load(noise)
+    slowdown = asked.fault if asked.probe == "slow" else default_threshold("time") + PROMISED
+    named = launches_needed(calibrated, in_force, slowdown)
     launches = asked.launches or min(asked.most, named or asked.most)
     found: dict[str, list[Trial]] = {"without_fault": [], "with_fault": []}
     rounds = bench.dealt(asked.rounds, lambda number, gpu: bench.round(number, launches, gpu))
@@ -85,7 +85,7 @@ def main() -> int:
         "rounds": asked.rounds,
         "gpus_at_once": len(asked.gpus),
         "together": asked.together,
-        "sd_between_launches": {key: round(sd, 5) for key, sd in in_force.sd.items()},
+        "sd_between_launches": {one.id: round(one.time.sd, 5) for one in in_force.cases.values()},
         "launches_asked_for": named,
         "launches": launches,
         **{name: summary(trials) for name, trials in found.items()},
@@ -94,6 +94,21 @@ def main() -> int:
     json.dump(answer, sys.stdout, indent=2)
     print()
     return 0 if answer["ok"] else 1
+
+
+def launches_needed(calibrated: Report, noise: Calibration, slowdown: float) -> int | None:
+    """Return the launches in each report that show a slowdown of each case, the maximum over them; None above 1,000."""
+    cases = [result for result in calibrated.cases if result.outcome == "completed"]
+    needed = [
+        noise_model.launches_needed(
+            noise_model.prior_of(noise_regime.of_time(result)).calibrated(noise.of(result.key, "time")),
+            slowdown=slowdown,
+            threshold=default_threshold("time"),
+            family=len(cases),
+        )
+        for result in cases
+    ]
+    return None if None in needed else max(count for count in needed if count is not None)
 
 
 def _refuse_another(asked: argparse.Namespace) -> None:

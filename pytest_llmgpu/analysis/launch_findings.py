@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from pytest_llmgpu.analysis.noise_regime import largest_spread, of_time
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report.derived import inference_s, predictions_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Finding, Link
@@ -21,11 +22,6 @@ _METRICS = ("acc_norm", "acc")
 
 _TIMES_DIFFER = "launch-times-differ"
 _NAMED = 3
-
-_APART = 3.0
-"""A slowest launch that takes this many times as long as the fastest is a finding. Forwards that wait for a shared CPU
-have a standard deviation of 20 % (`statistics.UNCALIBRATED_SD`): among ten launches the factor is then 2.8 or more in
-one run of a hundred."""
 
 
 class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +103,7 @@ def _count_differing(accuracies: Sequence[Accuracy], metric: str) -> int:
 
 
 def _decide_times(launches: Sequence[CaseResult]) -> TimeSpread | None:
-    """Return the fastest and the slowest launch if their times are far apart and all launches did the same."""
+    """Return the fastest and the slowest launch if chance does not explain them and all launches did the same."""
     completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
     timed = [
         (inference_s(launch), number)
@@ -119,7 +115,8 @@ def _decide_times(launches: Sequence[CaseResult]) -> TimeSpread | None:
     if not timed or len(did) > 1:
         return None
     (fastest_s, fastest), (slowest_s, slowest) = min(timed), max(timed)
-    if not slowest_s >= _APART * fastest_s > 0:
+    spread = max(largest_spread(of_time(result)) for _, result in completed)
+    if not slowest_s >= spread * fastest_s > 0:
         return None
     return TimeSpread(fastest=fastest, fastest_s=fastest_s, slowest=slowest, slowest_s=slowest_s)
 

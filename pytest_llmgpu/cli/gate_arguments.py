@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 
 if TYPE_CHECKING:
+    from pytest_llmgpu.gate.calibration import Calibration
     from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.gate.timing.calibration import Calibration
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Baseline, Verdicts
     from pytest_llmgpu.store.references import Source
@@ -57,7 +57,7 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-turn",
         action="store_true",
-        help="launches of the two reports alternated, as in llmgpu ab: ignore the noise between sessions",
+        help="launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%",
     )
     add_storage(parser)
 
@@ -113,24 +113,22 @@ def verdicts_of(
     from pytest_llmgpu.gate import judge
 
     today, noise = rules_of(arguments, head)
-    return judge.judge(base, head, policy, today=today, calibration=noise, baseline=baseline)
+    return judge.judge(base, head, policy, today=today, calibration=noise, baseline=baseline, in_turn=arguments.in_turn)
 
 
 def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
     """Return the day and the calibration to judge a report with: the given ones, or the defaults of `add_rules`."""
-    from pytest_llmgpu.gate.timing import calibration_file
+    from pytest_llmgpu.gate import calibration
 
     today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
-    noise = calibration_file.in_force(storage_of(arguments), head, arguments.calibration)
-    return today, noise.of_one_session() if noise is not None and arguments.in_turn else noise
+    return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
 
 
 def describe_noise(arguments: argparse.Namespace, head: Report) -> str:
-    """Return the lines that name the calibration in force; see `calibration_file.in_words`."""
-    from pytest_llmgpu.gate.timing import calibration_file
+    """Return the line that names the calibration in force; see `calibration.in_words`."""
+    from pytest_llmgpu.gate import calibration
 
-    words = calibration_file.in_words(storage_of(arguments), head, arguments.calibration, in_turn=arguments.in_turn)
-    return "\n".join(filter(None, (words, calibration_file.left_out(rules_of(arguments, head)[1], head))))
+    return calibration.in_words(rules_of(arguments, head)[1], arguments.calibration)
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:

@@ -7,18 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
-from pytest_llmgpu.gate import accuracy
+from pytest_llmgpu.analysis.noise_regime import NoiseRegime
+from pytest_llmgpu.gate import accuracy, time
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cause import with_cause
+from pytest_llmgpu.gate.comparable_launches import comparable
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.gate.noise_model import Prior, prior_of
 from pytest_llmgpu.gate.policy import Policy, Rules
-from pytest_llmgpu.gate.series import OUT_OF_MEMORY, by_series, series_of, series_rows, settled
-from pytest_llmgpu.gate.timing import pairing, verdicts
-from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.gate.timing.pairing import Timed
+from pytest_llmgpu.gate.series import OUT_OF_MEMORY, by_series, series_of, series_rows, settled, undecided_load_time
+from pytest_llmgpu.gate.time import Timed
 from pytest_llmgpu.gate.work import work_rows
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
@@ -48,16 +51,28 @@ class Judged(NamedTuple):
     """Reason why a case has no row at all, to the number of such cases."""
 
 
-def judged(base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> Judged:
-    """Compare every case of a report with the baseline's; None: there is no baseline."""
-    comparison = _Comparison(base, head, policy, calibration)
+def judged(
+    base: Report | None, head: Report, policy: Policy, calibration: Calibration, *, in_turn: bool = False
+) -> Judged:
+    """Compare every case of a report with the baseline's.
+
+    Args:
+        base: The baseline; None: there is none.
+        head: The candidate.
+        policy: Thresholds and priors.
+        calibration: Noise between launches of this machine.
+        in_turn: True if launches of both reports alternated.
+    """
+    comparison = _Comparison(base, head, policy, calibration, in_turn=in_turn)
     return Judged(comparison.rows(), comparison.unarmed, comparison.gated_unarmed, comparison.left_out)
 
 
 class _Comparison:
     """One comparison in progress: finished rows, what is judged as a family, and what is left out."""
 
-    def __init__(self, base: Report | None, head: Report, policy: Policy, calibration: Calibration) -> None:
+    def __init__(
+        self, base: Report | None, head: Report, policy: Policy, calibration: Calibration, *, in_turn: bool
+    ) -> None:
         self.base, self.head, self.policy, self.calibration = base, head, policy, calibration
         self.unarmed: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
@@ -70,6 +85,11 @@ class _Comparison:
         self._ran = frozenset(result.nodeid for result in head.cases)
         environments = (base.environment if base is not None else head.environment, head.environment)
         self._hardware = {device: hardware_differences(*environments, device) for device in ("cpu", "cuda")}
+        then, now = ({gpu.uuid for gpu in one.gpus} for one in environments)
+        self._same_gpus = then == now
+        self._ceilings = (environments[0].ceilings, environments[1].ceilings)
+        self._in_turn = in_turn
+        self._other_day = not in_turn and base is not None and time.days_apart(base.created, head.created)
 
     def rows(self) -> list[Row]:
         """Return every row: case by case, then the series."""
@@ -94,7 +114,8 @@ class _Comparison:
                 self._gone(result)
         for key, series in now.items():
             if key in then and not self._hardware[_device(series.result)]:
-                self._entries += series_rows(then[key], series, self._rules(series.result))
+                load = prior_of("load", self.policy.noise)
+                self._entries += series_rows(then[key], series, self._rules(series.result), load)
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
@@ -137,8 +158,7 @@ class _Comparison:
         self._compared[head.id] = base, head
         if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
             self._entries.append(execution)
-        noise = self.calibration.of(head.key), self.calibration.between_sessions(head.key)
-        self._take("time", pairing.timed(base, head, rules.time, *noise), rules.time.gate)
+        self._times(base, head, rules)
         answers = accuracy.answered(base, head, rules.accuracy)
         if isinstance(answers, Answered):
             self._answered.append(answers)
@@ -153,6 +173,37 @@ class _Comparison:
         if base.traffic is not None and head.traffic is not None:
             self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
         self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
+
+    def _times(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
+        sides = comparable(base, head)
+        regime = time.noisier(noise_regime.of_device_time(base), noise_regime.of_device_time(head))
+        found = time.device_times(
+            base,
+            head,
+            sides,
+            rules.device_time,
+            prior=self._prior(head, "device_time", regime),
+            regime=regime,
+            ceilings=self._ceilings,
+            other_day=self._other_day,
+        )
+        if found is not None:
+            self._take("device_time", found, rules.device_time.gate)
+        regime = time.noisier(noise_regime.of_time(base), noise_regime.of_time(head))
+        wall = time.wall_times(
+            base,
+            head,
+            sides,
+            rules.time,
+            prior=self._prior(head, "time", regime),
+            regime=regime,
+            in_turn=self._in_turn,
+            machine_sd=0.0 if self._same_gpus else prior_of(regime, self.policy.noise).s0,
+        )
+        self._take("time", wall, rules.time.gate)
+
+    def _prior(self, head: CaseResult, metric: MetricName, regime: NoiseRegime) -> Prior:
+        return prior_of(regime, self.policy.noise).calibrated(self.calibration.of(head.key, metric))
 
     def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):
@@ -203,10 +254,12 @@ class _Comparison:
 
     def _finished(self) -> list[Row]:
         note = self._note()
+        known = {(entry.case, entry.metric) for entry in self.policy.known}
+        self._entries += time.all_cases([entry for entry in self._entries if isinstance(entry, Timed)], known)
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        times = iter(verdicts.rows(timed, self.policy.confidence, note))
+        times = iter(time.rows(timed, self.policy.confidence, note))
         rows = [next(times) if isinstance(entry, Timed) else entry for entry in self._entries]
-        return [self._with_cause(row) for row in rows]
+        return [self._with_cause(row) for row in rows if not undecided_load_time(row)]
 
     def _with_cause(self, row: Row) -> Row:
         if self.base is None or row.id not in self._compared:

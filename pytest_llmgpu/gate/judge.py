@@ -13,14 +13,15 @@ import msgspec
 
 from pytest_llmgpu.analysis.environment_differences import software_differences
 from pytest_llmgpu.gate import cases, policy_file
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import with_unseen
 from pytest_llmgpu.gate.matching import other_devices
 from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
-from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import (
+    ALL_CASES,
     BETTER,
     COMPARED,
     DIFFERS,
@@ -49,6 +50,7 @@ def judge(
     today: datetime.date,
     calibration: Calibration | None = None,
     baseline: Baseline | None = None,
+    in_turn: bool = False,
 ) -> Verdicts:
     """Compare a report with a baseline. Equal arguments give equal verdicts, to the byte.
 
@@ -57,11 +59,12 @@ def judge(
         head: The candidate.
         policy: Thresholds and known regressions.
         today: The day that decides whether a known regression expired.
-        calibration: Noise between launches of this machine; None: the assumed one.
+        calibration: Noise between launches of this machine; None: the priors alone.
         baseline: Where `base` came from; None: only its commit is named.
+        in_turn: True if launches of both reports alternated.
     """
     with paused():
-        return _judge(base, head, policy, today, calibration or Calibration(), baseline)
+        return _judge(base, head, policy, today, calibration or Calibration(), baseline, in_turn=in_turn)
 
 
 def _judge(
@@ -71,8 +74,10 @@ def _judge(
     today: datetime.date,
     calibration: Calibration,
     baseline: Baseline | None,
+    *,
+    in_turn: bool,
 ) -> Verdicts:
-    judged = cases.judged(base, head, policy, calibration)
+    judged = cases.judged(base, head, policy, calibration, in_turn=in_turn)
     results = [*(base.cases if base is not None else []), *head.cases]
     known, warnings = _known(judged.rows, policy, today)
     known = with_unseen(known, policy)
@@ -82,7 +87,7 @@ def _judge(
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
         other = other_devices(base.cases, head.cases)
-        warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *warnings]
+        warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
     unarmed = judged.unarmed + judged.left_out
     unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
     armed = Armed(
@@ -158,7 +163,7 @@ def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
 
 def _unmatched(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
     """Return a line for each known regression whose case neither report has: its name may be misspelt."""
-    names = {name for result in cases for name in (result.id, result.case.strategy)}
+    names = {ALL_CASES, *(name for result in cases for name in (result.id, result.case.strategy))}
     return [
         f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
         for entry in policy.known

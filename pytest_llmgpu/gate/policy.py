@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from pytest_llmgpu.gate.noise_model import NoiseRules
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
@@ -15,6 +16,7 @@ from pytest_llmgpu.report.text import MIB
 __all__ = [
     "AccuracyRule",
     "AmountRule",
+    "DeviceTimeRule",
     "ExactRule",
     "Known",
     "MemoryRule",
@@ -41,13 +43,24 @@ _SWITCHES = ("on_inconclusive", "largest_unseen_slowdown", "allow_missing", "all
 """Keys that options of the command line override."""
 
 
-class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The threshold of time."""
+class DeviceTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of device time: the time of the kernels that are no collective."""
 
     gate: bool = True
     """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: float = default_threshold("time")
-    """The relative threshold: the slowdown that is allowed, as a fraction."""
+    margin: float = default_threshold("device_time")
+    """The relative threshold: the slowdown that is allowed, as a fraction. 0.005 is added between different days, and
+    more where the baseline is of other GPUs of the same kind."""
+
+
+class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of wall time."""
+
+    gate: bool = True
+    """True if a regression fails the gate. False: verdicts are reported only."""
+    margin: float | None = None
+    """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
+    where launches of both reports alternated."""
     absolute_s: float = 0.0
     """The absolute threshold in seconds of the whole case. The larger of both thresholds is used."""
 
@@ -111,6 +124,8 @@ class AmountRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules of all metrics for one case."""
 
+    device_time: DeviceTimeRule = DeviceTimeRule()
+    """The rule of the device time of a case."""
     time: TimeRule = TimeRule()
     """The rule of the time of a case."""
     accuracy: AccuracyRule = AccuracyRule()
@@ -150,6 +165,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The pattern of the node ids of the cases, in which `*` stands for any text; None: any."""
     marker: str | None = None
     """The name of a pytest marker that the test, its class or its module has; None: any."""
+    device_time: dict[str, Any] = {}
+    """The changed keys of the rule of device time."""
     time: dict[str, Any] = {}
     """The changed keys of the rule of time."""
     accuracy: dict[str, Any] = {}
@@ -206,9 +223,9 @@ class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rules of a gate for all cases, with overrides and known regressions."""
 
-    confidence: float = 0.95
-    """The confidence of each end of an interval. The probability of a false alarm in all rows of a metric is at most 1
-    minus this value."""
+    confidence: float = 0.99
+    """The confidence of a verdict that something changed. The probability of a false alarm in all gated rows of times
+    together, and in all gated rows of another metric, is at most 1 minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
     """Effect of a NOT_ENOUGH_DATA row on the gate: `pass` or `fail`."""
     largest_unseen_slowdown: float = 0.5
@@ -221,6 +238,8 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True if a run passes that could not be compared because there is no baseline."""
     require_armed: bool = False
     """True if a gated row that could not be compared fails the gate."""
+    noise: NoiseRules = NoiseRules()
+    """The expected noise of times between launches, by noise regime."""
     override: list[Override] = []
     """The rules that differ for some cases."""
     known: list[Known] = []

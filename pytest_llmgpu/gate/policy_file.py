@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.analysis.noise_regime import REGIMES
+from pytest_llmgpu.gate.noise_model import prior_of
 from pytest_llmgpu.gate.policy import Policy, Rules, converted, overridden
 from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.metrics import METRICS
@@ -150,7 +152,7 @@ def _check_tables(path: Path, table: dict[str, Any]) -> None:
 
 def _policy(table: Any) -> Policy:
     policy = converted(table, Policy, "")
-    bounds = [("confidence", policy.confidence, 0.5, 1.0), *_bounded("", policy)]
+    bounds = [("confidence", policy.confidence, 0.5, 1.0), *_bounded("", policy), *_bounded_noise(policy)]
     for number, known in enumerate(policy.known):
         if known.up_to is None:
             continue
@@ -175,7 +177,8 @@ def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
     """Return the numbers of rules: key, value, least allowed value, and upper bound, which is not allowed."""
     floor, difference = rules.accuracy.floor, rules.accuracy.difference
     return [
-        (f"{place}time.margin", rules.time.margin, 0.0, 1.0),
+        (f"{place}device_time.margin", rules.device_time.margin, 0.0, 1.0),
+        (f"{place}time.margin", 0.0 if rules.time.margin is None else rules.time.margin, 0.0, 1.0),
         (f"{place}time.absolute_s", rules.time.absolute_s, 0.0, math.inf),
         (f"{place}accuracy.margin", rules.accuracy.margin, 0.0, 1.0),
         (f"{place}accuracy.floor", 0.0 if floor is None else floor, 0.0, 1.0 + 1e-9),
@@ -186,6 +189,15 @@ def _bounded(place: str, rules: Rules) -> list[tuple[str, float, float, float]]:
         (f"{place}memory.absolute_bytes", rules.memory.absolute_bytes, 0.0, math.inf),
         (f"{place}memory.used_margin", rules.memory.used_margin, 0.0, 1.0),
     ]
+
+
+def _bounded_noise(policy: Policy) -> list[tuple[str, float, float, float]]:
+    """Return the numbers of the noise regimes likewise."""
+    found = []
+    for regime in REGIMES:
+        prior = prior_of(regime, policy.noise)
+        found += [(f"noise.{regime}.s0", prior.s0, 1e-6, 2.0), (f"noise.{regime}.df0", prior.df0, 0.5, 1e6)]
+    return found
 
 
 def _pairs(table: Mapping[str, Any]) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.option_values import check_name_is_free
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
@@ -87,7 +87,7 @@ class Trial(NamedTuple):
     nothing_compared: bool
     """True if no gated row could be compared, which prevents the promotion too."""
     measure_noise: bool
-    """True if a time has not enough data and the noise is only assumed, so that a calibration can help."""
+    """True if there is not enough data about a time and no calibration, which could help."""
     begin_again: bool
     """True if the report measured something else, so that no measurement of it can replace the baseline."""
 
@@ -138,7 +138,7 @@ def trial(
     verdicts = judge.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
     failing = worst_first(row for row in verdicts.rows if fails(row, strict))
     nothing_compared = not failing and not verdicts.armed.gated
-    undecided = any(row.metric == "time" and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
+    undecided = any(row.metric in {"device_time", "time"} and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
     other = {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
     return Trial(
         verdicts,

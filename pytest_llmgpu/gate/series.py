@@ -5,28 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import NormalDist
 from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.gate.noise_model import Prior
 from pytest_llmgpu.gate.policy import LoadTimeRule, Rules
+from pytest_llmgpu.gate.time import Name, Samples, Timed
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import MetricName, loads_s
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import percent, plural, signed_percent
 from pytest_llmgpu.report.verdicts import Row, Verdict
 
-__all__ = ["OUT_OF_MEMORY", "Series", "by_series", "series_of", "series_rows", "settled"]
+__all__ = ["OUT_OF_MEMORY", "Series", "by_series", "series_of", "series_rows", "settled", "undecided_load_time"]
 
 OUT_OF_MEMORY = frozenset(("oom", "skipped_after_oom"))
 """Outcomes of a batch size that does not fit."""
-
-_DEVIATION = 0.15
-"""Standard deviation of the logarithm of load times between equal launches.
-
-It was 0.07 to 0.15 in the six reports of 10 to 40 launches under benchmarks/reports.
-"""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -68,52 +63,41 @@ def by_series(results: Sequence[CaseResult]) -> dict[tuple[object, ...], Series]
     return found
 
 
-def series_rows(base: Series, head: Series, rules: Rules) -> Iterator[Row]:
-    """Yield the verdicts on a series that both reports have."""
+def series_rows(base: Series, head: Series, rules: Rules, load: Prior) -> Iterator[Row | Timed]:
+    """Yield the verdicts on a series that both reports have; of the load time, what the verdict needs.
+
+    Args:
+        base: The series of the baseline.
+        head: The series of the candidate.
+        rules: The rules of the series.
+        load: The expected noise of load times.
+    """
     if (row := _largest_batch(base, head, gated=rules.largest_batch.gate)) is not None:
         yield row
-    if (row := _load_time(base, head, rules.load_time)) is not None:
-        yield row
+    if (timed := _load_times(base, head, rules.load_time, load)) is not None:
+        yield timed
 
 
-def _load_time(base: Series, head: Series, rule: LoadTimeRule) -> Row | None:
-    """Judge the time to load the model; None where a report lacks it, or too few launches decide and it is not gated.
-
-    The ratio of the medians has a 99 % interval from the deviation of equal launches. It has to lie wholly above the
-    threshold for REGRESSED and wholly below it for OK.
-    """
+def _load_times(base: Series, head: Series, rule: LoadTimeRule, prior: Prior) -> Timed | None:
+    """Return the times to load the model; None where a report lacks them."""
     then, now = loads_s(base.result), loads_s(head.result)
     if not then or not now:
         return None
-    before, after = statistics.median(then), statistics.median(now)
-    launches, ratio = min(len(then), len(now)), after / before
-    half_width = NormalDist().inv_cdf(0.99) * _DEVIATION * math.sqrt(1 / len(then) + 1 / len(now))
-    low, high = ratio * math.exp(-half_width), ratio * math.exp(half_width)
-    if low > 1 + rule.margin:
-        verdict: Verdict = "REGRESSED"
-    elif high < 1 - rule.margin:
-        verdict = "IMPROVED"
-    elif high <= 1 + rule.margin:
-        verdict = "OK"
-    elif rule.gate or launches > 1:
-        verdict = "NOT_ENOUGH_DATA"
-    else:
-        return None
-    return _row(
-        head,
-        "load_time",
-        verdict,
-        f"Load time {signed_percent(ratio - 1)}, threshold {percent(rule.margin)}: "
-        f"{after:.3g} s, was {before:.3g} s; {plural(launches, 'launch')} in each report.",
+    case = head.result.case
+    return Timed(
+        name=Name(case.series, case.strategy, None, "load_time"),
         gated=rule.gate,
-        base=before,
-        head=after,
-        ratio=ratio,
-        low=low,
-        high=high,
+        ranks=[Samples(list(map(math.log, then)), list(map(math.log, now)))],
+        seconds=[(statistics.geometric_mean(then), statistics.geometric_mean(now))],
+        prior=prior,
         threshold=rule.margin,
-        n=launches,
+        spread=noise_regime.largest_spread("load"),
     )
+
+
+def undecided_load_time(row: Row) -> bool:
+    """Return whether a row has too few launches to decide about a load time that is not gated: it is not shown."""
+    return row.metric == "load_time" and not row.gated and row.n == 1 and row.verdict == "NOT_ENOUGH_DATA"
 
 
 def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:

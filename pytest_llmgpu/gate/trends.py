@@ -14,10 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate import judge, promotion
+from pytest_llmgpu.gate import calibration, judge, promotion
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.timing import calibration_file
-from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import file as reports
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
 from pytest_llmgpu.report.report import Report
@@ -158,7 +157,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
         for place in shown
     ]
-    noise = calibration_file.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
+    noise = calibration.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
     rows = [_rows(map(load, reversed(range(place))), load(place), noise) for place in shown]
     cases = [{_identity(result): result for result in load(place).cases} for place in shown]
     found = []

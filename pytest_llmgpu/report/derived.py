@@ -16,6 +16,7 @@ __all__ = [
     "LOGLIKELIHOOD_TOLERANCES",
     "decode",
     "derive",
+    "device_times_s",
     "encode",
     "explained",
     "inference_s",
@@ -43,6 +44,13 @@ _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 def inference_s(launch: Launch) -> float:
     """Return the sum of the batch latencies of a launch."""
     return math.fsum(launch.batches.latency_s)
+
+
+def device_times_s(launch: Launch) -> list[float] | None:
+    """Return the device time of each rank, the median over the work passes; None if a rank has none."""
+    ranks = launch.work.ranks if launch.work is not None else []
+    times = [statistics.median(rank.device_time_s) for rank in ranks if rank.device_time_s]
+    return times if times and len(times) == len(ranks) and min(times) > 0 else None
 
 
 def peaks_bytes(result: CaseResult) -> list[int]:

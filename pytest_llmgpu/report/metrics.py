@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from pytest_llmgpu.report.derived import inference_s, peaks_bytes
+from pytest_llmgpu.report.derived import device_times_s, inference_s, peaks_bytes
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.work import Work
@@ -154,6 +154,11 @@ def launches_s(result: CaseResult) -> list[float]:
 def loads_s(result: CaseResult) -> list[float]:
     """Return the seconds from the start of the processes to a loaded model, for each launch that has them."""
     return [launch.load_s for launch in result.launches if launch.load_s]
+
+
+def _devices_s(result: CaseResult) -> list[float]:
+    """Return the device time of the slowest rank, for each launch that has it."""
+    return [max(times) for launch in result.launches if (times := device_times_s(launch))]
 
 
 def _timed(result: CaseResult) -> list[Launch]:
@@ -302,9 +307,22 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read memory by batch size below: which part of it grew.",
     ),
     MetricSpec(
+        name="device_time",
+        kind="quiet",
+        threshold=0.01,
+        unit="s",
+        written=_seconds,
+        next_step="Read which kernels became slower: `work.ranks` of both reports.",
+        figure=lambda result: _figure("s", statistics.median(times), times) if (times := _devices_s(result)) else None,
+        exported=Exported(column="device_time_s", label="device time", measure="device-time", measure_scale=1e9),
+        trended=Trended(
+            name="device_time", title="device time of a work pass (s)", judged_by=("outcome", "device_time")
+        ),
+    ),
+    MetricSpec(
         name="time",
         kind="noisy",
-        threshold=0.02,
+        threshold=0.04,
         unit="s",
         written=_seconds,
         next_step="Read what changed between the two commits, and the ratios below: one batch size or all of them.",

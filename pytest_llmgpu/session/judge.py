@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pytest_llmgpu.gate import calibration, policy_file
 from pytest_llmgpu.gate import judge as gate
-from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy, switched
-from pytest_llmgpu.gate.timing import calibration_file
-from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
@@ -86,8 +85,6 @@ class Judge:
         """The baseline; None where there is none."""
         self._source: Source | None = None
         self._noise: Calibration | None = None
-        self._noise_in_words = ""
-        self._left_out = ""
         self._why: str | None = None
         """The reason why there is no baseline, where the policy allows that."""
         self._verdicts: Verdicts | None = None
@@ -107,9 +104,9 @@ class Judge:
             ValueError: There is no baseline although one is needed, it is no report, or the calibration is invalid.
         """
         identity = _report_of(machine)
-        source = (self._storage_path, identity, self._calibration_path)
-        self._noise = calibration_file.in_force(*source, repository=self._rootdir)
-        self._noise_in_words = calibration_file.in_words(*source, repository=self._rootdir)
+        self._noise = calibration.in_force(
+            self._storage_path, identity, self._calibration_path, repository=self._rootdir
+        )
         try:
             self._source = references.resolve(
                 self._named(), self._storage_path, machine=store.hardware(identity), repository=self._rootdir
@@ -140,7 +137,6 @@ class Judge:
             calibration=self._noise,
             baseline=self._baseline(),
         )
-        self._left_out = calibration_file.left_out(self._noise, report)
         return self._verdicts
 
     def ruling(self, nodeid: str | None) -> Ruling:
@@ -161,8 +157,8 @@ class Judge:
         if self._verdicts is not None:
             lines.append(verdict_tables.table(self._verdicts))
             if self._verdicts.baseline is not None:
-                judged_by = (self._noise_in_words, self._left_out, self._policy_in_words)
-                lines.append("\n".join(filter(None, judged_by)))
+                noise = calibration.in_words(self._noise, self._calibration_path)
+                lines.append(f"{noise}\n{self._policy_in_words}")
             lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
         return "\n\n".join(lines)
 

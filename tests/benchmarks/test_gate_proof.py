@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +15,13 @@ import msgspec
 import pytest
 from support.judged_reports import on_h200, timed
 
-from pytest_llmgpu.analysis import launch_merging
+from pytest_llmgpu.gate import calibration
 from pytest_llmgpu.gate import judge as gate
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Verdict, Verdicts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -33,156 +33,46 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return importlib.import_module
 
 
-@pytest.fixture
-def resample(script: Callable[[str], ModuleType]) -> ModuleType:
-    """Import resample.py."""
-    return script("resample")
+def launches(name: str, count: int) -> list[Report]:
+    """Return reports of the launches of a recorded case, a number of launches in each."""
+    whole = file.load(BENCHMARKS / "reports" / f"{name}.json.gz")
+    (result,) = whole.cases
+    found = []
+    for start in range(0, len(result.launches), count):
+        part = msgspec.structs.replace(result, launches=result.launches[start : start + count])
+        derive(part)
+        found.append(msgspec.structs.replace(whole, cases=[part]))
+    return found
 
 
-def recorded(sd: float, launches: int = 40) -> Report:
-    """Return a report of one case whose launches have this standard deviation."""
-    chance = random.Random(1)
-    return on_h200([timed(*(1 + chance.gauss(0, sd) for _ in range(launches)))])
-
-
-def test_quiet_launches_keep_the_promises_of_the_gate(resample: ModuleType) -> None:
-    """No false alarm, and threshold + 2 points is found with the minimum launches required."""
-    found = resample.study(recorded(0.002), [1], trials=40, calibrating=10, seed=0)
-    assert found["slowdown"] == pytest.approx(0.04)
-    assert found["launches_asked_for"] == 5
-    last = found["trials"][-1]
-    assert last["same"]["trials_regressed"] == 0
-    assert last["slower"]["rows_regressed"] >= 0.95
-    assert found["checks"] == {"no_false_alarms": True, "slower_is_never_ok": True, "launches_asked_for_show_it": True}
-    assert found["ok"]
-
-
-def test_recorded_slower_launches_are_drawn_from(resample: ModuleType) -> None:
-    """A recorded fault of 10 % is found with the minimum launches required; one of 0 % is not."""
-    quiet, slow = recorded(0.002), recorded(0.002)
-    for launch in slow.cases[0].launches:
-        launch.batches.latency_s = [1.1 * each for each in launch.batches.latency_s]
-    found = resample.study(quiet, [1], trials=20, calibrating=10, seed=0, slower=slow, fault=0.1)
-    assert (found["slowdown"], found["launches_asked_for"]) == (0.1, 5)
-    assert found["trials"][-1]["slower"]["rows_regressed"] == 1
-    same = resample.study(quiet, [1], trials=20, calibrating=10, seed=0, slower=quiet, fault=0.1)
-    assert same["trials"][-1]["slower"]["rows_regressed"] == 0
-
-
-def test_no_more_slower_launches_are_drawn_than_there_are(resample: ModuleType) -> None:
-    """The launches with the fault may be fewer than those without it."""
-    found = resample.study(recorded(0.002), [1, 3, 5], trials=2, calibrating=10, seed=0, slower=recorded(0.002, 3))
-    assert found["most_launches_a_side"] == 3
-    assert [one["launches"] for one in found["trials"]] == [1, 3]
-
-
-def test_some_cases_can_be_chosen(resample: ModuleType) -> None:
-    """A case that does not exist is refused."""
-    both = on_h200([timed(1.0), timed(1.0, batch_size=2)])
-    assert [result.id for result in resample.chosen(both, ["mp-bs2"]).cases] == ["mp-bs2"]
-    assert resample.chosen(both, None).cases == both.cases
-    with pytest.raises(SystemExit, match="has no mp-bs4"):
-        resample.chosen(both, ["mp-bs2", "mp-bs4"])
-
-
-def test_a_change_within_the_noise_has_not_enough_data(resample: ModuleType) -> None:
-    """The minimum launches required are more than there are; fewer launches are never OK."""
-    found = resample.study(recorded(0.04), [1, 3], trials=20, calibrating=10, seed=0)
-    assert found["launches_asked_for"] > found["most_launches_a_side"] == 15
-    assert [one["launches"] for one in found["trials"]] == [1, 3]
-    assert found["checks"]["launches_asked_for_show_it"] is None
-    assert all(one["slower"]["rows"]["NOT_ENOUGH_DATA"] for one in found["trials"])
-
-
-@pytest.mark.parametrize(("verdict", "broken"), [("REGRESSED", "no_false_alarms"), ("OK", "slower_is_never_ok")])
-def test_a_gate_with_a_constant_verdict_fails_the_proof(
-    resample: ModuleType, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, broken: str
-) -> None:
-    """This holds for both verdicts."""
-
-    def judge(base: Report, head: Report, *arguments: object, **named: object) -> Verdicts:
-        found = gate_judge(base, head, *arguments, **named)  # type: ignore[arg-type]
-        return msgspec.structs.replace(
-            found, rows=[msgspec.structs.replace(row, verdict=verdict) for row in found.rows]
-        )
-
-    gate_judge = gate.judge
-    monkeypatch.setattr(gate, "judge", judge)
-    found = resample.study(recorded(0.002), [1], trials=5, calibrating=10, seed=0)
-    assert found["checks"][broken] is False
-    assert not found["ok"]
-
-
-def test_calibration_is_that_of_the_command(resample: ModuleType) -> None:
-    """Its noise is that of the drawn launches."""
-    noise = resample.calibrated(recorded(0.01), range(10))
-    assert isinstance(noise, Calibration)
-    [sd] = noise.sd.values()
-    assert 0.005 < sd < 0.03
-
-
-def test_the_recorded_launches_are_complete(resample: ModuleType) -> None:
-    """There are forty launches of every case of the main job on a CPU, each with its batches."""
-    path = BENCHMARKS / "reports" / "launches-cpu.json.gz"
-    found = file.load(path)
-    cases = resample.completed(found)
-    assert [result.case.batch_size for result in cases] == [1, 2, 4, 8, 16, 32, 64]
-    assert {len(result.launches) for result in cases} == {40}
-    few = resample.part(found, [0, 1])
-    assert all(result.inference_s is not None for result in few.cases)
-
-
-def test_launches_of_a_busy_gpu_keep_the_promises_of_the_gate(resample: ModuleType) -> None:
-    """With real launches of an H200 at batch size 32 a change of 4 % is found, and the same program is OK.
-
-    Batch size 2, which waits for the CPU, has not enough data.
-    """
-    found = file.load(BENCHMARKS / "reports" / "launches-gpu-2.json.gz")
-    assert {len(result.launches) for result in found.cases} == {20}
-    busy = resample.study(resample.chosen(found, ["mp-bs32"]), [], trials=40, calibrating=10, seed=0)
-    assert busy["launches_asked_for"] == busy["trials"][0]["launches"] == 5
-    assert all(busy["checks"].values())
-    assert busy["trials"][0]["same"]["rows"] == {"OK": 40}
-    waiting = resample.study(resample.chosen(found, ["mp-bs2"]), [3], trials=40, calibrating=10, seed=0)
-    assert waiting["launches_asked_for"] is None
-    assert waiting["ok"]
-    noise = resample.calibrated(found, range(10))
-    quiet, *loud = sorted(noise.of(result.key) for result in found.cases)
-    assert quiet < min(loud) / 4, "a case that is significantly quieter has a smaller noise estimate"
-
-
-def test_two_sessions_are_merged(resample: ModuleType) -> None:
-    """Launches of two machines of a kind are given as several reports of one command."""
-    paths = [BENCHMARKS / "reports" / f"launches-gpu-{number}.json.gz" for number in (1, 2)]
-    both = launch_merging.merge([file.load(path) for path in paths])
-    found = resample.study(both, [10], trials=20, calibrating=10, seed=0)
-    assert (found["launches_recorded"], found["cases"]) == (39, 3)
-    assert found["checks"]["slower_is_never_ok"]
-    assert found["trials"][0]["slower"]["rows_regressed"] < 0.2, "two machines differ by more than the launches of one"
-
-
-def test_the_recorded_proof_is_judged_the_same(resample: ModuleType, script: Callable[[str], ModuleType]) -> None:
+@pytest.mark.slow
+def test_the_recorded_proof_is_judged_the_same(script: Callable[[str], ModuleType]) -> None:
     """In 20 rounds of launches on four H200 a strategy that sleeps 10 % is REGRESSED in each, the same one in none."""
-    sides = ("calibrating", "without", "with")
-    found = {side: file.load(BENCHMARKS / "reports" / f"slow-gpu-2-{side}.json.gz") for side in sides}
-    noise = resample.calibrated(found["calibrating"], range(10))
-    launches = resample.asked_for(found["calibrating"], Policy(), noise, slowdown=0.1)
-    assert [len(found[side].cases[0].launches) for side in sides] == [10, 20 * launches, 20 * launches]
-    without, slower = (
-        [resample.part(found[side], range(launches * n, launches * (n + 1))) for n in range(20)] for side in sides[1:]
-    )
+    end_to_end = script("end_to_end")
+    calibrating = file.load(BENCHMARKS / "reports" / "slow-gpu-2-calibrating.json.gz")
+    noise = Calibration(cases=calibration.measure(calibrating).cases)
+    needed = end_to_end.launches_needed(calibrating, noise, 0.1)
+    assert needed == 7
+    without, slower = (launches(f"slow-gpu-2-{side}", 5) for side in ("without", "with"))
+    assert len(without) == len(slower) == 20
 
     def time_verdict(base: Report, head: Report) -> str:
         # Only the first launch has its answers: only its round has a verdict of accuracy.
-        found_verdicts = gate.judge(base, head, Policy(), today=resample.TODAY, calibration=noise)
-        [row] = [row for row in found_verdicts.rows if row.metric == "time"]
+        found = gate.judge(base, head, Policy(), today=datetime.date(2026, 1, 1), calibration=noise)
+        [row] = [row for row in found.rows if row.metric == "time"]
         return row.verdict
 
     assert [time_verdict(base, head) for base, head in zip(without, slower, strict=True)] == ["REGRESSED"] * 20
-    following = script("end_to_end").following
-    alike = Counter(time_verdict(base, without[following(n, 20, 4)]) for n, base in enumerate(without))
+    alike = Counter(time_verdict(base, without[end_to_end.following(n, 20, 4)]) for n, base in enumerate(without))
     assert set(alike) <= {"OK", "NOT_ENOUGH_DATA"}
     assert alike["OK"] >= 10, "a false alarm is not hidden by noise"
+
+
+def test_the_recorded_launches_are_complete() -> None:
+    """There are forty launches of every case of the main job on a CPU, each with its batches."""
+    found = file.load(BENCHMARKS / "reports" / "launches-cpu.json.gz")
+    assert [result.case.batch_size for result in found.cases] == [1, 2, 4, 8, 16, 32, 64]
+    assert {len(result.launches) for result in found.cases} == {40}
 
 
 def test_an_interrupted_run_continues(

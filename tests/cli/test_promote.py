@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 from support.judged_reports import on_h200, timed
+from support.quiet_policy import calibrated
 from support.report_factory import make_failed
 from support.stored_reports import H200, gpus
 from support.verdict_factory import make_invalid
 
 from pytest_llmgpu.cli import main
+from pytest_llmgpu.gate.calibration import default_path, dump
 from pytest_llmgpu.gate.promotion import NAME
-from pytest_llmgpu.gate.timing.calibration import Measured, Noise
-from pytest_llmgpu.gate.timing.calibration_file import default_path, dump
 from pytest_llmgpu.report.file import dump as write
 from pytest_llmgpu.report.file import load
 from pytest_llmgpu.report.machine import Commit
@@ -28,9 +28,12 @@ TARGET = Path("benchmarks/baseline.json.gz")
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in an empty folder on a calibrated machine, where one launch suffices."""
     monkeypatch.chdir(tmp_path)
-    keys = [timed(batch_size=size).key for size in (1, 2)]
-    quiet = {key: Noise(id="x", sd=0.0005, launches=10) for key in keys}
-    dump(Measured(machine=H200, time=quiet), default_path(Path(".llmgpu"), H200))
+    _calibrate(0.001)
+
+
+def _calibrate(sd: float) -> None:
+    cases = [timed(batch_size=size) for size in (1, 2)]
+    dump(calibrated(H200, *cases, sd=sd), default_path(Path(".llmgpu"), H200))
 
 
 def _promote(report: Report, *arguments: str) -> int:
@@ -121,7 +124,6 @@ def test_a_baseline_may_have_a_case_that_ran_out_of_memory() -> None:
     ("head", "reason"),
     [
         ([timed(1.1)], "REGRESSED: mp-bs1 time"),
-        ([timed(1.02)], "NOT_ENOUGH_DATA: mp-bs1 time"),
         ([timed(calls=65)], "REGRESSED: mp-bs1 traffic"),
         ([make_failed("oom")], "CAPACITY_REGRESSED: mp-bs1 outcome"),
         ([timed(dtype="float32")], "NOT_COMPARABLE: mp-bs1 outcome"),
@@ -141,15 +143,16 @@ def test_a_report_worse_than_the_baseline_is_refused(
 
 
 def test_an_undecided_report_is_refused_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    """The remedy is more launches, or a calibration if the noise is assumed."""
+    """The remedy is more launches, or a calibration if there is none."""
     _to_file(on_h200())
+    _calibrate(0.02)
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "NOT_ENOUGH_DATA: mp-bs1 time" in line
     default_path(Path(".llmgpu"), H200).unlink()
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     objection, remedy = capsys.readouterr().err.splitlines()
-    assert "Noise assumed" in objection
+    assert "NOT_ENOUGH_DATA: mp-bs1 time" in objection
     assert "llmgpu calibrate" in remedy
 
 

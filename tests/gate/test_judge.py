@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
+from support.quiet_policy import with_noise
 from support.report_factory import make_answers, make_failed, make_memory, make_report, make_work
 from support.verdict_factory import make_invalid, make_traffic, with_launches
 
@@ -18,7 +19,6 @@ from pytest_llmgpu.gate.classify import exit_status, fails
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
-from pytest_llmgpu.gate.timing.calibration import Calibration
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, Session
@@ -26,7 +26,7 @@ from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Verdicts, worst_first
 
 TODAY = datetime.date(2026, 6, 1)
-QUIET = Calibration(typical=0.001)
+QUIET = with_noise()
 
 
 def _full(
@@ -41,9 +41,11 @@ def _full(
     return result
 
 
-def _judge(base: Sequence[CaseResult] | None, head: Sequence[CaseResult], policy: Policy | None = None) -> Verdicts:
+def _judge(
+    base: Sequence[CaseResult] | None, head: Sequence[CaseResult], policy: Policy | None = None, *, s0: float = 0.001
+) -> Verdicts:
     before = None if base is None else make_report(base)
-    return judge(before, make_report(head), policy or Policy(), today=TODAY, calibration=QUIET)
+    return judge(before, make_report(head), with_noise(s0, policy), today=TODAY)
 
 
 def _said(verdicts: Verdicts) -> dict[str, str]:
@@ -62,9 +64,9 @@ def _known(case: str, metric: MetricName) -> Known:
 def test_equal_reports_are_ok_in_every_metric() -> None:
     """Each metric was compared, and the exit status is 0."""
     found = _judge([_full()], [_full()])
-    metrics = ("time", "accuracy", "predictions", "flops", "host_syncs", "traffic", "path", "memory")
+    metrics = ("device_time", "time", "accuracy", "predictions", "flops", "host_syncs", "traffic", "path", "memory")
     assert _said(found) == dict.fromkeys(metrics, "OK")
-    assert (found.armed.compared, found.armed.gated, found.armed.unarmed) == (8, 7, {})
+    assert (found.armed.compared, found.armed.gated, found.armed.unarmed) == (9, 8, {})
     assert exit_status(found, Policy()) == 0
 
 
@@ -141,7 +143,7 @@ def test_a_case_that_is_gone_is_missing() -> None:
     head.session = Session(deselected=["benchmarks/test_a.py::test_other[mp-bs1]"])
     assert judge(make_report(base), head, Policy(), today=TODAY).rows[-1].verdict == "MISSING"
     head.session = Session(deselected=[base[1].nodeid or ""])
-    left_out = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
+    left_out = judge(make_report(base), head, QUIET, today=TODAY)
     assert {row.id for row in left_out.rows} == {"mp-bs1", "mp"}
     assert left_out.armed.unarmed == {"deselected in this run": 1}
     assert exit_status(left_out, Policy(require_armed=True)) == 0
@@ -163,11 +165,11 @@ def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
     base = [_full(), _full(strategy="tp")]
     head = make_report(base[:1])
     head.session = Session(deselected=["--lf: tests that passed last time"])
-    found = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
+    found = judge(make_report(base), head, QUIET, today=TODAY)
     assert found.armed.unarmed == {"left out: --lf: tests that passed last time": 1}
     assert exit_status(found, Policy()) == 0
     base[1].nodeid = base[0].nodeid
-    found = judge(make_report(base), head, Policy(), today=TODAY, calibration=QUIET)
+    found = judge(make_report(base), head, QUIET, today=TODAY)
     assert [row.verdict for row in found.rows if row.id == "tp-bs1"] == ["MISSING"]
 
 
@@ -208,6 +210,7 @@ def test_nothing_compared_is_not_green() -> None:
     assert (found.armed.compared, found.armed.gated) == (1, 0)
     assert found.armed.unarmed == {
         "accuracy: no items were scored": 1,
+        "device_time: device time was not measured": 1,
         "flops: flops was not measured": 1,
         "host_syncs: host_syncs was not measured": 1,
         "memory: memory was not measured": 1,
@@ -245,7 +248,7 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
 def test_not_enough_data_fails_where_the_policy_says_so() -> None:
     """Exit 3. A case whose time was disturbed shows no slowdown and fails under every policy."""
     strict = Policy(on_inconclusive="fail")
-    close = _judge([_full()], [_full(slower=1.02)], Policy(largest_unseen_slowdown=99))
+    close = _judge([_full()], [_full(slower=1.02)], s0=0.02)
     assert _said(close)["time"] == "NOT_ENOUGH_DATA"
     spoilt = _full()
     make_invalid(spoilt.launches[0], "a stranger's process")
@@ -273,8 +276,8 @@ def test_a_known_regression_passes_until_its_day(prose: Prose) -> None:
 
 def test_a_known_regression_that_noise_hides_is_known() -> None:
     """It does not fail a strict gate, and no warning asks to remove the entry."""
-    policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time")])
-    found = _judge([_full()], [_full(slower=1.02)], policy)
+    policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time"), _known("mp-bs1", "device_time")])
+    found = _judge([_full()], [_full(slower=1.02)], policy, s0=0.02)
     assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("NOT_ENOUGH_DATA", "bug 7")]
     assert (exit_status(found, policy), found.warnings) == (0, [])
 
@@ -335,7 +338,7 @@ def test_other_software_is_named_where_something_changed(prose: Prose) -> None:
     """In the warnings once, and as the second line of what it may explain."""
     base, head = make_report([_full()]), make_report([_full(1.5)])
     base.environment = msgspec.structs.replace(base.environment, driver="570")
-    found = judge(base, head, Policy(), today=TODAY, calibration=QUIET)
+    found = judge(base, head, QUIET, today=TODAY)
     assert prose == "\n".join(found.warnings)
     time = next(row for row in found.rows if row.metric == "time")
     assert time.reason.splitlines()[-1:] == ["Also changed: driver 570 -> none."]
@@ -398,7 +401,7 @@ def test_the_same_reports_give_the_same_bytes() -> None:
 
 def test_the_worst_comes_first() -> None:
     """By severity, then by metric; what cannot fail the gate last, be it known or only reported."""
-    rows = judge(_random_report(1), _random_report(2), Policy(), today=TODAY, calibration=QUIET).rows
+    rows = judge(_random_report(1), _random_report(2), QUIET, today=TODAY).rows
     gated = [row for row in rows if row.gated]
     known = msgspec.structs.replace(gated[0], verdict="FAILED", known="bug 7")
     told = msgspec.structs.replace(gated[0], verdict="REGRESSED", gated=False)
@@ -414,13 +417,14 @@ def test_judging_needs_no_heavy_library() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
-        "import pytest_llmgpu.gate.judge, pytest_llmgpu.gate.policy_file, pytest_llmgpu.gate.timing.verdicts as t\n"
+        "import pytest_llmgpu.gate.judge, pytest_llmgpu.gate.policy_file, pytest_llmgpu.gate.time\n"
         "from pytest_llmgpu.gate.stats.distributions import net_loss\n"
-        "from pytest_llmgpu.gate.stats.intervals import launches_needed\n"
-        "print(launches_needed(0.04, 0.02, 0.01, 0.95), *net_loss(60, 50, 1000, 0.95))\n"
+        "from pytest_llmgpu.gate.noise_model import launches_needed, prior_of\n"
+        "needed = launches_needed(prior_of('eager_device'), slowdown=0.06, threshold=0.04)\n"
+        "print(needed, *net_loss(60, 50, 1000, 0.95))\n"
     )
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert answer.startswith("8 -0.0")
+    assert answer.startswith("2 -0.0"), answer
 
 
 _HELD_DOWN = "throttled by power or heat: GPU 0 for 90.0 % of the time"

@@ -4,9 +4,12 @@ import msgspec
 import pytest
 from support.report_factory import make_failed, make_result
 
-from pytest_llmgpu.gate.policy import LoadTimeRule, Policy
-from pytest_llmgpu.gate.series import by_series, series_of, series_rows, settled
+from pytest_llmgpu.gate.noise_model import prior_of
+from pytest_llmgpu.gate.policy import LoadTimeRule, Policy, Rules
+from pytest_llmgpu.gate.series import Series, by_series, series_of, series_rows, settled, undecided_load_time
+from pytest_llmgpu.gate.time import Timed, rows
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row
 
 TEST = "benchmarks/test_a.py::test_b[mp-bs64]"
 
@@ -25,6 +28,13 @@ def _loaded(batch_size: int, times_s: list[float]) -> CaseResult:
     (launch,) = result.launches
     result.launches = [msgspec.structs.replace(launch, load_s=load_s) for load_s in times_s]
     return result
+
+
+def _rows(base: Series, head: Series, rules: Rules) -> list[Row]:
+    """Return the rows of a series as the gate shows them."""
+    found = list(series_rows(base, head, rules, prior_of("load")))
+    judged = rows([one for one in found if isinstance(one, Timed)], 0.99, "")
+    return [row for row in (*(one for one in found if isinstance(one, Row)), *judged) if not undecided_load_time(row)]
 
 
 def test_a_series_is_what_the_case_says_it_is() -> None:
@@ -57,7 +67,7 @@ def test_the_largest_batch_that_fits(
 ) -> None:
     """Only what one side fitted and the other ran out of memory at is a change."""
     (then,), (now,) = by_series(_series(*base)).values(), by_series(_series(*head)).values()
-    (row,) = (row for row in series_rows(then, now, Policy()) if row.metric == "largest_batch")
+    (row,) = (row for row in _rows(then, now, Policy()) if row.metric == "largest_batch")
     assert (row.verdict, row.metric, row.id) == (verdict, "largest_batch", "mp")
     assert row.key == now.result.case.series
 
@@ -65,7 +75,7 @@ def test_the_largest_batch_that_fits(
 def test_no_limit_no_row() -> None:
     """Where nothing was out of memory the largest batch is not known."""
     (then,), (now,) = by_series(_series([64], [])).values(), by_series(_series([32], [])).values()
-    assert "largest_batch" not in {row.metric for row in series_rows(then, now, Policy())}
+    assert "largest_batch" not in {row.metric for row in _rows(then, now, Policy())}
 
 
 def test_a_probe_needs_no_second_one() -> None:
@@ -84,7 +94,7 @@ def test_a_probe_needs_no_second_one() -> None:
 @pytest.mark.parametrize(
     ("base", "head", "verdict"),
     [
-        ([10.0] * 5, [10.0] * 5, "OK"),
+        ([10.0] * 9, [10.0] * 9, "OK"),
         ([10.0] * 5, [20.0] * 5, "REGRESSED"),
         ([20.0] * 5, [10.0] * 5, "IMPROVED"),
         ([10.0] * 2, [11.0] * 2, "NOT_ENOUGH_DATA"),
@@ -99,7 +109,7 @@ def test_load_time_is_judged_once_per_series(base: list[float], head: list[float
         return [_loaded(size, times) for size in (1, 2)]
 
     (then,), (now,) = by_series(of(base)).values(), by_series(of(head)).values()
-    rows = [row for row in series_rows(then, now, Policy()) if row.metric == "load_time"]
+    rows = [row for row in _rows(then, now, Policy()) if row.metric == "load_time"]
     assert [row.verdict for row in rows] == ([verdict] if verdict else [])
     assert not any(row.gated for row in rows)
 
@@ -108,4 +118,4 @@ def test_a_gated_load_time_states_that_one_launch_decides_nothing() -> None:
     """Where the policy gates it, a lack of launches is a row of its own."""
     (then,), (now,) = by_series([_loaded(1, [10.0])]).values(), by_series([_loaded(1, [11.0])]).values()
     policy = Policy(load_time=LoadTimeRule(gate=True))
-    assert [row.verdict for row in series_rows(then, now, policy)] == ["NOT_ENOUGH_DATA"]
+    assert [row.verdict for row in _rows(then, now, policy)] == ["NOT_ENOUGH_DATA"]

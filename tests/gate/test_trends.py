@@ -16,8 +16,8 @@ from support.verdict_factory import BATCHES, with_launches
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import promotion
-from pytest_llmgpu.gate.timing.calibration import Measured, Noise
-from pytest_llmgpu.gate.timing.calibration_file import default_path, dump
+from pytest_llmgpu.gate.calibration import Measured, Noise, default_path, dump
+from pytest_llmgpu.gate.noise_model import Deviation
 from pytest_llmgpu.gate.trends import Trend, chosen, trends
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.trends import of_trends
@@ -220,7 +220,7 @@ def test_utilisation_is_not_judged() -> None:
 
 
 def test_the_calibration_of_the_machine_is_used() -> None:
-    """One launch is not enough with assumed noise, but with little calibrated noise."""
+    """One launch is not enough with the built-in noise, but with little calibrated noise."""
     for number, level in ((1, 1.0), (2, 1.1)):
         result = with_launches([level], sequences=BATCHES)
         derive(result)
@@ -233,7 +233,8 @@ def test_the_calibration_of_the_machine_is_used() -> None:
     assert marks("time") == [None, None]
     newest = stored(_STORE)[-1]
     key = load(newest.path).cases[0].key
-    measured = Measured(machine=newest.machine, time={key: Noise(id="mp-bs1", sd=0.005, launches=10)})
+    noise = Noise(id="mp-bs1", launches=1000, time=Deviation(sd=0.005, degrees=999))
+    measured = Measured(machine=newest.machine, cases={key: noise})
     dump(measured, default_path(_STORE, newest.machine))
     assert marks("time") == [None, "worse"]
 

@@ -40,6 +40,10 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+_LENIENT = ["--largest-unseen-slowdown=1e10"]
+"""One launch in each report shows no slowdown of 50 %; the tests here are about other things."""
+
+
 def _run(laptop: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
@@ -52,7 +56,7 @@ def reports(tmp_path: Path) -> Path:
     """Return a folder with a baseline and three candidates: an equal one, a slower one, and one with three launches."""
     dump(on_h200(), tmp_path / "base.json.gz")
     dump(on_h200(sha="b" * 40), tmp_path / "good.json")
-    dump(on_h200([timed(4.0)]), tmp_path / "slow.json")
+    dump(on_h200([timed(40.0)]), tmp_path / "slow.json")
     dump(on_h200([timed(1.0, 1.001, 0.999)]), tmp_path / "launches.json")
     return tmp_path
 
@@ -70,10 +74,11 @@ def test_the_gate_gives_the_same_verdicts_as_on_the_measuring_machine(
     head: str, status: int, state: str, laptop: Path, reports: Path
 ) -> None:
     """Exit status and verdicts are equal, and nothing is written to stderr."""
-    done = _run(laptop, reports, "-m", "pytest_llmgpu.cli", "gate", "base.json.gz", head, "--json", "laptop.json")
+    gate = ["gate", "base.json.gz", head, *_LENIENT]
+    done = _run(laptop, reports, "-m", "pytest_llmgpu.cli", *gate, "--json", "laptop.json")
     assert (done.returncode, done.stderr) == (status, "")
     assert done.stdout.splitlines()[-1].startswith(state)
-    command = [sys.executable, "-m", "pytest_llmgpu.cli", "gate", "base.json.gz", head, "--json", "here.json"]
+    command = [sys.executable, "-m", "pytest_llmgpu.cli", *gate, "--json", "here.json"]
     here = subprocess.run(command, check=False, capture_output=True, cwd=reports)
     assert here.returncode == status
     assert (reports / "here.json").read_bytes() == (reports / "laptop.json").read_bytes()
@@ -102,6 +107,6 @@ def test_every_command_for_reports_runs(arguments: list[str], laptop: Path, repo
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads TOML by the package tomli")
 def test_a_policy_is_read(laptop: Path, reports: Path) -> None:
     """TOML is read without another package."""
-    (reports / "pyproject.toml").write_text("[tool.llmgpu.gate]\ntime.margin = 0.9\n")
-    done = _run(laptop, reports, "-m", "pytest_llmgpu.cli", "gate", "base.json.gz", "slow.json")
+    (reports / "pyproject.toml").write_text("[tool.llmgpu.gate]\ntime.absolute_s = 1e9\n")
+    done = _run(laptop, reports, "-m", "pytest_llmgpu.cli", "gate", "base.json.gz", "slow.json", *_LENIENT)
     assert (done.returncode, done.stderr) == (0, "")

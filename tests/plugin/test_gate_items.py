@@ -48,7 +48,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
             "mp-bs4: time REGRESSED: Time +300.0 % *",
             "*mp-bs4*time*REGRESSED*",
-            "noise: at most 20 % assumed, less with at least five launches in each report (llmgpu calibrate)",
+            "noise: built-in priors of each regime and these launches; llmgpu calibrate adds launches",
             "policy: built-in",
             "REGRESSED: 1 row of 1 case fails the gate",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
@@ -134,7 +134,7 @@ def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pyt
     """A policy has thresholds per pytest marker, since the report has the markers of each test."""
     pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
     pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
-    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { margin = 0.9 }\n')
+    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { absolute_s = 200 }\n')
     runs.seconds = _slower
     assert runs(_COMPARE).ret == 1
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0

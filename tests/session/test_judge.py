@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.quiet_policy import calibrated
 from support.report_factory import make_report, make_result
 
-from pytest_llmgpu.gate.timing import calibration_file
-from pytest_llmgpu.gate.timing.calibration import Measured, Noise
+from pytest_llmgpu.gate import calibration
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
@@ -174,17 +174,13 @@ def test_a_broken_baseline_is_refused(tmp_path: Path, machine: Machine, referenc
 def test_the_calibration_of_this_machine_is_used(tmp_path: Path, machine: Machine) -> None:
     """The file of `llmgpu calibrate` is read before the run, and refused if it is broken."""
     store.save(_on("Xeon", _result()), tmp_path / "store", "main")
-    path = calibration_file.default_path(tmp_path / "store", "CPU-Xeon")
-    noise = Noise(id="mp-bs1", sd=0.001, launches=40)
-    calibration_file.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), path)
+    path = calibration.default_path(tmp_path / "store", "CPU-Xeon")
+    calibration.dump(calibrated("CPU-Xeon", _result()), path)
     judge = _judge(tmp_path, "main")
     judge.find_baseline(machine)
     (time,) = [row for row in judge.judge(_on("Xeon", _result())).rows if row.metric == "time"]
     assert time.verdict == "OK"
-    assert "\nnoise: calibration.json, 40 launches\n" in judge.summary()
-    assert "not calibrated" not in judge.summary()
-    judge.judge(_on("Xeon", _result(), _result(batch_size=2)))
-    assert "\nnot calibrated: 1 case, at most 20 % assumed\npolicy: " in judge.summary()
+    assert "\nnoise: calibration.json, 10,000 launches\n" in judge.summary()
     path.write_text("{")
     with pytest.raises(ValueError, match=r"calibration .*calibration\.json: "):
         _judge(tmp_path, "main").find_baseline(machine)
@@ -193,8 +189,7 @@ def test_the_calibration_of_this_machine_is_used(tmp_path: Path, machine: Machin
 def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Machine) -> None:
     """A change under test cannot edit them; their names are under the table."""
     store.save(_on("Xeon", _result()), tmp_path / "store", "main")
-    noise = Noise(id="mp-bs1", sd=0.001, launches=40)
-    calibration_file.dump(Measured(machine="CPU-Xeon", time={_result().key: noise}), tmp_path / "noise.json")
+    calibration.dump(calibrated("CPU-Xeon", _result()), tmp_path / "noise.json")
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nrequire_armed = true\n")
     identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
     for arguments in (("init", "-q"), ("add", "noise.json", "pyproject.toml"), ("commit", "-q", "-m", "rules")):
@@ -206,7 +201,7 @@ def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Mach
     judge.find_baseline(machine)
     (time,) = [row for row in judge.judge(_on("Xeon", _result())).rows if row.metric == "time"]
     assert time.verdict == "OK"
-    assert "noise: git:HEAD:noise.json, 40 launches\n" in judge.summary()
+    assert "noise: git:HEAD:noise.json, 10,000 launches\n" in judge.summary()
     assert "\npolicy: git:HEAD:pyproject.toml\n" in judge.summary()
     with pytest.raises(ValueError, match=r"calibration git:HEAD:gone\.json: 'HEAD' has no file"):
         _judge(tmp_path, "main", noise=Path("git:HEAD:gone.json")).find_baseline(machine)

@@ -29,14 +29,3 @@ def noisy(sd: float, launches: int = 10, seed: int = 1, **fields: Any) -> CaseRe
     """Return a completed result whose launches have this standard deviation between their log times."""
     chance = random.Random(seed)
     return with_launches([math.exp(chance.gauss(0, sd)) for _ in range(launches)], **fields)
-
-
-def sessions(days: int, between: float, within: float, launches: int, **fields: Any) -> list[Report]:
-    """Return a report of one case for each day, with these deviations between the days and within one."""
-    chance = random.Random(9)
-    found = []
-    for _ in range(days):
-        day = chance.gauss(0, between)
-        levels = [math.exp(day + chance.gauss(0, within)) for _ in range(launches)]
-        found.append(on_h200(with_launches(levels, **fields)))
-    return found

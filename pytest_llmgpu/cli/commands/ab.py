@@ -137,6 +137,7 @@ class _Job:
             today=today,
             calibration=noise,
             baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
+            in_turn=True,
         )
         file.dump(both.head, self.kept / "head.json.gz")
         return both.head.verdicts

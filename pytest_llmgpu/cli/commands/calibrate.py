@@ -16,15 +16,16 @@ from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.gate.timing.calibration import Measured
+    from pytest_llmgpu.gate.calibration import Measured
+    from pytest_llmgpu.gate.noise_model import Deviation
     from pytest_llmgpu.report.report import Report
 
 __all__ = ["COMMAND"]
 
 _EPILOG = """\
 Use launches of one commit on an idle machine: their differences are noise. The gate reads the result from the store for
-reports of the same machine. Reports of one day are one session. With reports of several days, the noise between
-sessions is estimated too."""
+reports of the same machine and adds these launches to its built-in priors. Reports of one day are one session; only
+differences within a session count."""
 
 _KEPT = "calibrate"
 
@@ -56,7 +57,7 @@ class _Calibrate:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.analysis import launch_merging
-        from pytest_llmgpu.gate.timing import calibration, calibration_file
+        from pytest_llmgpu.gate import calibration
 
         found = _named(arguments) if arguments.launches is None else _launched(arguments)
         report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
@@ -64,40 +65,33 @@ class _Calibrate:
         days = _by_day([one for _, one in found]) if arguments.launches is None else []
         sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
         measured = calibration.measure(*sessions)
-        path = arguments.output or calibration_file.default_path(storage_of(arguments), measured.machine)
+        path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
         try:
             previous = _copied(path)
-            calibration_file.dump(measured, path)
+            calibration.dump(measured, path)
         except OSError as error:
             raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
-        show("\n".join(_text(measured, report, path, previous, several=len(sessions) > 1)))
+        show("\n".join(_text(measured, report, path, previous)))
         return 0
 
 
-def _text(measured: Measured, report: Report, path: Path, previous: Path | None, *, several: bool) -> Iterator[str]:
+def _text(measured: Measured, report: Report, path: Path, previous: Path | None) -> Iterator[str]:
     """Yield the lines on a calibration: its table, its file, and how it could be better."""
     from tabulate import tabulate
 
     from pytest_llmgpu.analysis import launch_findings
-    from pytest_llmgpu.gate.timing import calibration, calibration_file
+    from pytest_llmgpu.gate import calibration
 
-    columns = ["case", "launches", "noise", "used", "sessions", "between sessions", "used"]
-    noises = measured.time.values()
-    rows = [
-        [noise.id, noise.launches, _pct(noise.sd), _pct(noise.cautious), noise.sessions]
-        + ([_pct(noise.session_sd), _pct(noise.cautious_session)] if several else [])
-        for noise in noises
-    ]
-    yield tabulate(rows, columns if several else columns[:5], disable_numparse=True)
+    noises = measured.cases.values()
+    rows = [[noise.id, noise.launches, _pct(noise.device_time), _pct(noise.time)] for noise in noises]
+    yield tabulate(rows, ["case", "launches", "device time", "time"], disable_numparse=True)
     yield ""
     yield f"written: {path}{f' (previous: {previous})' if previous else ''}"
     if far_apart := launch_findings.far_apart(report.cases):
         yield far_apart
-    if not several:
-        yield calibration_file.ONE_SESSION
     if few := sum(noise.launches < calibration.ENOUGH for noise in noises):
         yield f"{plural(few, 'case')} with fewer than {calibration.ENOUGH} launches: add launches for a better estimate"
-    if left := sum(result.key not in measured.time for result in report.cases):
+    if left := sum(result.key not in measured.cases for result in report.cases):
         cases = plural(left, "case")
         yield f"left out: {cases} with fewer than {calibration.LEAST} undisturbed launches of the same batches"
 
@@ -119,8 +113,8 @@ def _by_day(reports: Sequence[Report]) -> list[list[Report]]:
     return list(days.values())
 
 
-def _pct(deviation: float | None) -> str:
-    return "" if deviation is None else f"{100 * deviation:.2g} %"
+def _pct(deviation: Deviation | None) -> str:
+    return "" if deviation is None else f"{100 * deviation.sd:.2g} %"
 
 
 def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
@@ -131,7 +125,7 @@ def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
 def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
     """Run the command as often as --launches says; return each launch's name and report."""
     from pytest_llmgpu.cli import subprocesses
-    from pytest_llmgpu.gate.timing import calibration
+    from pytest_llmgpu.gate import calibration
 
     if arguments.launches < calibration.LEAST:
         raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} launches are needed")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND"]
 
-_NAMES = ("time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
+_NAMES = ("time", "device-time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
 _SHOWN = 3
 """Most reasons per regression."""
 _INDENT = "    "
@@ -48,7 +48,7 @@ class _Selftest:
             metavar="PERCENT",
             type=_percent,
             default=0.05,
-            help="size of the regression of time in percent (default: 5)",
+            help="size of the regressions of time and device time in percent (default: 5)",
         )
         add_rules(parser)
         parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - prints it instead of the text")
@@ -60,7 +60,9 @@ class _Selftest:
         injected = _chosen(arguments.slowdown, arguments.plant)
         report = source(arguments.report, arguments).report()
         today, noise = rules_of(arguments, report)
-        found = selftest.selftest(report, policy, today=today, calibration=noise, injected=injected)
+        found = selftest.selftest(
+            report, policy, today=today, calibration=noise, injected=injected, in_turn=arguments.in_turn
+        )
         data = as_json(found)
         # Before the text is printed, because its reader may close the pipe early.
         if arguments.json not in {None, "-"}:
@@ -112,8 +114,8 @@ def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[
         more = f" and {len(cases) - 1:,} more" if len(cases) > 1 else ""
         yield printable(f"{title}: {cases[0].id}{more}{f', {verdict}' if verdict else ''}")
         yield from (textwrap.indent(textwrap.fill(printable(line), WIDTH), _INDENT) for line in reason.splitlines())
-        if verdict in {"NOT_ENOUGH_DATA", "REGRESSED"} and cases[0].metric == "time":
-            yield f"{_INDENT}{_launches(cases)}{' (noise assumed: llmgpu calibrate)' if assumed else ''}"
+        if verdict in {"NOT_ENOUGH_DATA", "REGRESSED"} and cases[0].metric in {"device_time", "time"}:
+            yield f"{_INDENT}{_launches(cases)}{' (built-in noise: llmgpu calibrate)' if assumed else ''}"
     if len(by_reason) > _SHOWN:
         yield f"{_INDENT}and {len(by_reason) - _SHOWN:,} more reasons: see --json"
 

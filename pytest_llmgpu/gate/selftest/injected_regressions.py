@@ -58,7 +58,7 @@ class Regression(NamedTuple):
 
 
 def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
-    """Return all regressions. The first is a slowdown by a fraction."""
+    """Return all regressions. The first two are slowdowns by a fraction."""
     return (
         Regression(
             "time",
@@ -66,6 +66,14 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
             "time",
             functools.partial(_slower, slowdown),
             slowdown=slowdown,
+        ),
+        Regression(
+            "device-time",
+            f"{100 * slowdown:.3g} % more time in the kernels of every rank",
+            "device_time",
+            functools.partial(_other_work, functools.partial(_slower_kernels, slowdown)),
+            slowdown=slowdown,
+            suits=lambda result, _: _every_rank_has("device_time_s", result),
         ),
         Regression(
             "flops",
@@ -141,6 +149,10 @@ def _one_more_sync(rank: RankWork) -> RankWork:
 
 def _one_more_kernel(rank: RankWork) -> RankWork:
     return msgspec.structs.replace(rank, kernels=(rank.kernels or 0) + 1)
+
+
+def _slower_kernels(slowdown: float, rank: RankWork) -> RankWork:
+    return msgspec.structs.replace(rank, device_time_s=[(1 + slowdown) * one for one in rank.device_time_s or []])
 
 
 def _one_more_collective(result: CaseResult, _: Rules) -> CaseResult | str:

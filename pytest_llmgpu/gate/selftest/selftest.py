@@ -1,7 +1,7 @@
 """The self-test of a gate: regressions are injected into copies of a report, and the gate must detect each of them.
 
 A copy has the noise of its original, so that a regression is easier to detect than in another run. A slowdown therefore
-counts as detected only if the report has enough launches to detect it at their noise with 95 % probability.
+counts as detected only if it is at least the smallest slowdown that the launches of the report show.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.gate import noise_model, policy_file
+from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.selftest.injected_regressions import Regression, regressions
-from pytest_llmgpu.gate.timing import pairing
-from pytest_llmgpu.gate.timing.calibration import Calibration
-from pytest_llmgpu.gate.timing.pairing import Timed
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -44,8 +43,8 @@ class Missed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """The reason why the regression is not detected."""
     launches_needed: int | None = None
-    """Minimum launches required in each report to detect the slowdown with 95 % probability. None above 1,000, and for
-    other regressions."""
+    """Minimum launches required in each report to detect the slowdown with 95 % probability at the expected noise. None
+    above 1,000, where the report has as many, and for other regressions."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +88,7 @@ def selftest(
     today: datetime.date,
     calibration: Calibration | None = None,
     injected: Sequence[Regression] | None = None,
+    in_turn: bool = False,
 ) -> SelfTest:
     """Inject each regression into a copy of a report and compare the copy with the report, which is not changed.
 
@@ -96,13 +96,14 @@ def selftest(
         report: The report of a run.
         policy: The policy of the gate.
         today: The day on which known regressions expire.
-        calibration: Noise between launches on this machine; None: the noise of `assumed_sd`.
+        calibration: Noise between launches on this machine; None: the priors alone.
         injected: The regressions to inject; None: all.
+        in_turn: True if launches of the baseline and of the candidate will alternate.
     """
     noise = calibration or Calibration()
 
     def judged(copy: Report) -> Verdicts:
-        return judge(report, copy, policy, today=today, calibration=noise)
+        return judge(report, copy, policy, today=today, calibration=noise, in_turn=in_turn)
 
     control = judged(report)
     worse = [
@@ -134,22 +135,24 @@ def _trial(
     cases = [copy if isinstance(copy := copies.get(result.id), CaseResult) else result for result in report.cases]
     verdicts = judged(msgspec.structs.replace(report, cases=cases))
     rows = {case: row for row in verdicts.rows if row.metric == regression.metric for case in row.cases or [row.id]}
-    families = Counter(row.gated for row in rows.values() if row.p is not None)
+    families = Counter(row.gated for row in verdicts.rows if row.smallest_seen is not None)
     missed = []
     for result in chosen:
-        copy, row, needed = copies[result.id], rows.get(result.id), None
-        if regression.slowdown is not None and isinstance(copy, CaseResult) and row is not None and row.n is not None:
-            needed = _launches_needed(regression.slowdown, result, copy, policy, noise, families[row.gated])
-        cause = _cause(regression, copy, row, needed, policy)
+        copy, row = copies[result.id], rows.get(result.id)
+        cause = _cause(regression, copy, row, policy)
         if cause is not None:
             compared = row if isinstance(copy, CaseResult) else None
+            needed = None
+            if compared is not None and compared.n is not None and compared.smallest_seen is not None:
+                needed = _launches_needed(regression, result, compared, policy, noise, families[compared.gated])
+                needed = needed if needed is not None and compared.n < needed else None
             missed.append(
                 Missed(
                     id=result.id,
                     metric=regression.metric,
                     verdict=compared.verdict if compared is not None else None,
                     reason=_reason(cause, regression, copy, row),
-                    launches_needed=_recommended(needed, compared.n if compared is not None else None),
+                    launches_needed=needed,
                 )
             )
     return Trial(
@@ -162,22 +165,18 @@ def _trial(
     )
 
 
-def _cause(
-    regression: Regression, copy: CaseResult | str, row: Row | None, needed: int | None, policy: Policy
-) -> _Cause | None:
+def _cause(regression: Regression, copy: CaseResult | str, row: Row | None, policy: Policy) -> _Cause | None:
     """Return why a regression is not detected in a case; None if it is detected."""
     if isinstance(copy, str):
         return "not injected"
     if row is None:
         return "not compared"
-    if not row.gated:
-        return "not gated"
-    if row.known is not None:
-        return "known"
+    if not row.gated or row.known is not None:
+        return "known" if row.gated else "not gated"
     if row.verdict not in WORSE or not fails(row, policy):
         return "not worse"
-    timed = regression.slowdown is not None and row.n is not None
-    return "too few launches" if timed and (needed is None or (row.n or 0) < needed) else None
+    by_chance = regression.slowdown is not None and (row.smallest_seen or 0.0) > regression.slowdown
+    return "too few launches" if by_chance else None
 
 
 def _reason(cause: _Cause, regression: Regression, copy: CaseResult | str, row: Row | None) -> str:
@@ -196,22 +195,20 @@ def _reason(cause: _Cause, regression: Regression, copy: CaseResult | str, row: 
 
 
 def _launches_needed(
-    slowdown: float, result: CaseResult, copy: CaseResult, policy: Policy, noise: Calibration, cases: int
+    regression: Regression, result: CaseResult, row: Row, policy: Policy, noise: Calibration, family: int
 ) -> int | None:
-    """Return how many launches in each report detect a slowdown of a case; None above 1,000."""
-    known = noise.of(result.key), noise.between_sessions(result.key)
-    timed = pairing.timed(result, copy, policy.rules(result).time, *known)
-    assert isinstance(timed, Timed), "the case has a verdict"
-    # One launch can be enough here, because `FEWEST` guards against outliers, which the gate cannot detect.
-    return pairing.launches_for(timed, slowdown, policy.confidence, cases, least=1)
-
-
-def _recommended(needed: int | None, present: int | None) -> int | None:
-    """Return how many launches to measure; None if the report has as many, because something else is missing then."""
-    if needed is None or present is None:
-        return None
-    recommended = max(pairing.FEWEST, needed)
-    return recommended if present < recommended else None
+    """Return how many launches in each report detect a slowdown at the expected noise; None above 1,000."""
+    assert regression.slowdown is not None
+    assert row.threshold is not None
+    device = regression.metric == "device_time"
+    regime = noise_regime.of_device_time(result) if device else noise_regime.of_time(result)
+    return noise_model.launches_needed(
+        noise_model.prior_of(regime, policy.noise).calibrated(noise.of(result.key, regression.metric)),
+        slowdown=regression.slowdown,
+        threshold=row.threshold,
+        family=family,
+        confidence=policy.confidence,
+    )
 
 
 def _suited(regression: Regression, results: Sequence[CaseResult], policy: Policy) -> list[CaseResult]:

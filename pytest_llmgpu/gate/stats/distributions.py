@@ -42,13 +42,13 @@ def beta(x: float, a: float, b: float) -> float:
     return math.exp(scale) / (a * fraction)
 
 
-def t_tail(t: float, degrees: int) -> float:
+def t_tail(t: float, degrees: float) -> float:
     """Return the probability that Student's t exceeds `t`, which is at least 0. Small probabilities are precise too."""
     return beta(degrees / (degrees + t * t), degrees / 2, 0.5) / 2
 
 
 @functools.lru_cache(maxsize=4096)
-def t_quantile(degrees: int, confidence: float) -> float:
+def t_quantile(degrees: float, confidence: float) -> float:
     """Return the quantile of Student's t for a confidence of at least 0.5."""
     most = 1.0
     while t_tail(most, degrees) > 1 - confidence:

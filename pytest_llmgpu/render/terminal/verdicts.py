@@ -10,9 +10,8 @@ import msgspec
 from tabulate import tabulate
 
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
+from pytest_llmgpu.gate.noise_model import POWER
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.stats.intervals import POWER
-from pytest_llmgpu.gate.timing.verdicts import apart
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
 from pytest_llmgpu.report.text import plural, printable, signed_percent
@@ -197,9 +196,6 @@ def _figures(row: Row) -> tuple[str, str, str, str]:
     if row.low is not None and row.high is not None and row.low < row.high:
         interval = f"{signed_percent(row.low - 1).removesuffix(' %')} to {signed_percent(row.high - 1)}"
     change = signed_percent(row.ratio - 1)
-    if row.metric == "time" and row.base and row.head is not None and apart(row.head / row.base, row.ratio):
-        # A few slow batches changed the sum, but not the typical batch. The reason explains it.
-        return was, now, f"{change} per batch", interval
     return was, now, "same" if row.base == row.head else change, interval
 
 
@@ -227,7 +223,7 @@ def _comparisons(verdicts: Verdicts) -> Iterator[str]:
     yield f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated; {missing:,} not compared"
     for reason, count in armed.unarmed.items():
         yield f"{_INDENT}{count:,} x {printable(reason)}"
-    changes = sorted(row.smallest_seen for row in verdicts.rows if row.smallest_seen is not None)
+    changes = sorted(row.smallest_seen for row in verdicts.rows if row.gated and row.smallest_seen is not None)
     if changes:
         least, typical, largest = map(_pct, (changes[0], statistics.median(changes), changes[-1]))
         span = largest if least == largest else f"{least.removesuffix(' %')} to {largest}"

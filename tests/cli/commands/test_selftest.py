@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from support.report_factory import make_answers, make_failed, make_memory, make_report
+from support.quiet_policy import calibrated
+from support.report_factory import make_answers, make_failed, make_memory, make_report, make_work
 from support.verdict_factory import make_traffic, with_launches
 
 from pytest_llmgpu.cli import main, parser
+from pytest_llmgpu.gate import calibration
 from pytest_llmgpu.gate.selftest.injected_regressions import regressions
-from pytest_llmgpu.gate.timing import calibration_file
-from pytest_llmgpu.gate.timing.calibration import Measured, Noise
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import store
@@ -32,27 +32,29 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
         )
         for size in (1, 2)
     ]
+    for result in results:
+        result.launches[0].work = make_work()
     found = make_report(results)
     file.dump(found, Path("report.json"))
     return found
 
 
 def _calibrate(measured: Report, sd: float) -> None:
-    """Write a calibration with so many launches that its noise is used without a surcharge."""
-    noise = {result.key: Noise(id=result.id, sd=sd, launches=1000) for result in measured.cases}
+    """Write a calibration with so many launches that the prior has no weight."""
     machine = store.hardware(measured)
-    calibration_file.dump(
-        Measured(machine=machine, time=noise), calibration_file.default_path(Path(".llmgpu"), machine)
-    )
+    calibration.dump(calibrated(machine, *measured.cases, sd=sd), calibration.default_path(Path(".llmgpu"), machine))
 
 
 def test_a_gate_that_detects_every_regression_is_proven(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
     """The calibration of the machine is read from the store."""
-    _calibrate(measured, 0.002)
+    _calibrate(measured, 0.001)
     assert main(["selftest", "report.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:6]] == [
+    assert [line.split()[0] for line in lines[:9]] == [
         "time",
+        "device-time",
+        "flops",
+        "host-sync",
         "collective",
         "memory",
         "batch-size",
@@ -60,23 +62,23 @@ def test_a_gate_that_detects_every_regression_is_proven(measured: Report, capsys
         "control",
     ]
     assert lines[0].endswith("  detected in 2 cases")
-    assert lines[3].endswith("  detected in 1 case")
-    assert lines[5] == "control     an unchanged copy, 11 rows compared: none is worse"
-    assert lines[6:] == ["", "PROVEN: this policy detects every injected regression in this report"]
+    assert lines[6].endswith("  detected in 1 case")
+    assert lines[8] == "control     an unchanged copy, 17 rows compared: none is worse"
+    assert lines[9:] == ["", "PROVEN: this policy detects every injected regression in this report"]
 
 
 @pytest.mark.usefixtures("measured")
 def test_an_undetected_regression_has_the_number_of_launches_required(capsys: pytest.CaptureFixture[str]) -> None:
-    """With assumed noise, the line also names `llmgpu calibrate`."""
+    """With the built-in noise, the line also names `llmgpu calibrate`."""
     assert main(["selftest", "report.json"]) == 1
     out = capsys.readouterr().out
     assert "NOT DETECTED in 2 of 2 cases" in out.splitlines()[0]
     assert "time is not detected: mp-bs1 and 1 more, NOT_ENOUGH_DATA" in out
-    assert re.search(r"minimum launches required .*: (more than )?[\d,]+ \(noise assumed: llmgpu calibrate\)", out)
-    assert out.endswith("NOT PROVEN: 1 of 5 regressions would pass: time\n")
+    assert re.search(r"minimum launches required .*: (more than )?[\d,]+ \(built-in noise: llmgpu calibrate\)", out)
+    assert out.endswith("NOT PROVEN: 1 of 8 regressions would pass: time\n")
 
 
-def test_a_calibrated_noise_is_not_called_assumed(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibrated_noise_is_not_called_built_in(measured: Report, capsys: pytest.CaptureFixture[str]) -> None:
     """There is no hint to calibrate."""
     _calibrate(measured, 0.02)
     assert main(["selftest", "report.json"]) == 1
@@ -90,8 +92,8 @@ def test_regressions_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     """The size of a slowdown can be chosen too."""
     assert main(["selftest", "report.json", "--plant", "memory", "--plant", "answers"]) == 0
     assert "time" not in capsys.readouterr().out
-    assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "900"]) == 0
-    assert "900 % more time" in capsys.readouterr().out
+    assert main(["selftest", "report.json", "--plant", "time", "--slowdown", "999"]) == 0
+    assert "999 % more time" in capsys.readouterr().out
     for one in regressions():
         assert parser().parse_args(["selftest", "report.json", "--plant", one.name]).plant == [one.name]
 

@@ -229,13 +229,13 @@ def test_the_page_compares_with_a_baseline() -> None:
     """Failing verdicts come first, and the environment has the differing values of the baseline."""
     head, base = paper_report(), paper_report()
     for launch in (launch for result in head.cases[:3] for launch in result.launches):
-        launch.batches.latency_s = [5 * value for value in launch.batches.latency_s]
+        launch.batches.latency_s = [500 * value for value in launch.batches.latency_s]
     base.environment.versions = {"torch": "2.10.0"}
     base.commit = Commit(sha="b" * 40)
-    page = Page(html_report.render(head, base, policy=Policy(largest_unseen_slowdown=99)))
+    page = Page(html_report.render(head, base, policy=Policy(largest_unseen_slowdown=1e6)))
     assert f"Baseline: commit {'b' * 40}." in page.text
     assert "Fails: 3" in page.text
-    assert "REGRESSED time: 3 mp-bs1 Time +400.0 %" in page.text
+    assert "REGRESSED time: 3 mp-bs1 Time +49900.0 %" in page.text
     assert "2.11.0 baseline: 2.10.0" in page.text
     assert page.text.startswith("Fail")
 

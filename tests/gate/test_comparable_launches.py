@@ -1,20 +1,28 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
-from pytest_llmgpu.gate.policy import TimeRule
-from pytest_llmgpu.gate.timing.pairing import Timed, timed
+from pytest_llmgpu.gate.comparable_launches import Refusal, Sides, comparable
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.verdicts import Row
 
 _HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
 
 
-def _compared(base: CaseResult, head: CaseResult) -> Timed:
-    found = timed(base, head, TimeRule(), 0.001)
-    assert isinstance(found, Timed), found
+def _compared(base: CaseResult, head: CaseResult) -> Sides:
+    found = comparable(base, head)
+    assert not isinstance(found, Refusal), found
+    return found
+
+
+def _counts(base: CaseResult, head: CaseResult) -> tuple[int, int]:
+    then, now = _compared(base, head)
+    return len(then), len(now)
+
+
+def _refused(base: CaseResult, head: CaseResult) -> Refusal:
+    found = comparable(base, head)
+    assert isinstance(found, Refusal), found
     return found
 
 
@@ -26,17 +34,14 @@ def test_batches_of_another_plan_are_not_compared() -> None:
     ):
         head = with_launches([1.0, 1.0])
         head.launches[1].plan_sha256 = change["plan_sha256"]
-        row = timed(with_launches([1.0]), head, TimeRule(gate=False), None)
-        assert isinstance(row, Row)
-        assert (row.verdict, row.metric, row.gated) == ("NOT_COMPARABLE", "time", False)
+        row = _refused(with_launches([1.0]), head)
+        assert row.verdict == "NOT_COMPARABLE"
         assert words in row.reason
     head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
-    row = timed(with_launches([1.0]), head, TimeRule(), None)
-    assert isinstance(row, Row)
+    row = _refused(with_launches([1.0]), head)
     assert "The forwards ran as CUDA graphs, the baseline's eagerly" in row.reason
     short = with_latencies([[1.0] * (BATCHES - 1)])
-    row = timed(with_launches([1.0]), short, TimeRule(), None)
-    assert isinstance(row, Row)
+    row = _refused(with_launches([1.0]), short)
     assert "one launch has 19, another 20" in row.reason
 
 
@@ -44,24 +49,21 @@ def test_a_launch_with_evidence_against_it_does_not_count() -> None:
     """The others do; where none is left the time is INVALID, with the evidence, on either side."""
     head = with_launches([1.0, 5.0])
     make_invalid(head.launches[1], "GPU 0 was throttled for 3 s.")
-    assert _compared(with_launches([1.0]), head).launches == (1, 1)
+    assert _counts(with_launches([1.0]), head) == (1, 1)
     make_invalid(head.launches[0], "GPU 0 was throttled for 2 s.")
     for sides in ((with_launches([1.0]), head), (head, with_launches([1.0]))):
-        found = timed(*sides, TimeRule(), None)
-        assert isinstance(found, Row)
+        found = _refused(*sides)
         assert found.verdict == "INVALID"
         assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
-    found = timed(with_launches([1.0]), with_launches([0.0]), TimeRule(), None)
-    assert isinstance(found, Row)
+    found = _refused(with_launches([1.0]), with_launches([0.0]))
     assert found.verdict == "INVALID"
 
 
 def test_a_time_that_is_gone_is_missing() -> None:
     """A case that completed without a timed batch; one that the baseline did not time is nothing to compare."""
-    found = timed(with_launches([1.0]), with_launches([]), TimeRule(), None)
-    assert isinstance(found, Row)
+    found = _refused(with_launches([1.0]), with_launches([]))
     assert found.verdict == "MISSING"
-    assert timed(with_launches([]), with_launches([1.0]), TimeRule(), None) == "no batch of the baseline was timed"
+    assert _refused(with_launches([]), with_launches([1.0])) == (None, "no batch of the baseline was timed")
 
 
 def _held(*launches: tuple[float, bool]) -> CaseResult:
@@ -76,11 +78,9 @@ def test_launches_that_were_free_are_compared_where_the_sides_were_held_down_una
     """Four of five of the candidate by 8 %, and none of the baseline: that is the room's heat, no slowdown."""
     head = _held((1.0, False), *[(1.08, True)] * 4)
     for base in (_held(*[(1.0, False)] * 5), _held((1.0, False), (1.0, False), (1.08, True))):
-        found = _compared(base, head)
-        assert found.launches[1] == 1
-        assert found.left_out == (len(base.launches) - found.launches[0], 4)
-        assert found.change.log_ratio == pytest.approx(0)
-        assert found.head_s == pytest.approx(found.base_s)
+        then, now = _compared(base, head)
+        assert now == head.launches[:1]
+        assert then == [launch for launch in base.launches if launch.profile is None or not launch.profile.invalid]
 
 
 def test_sides_that_were_held_down_alike_are_compared_whole() -> None:
@@ -89,7 +89,7 @@ def test_sides_that_were_held_down_alike_are_compared_whole() -> None:
         (_held((1.0, True), (1.0, True)), _held((1.0, True))),
         (_held((1.0, False), (1.08, True)), _held((1.0, False), (1.08, True), (1.0, False), (1.08, True))),
     ):
-        assert _compared(base, head).launches == (len(base.launches), len(head.launches))
+        assert _counts(base, head) == (len(base.launches), len(head.launches))
 
 
 def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
@@ -98,14 +98,12 @@ def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
     make_invalid(free.launches[0], mhz=1980)
     make_invalid(held.launches[0], _HELD, mhz=1961)
     make_invalid(slow.launches[0], _HELD, mhz=1955)
-    assert _compared(free, held).launches == _compared(held, free).launches == (1, 1)
+    assert _counts(free, held) == _counts(held, free) == (1, 1)
     unknown = with_launches([1.0])
     for sides in ((free, slow), (slow, free), (held, unknown)):
-        found = timed(*sides, TimeRule(margin=0.5), None)
-        assert isinstance(found, Row)
+        found = _refused(*sides)
         assert found.verdict == "INVALID"
-    alike = timed(slow, held, TimeRule(), None)
-    assert isinstance(alike, Timed), "both met their limit, whatever their clocks"
+    assert _counts(slow, held) == (1, 1), "both met their limit, whatever their clocks"
 
 
 def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_others_of_its_side() -> None:
@@ -126,16 +124,15 @@ def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_other
     for forget in (late, dead, without):
         one = _held((1.0, True), (1.0, True), (1.0, False))
         forget(one.launches[2])
-        assert _compared(held, one).launches == _compared(one, held).launches == (3, 3)
+        assert _counts(held, one) == _counts(one, held) == (3, 3)
         some = _held((1.0, False), (1.08, True), (1.2, False))
         forget(some.launches[2])
-        assert _compared(free, some).launches == (2, 1), "it is not known to be free"
+        assert _counts(free, some) == (2, 1), "it is not known to be free"
         none = _held((1.0, False))
         forget(none.launches[0])
-        assert _compared(free, none).launches == (2, 1), "nothing else is known there"
+        assert _counts(free, none) == (2, 1), "nothing else is known there"
         for sides, names in (((held, none), ("baseline", "candidate")), ((none, held), ("candidate", "baseline"))):
-            found = timed(*sides, TimeRule(), None)
-            assert isinstance(found, Row)
+            found = _refused(*sides)
             assert found.verdict == "INVALID"
             assert found.reason.startswith("Power or heat throttled the {}; for the {} it is not known".format(*names))
 
@@ -154,6 +151,5 @@ def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
         ),
     ):
         for sides, names in (((other, whole), ("candidate", "baseline")), ((whole, other), ("baseline", "candidate"))):
-            found = timed(*sides, TimeRule(), None)
-            assert isinstance(found, Row)
-            assert (found.verdict, found.reason) == ("INVALID", words.format(*names))
+            found = _refused(*sides)
+            assert found == ("INVALID", words.format(*names))

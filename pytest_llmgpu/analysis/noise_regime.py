@@ -1,0 +1,46 @@
+"""The noise regime of a case: what its times wait for, on which their differences between launches depend."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pytest_llmgpu.report.result import CaseResult
+
+__all__ = ["REGIMES", "NoiseRegime", "largest_spread", "of_device_time", "of_time"]
+
+NoiseRegime = Literal["device_memory", "device_compute", "replayed", "eager_device", "eager_host", "cpu", "load"]
+"""device_memory, device_compute: the time of the kernels, limited by memory or by computation. replayed, eager_device,
+eager_host: wall time of replayed CUDA graphs, and of eager forwards that the GPU or the host limits. cpu: wall time on
+a CPU. load: the time to load the model."""
+
+REGIMES: tuple[NoiseRegime, ...] = get_args(NoiseRegime)
+"""Every regime; of device time and of wall time the quieter ones come first."""
+
+_BUSY = 0.8
+"""Fraction of a pass during which kernels run from which the GPU limits an eager forward."""
+
+_SPREAD = 2.0
+_HOST_SPREAD = 3.0
+"""The host's launches have a standard deviation of up to 26 %: one run of ten launches in a hundred spreads by 2.8."""
+
+
+def of_device_time(result: CaseResult) -> NoiseRegime:
+    """Return the regime of the device time of a case."""
+    memory = result.bound is not None and result.bound.limited_by == "memory"
+    return "device_memory" if memory else "device_compute"
+
+
+def of_time(result: CaseResult) -> NoiseRegime:
+    """Return the regime of the wall time of a case. Without work passes the host is assumed to limit eager forwards."""
+    if result.case.device == "cpu":
+        return "cpu"
+    if result.case.execution == "cuda_graphs":
+        return "replayed"
+    ranks = [rank for launch in result.launches if launch.work is not None for rank in launch.work.ranks]
+    busy = bool(ranks) and all(rank.busy is not None and rank.busy >= _BUSY for rank in ranks)
+    return "eager_device" if busy else "eager_host"
+
+
+def largest_spread(regime: NoiseRegime) -> float:
+    """Return the ratio of the slowest to the fastest launch of one report that chance can explain."""
+    return _HOST_SPREAD if regime in {"eager_host", "cpu"} else _SPREAD

@@ -1,0 +1,622 @@
+"""The one rule for all times: device time and wall time of a case, of all cases together, and load time.
+
+The datum is the mean log time of a launch, because clocks, allocator and host are the same within a launch. Its
+deviation is that of `noise_model`. A row is REGRESSED if its change is statistically significant and exceeds the
+threshold. All gated rows of times are one family of tests (Holm).
+
+`device_times`, `wall_times` and `load_times` collect the data of a row, `all_cases` adds the mean over the cases, and
+`rows` judges all of them: `decide` returns the figures of a verdict, `describe` words them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.analysis.noise_regime import NoiseRegime
+from pytest_llmgpu.gate.comparable_launches import Refusal, Sides
+from pytest_llmgpu.gate.noise_model import (
+    DAY_SD,
+    GPU_SD,
+    NORMALIZED_GPU_SD,
+    Prior,
+    critical_t,
+    deviation,
+    launches_needed,
+    smallest_slowdown,
+)
+from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
+from pytest_llmgpu.gate.stats.distributions import t_quantile, t_tail
+from pytest_llmgpu.gate.stats.holm import holm
+from pytest_llmgpu.report.derived import device_times_s, inference_s
+from pytest_llmgpu.report.metrics import MetricName, default_threshold
+from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.text import plural, signed_percent
+from pytest_llmgpu.report.verdicts import ALL_CASES, Row, Verdict
+from pytest_llmgpu.report.work import Ceilings
+
+__all__ = [
+    "PROMISED",
+    "Decision",
+    "Estimate",
+    "Name",
+    "Samples",
+    "Timed",
+    "all_cases",
+    "days_apart",
+    "decide",
+    "describe",
+    "device_times",
+    "estimated",
+    "noisier",
+    "rows",
+    "wall_times",
+]
+
+PROMISED = 0.02
+"""Distance above the threshold of a slowdown that a row with the verdict OK excludes."""
+
+_IN_TURN = 0.02
+"""Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
+stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
+
+_ONE_SIDED = 0.95
+"""Probability with which the change is above the lower end of its interval, and below the upper one."""
+
+_GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
+
+_DAY_S = 12 * 3600
+"""Sessions that are further apart are of different days."""
+
+_LEAST_LAUNCHES = 2
+"""Launches in each report from which the mean over all cases is judged."""
+
+_POINT = 0.01
+"""Least difference between two changes that a reason states."""
+
+_THOUSAND = 1000
+
+_NAMES = {"device_time": "Device time", "time": "Time", "load_time": "Load time"}
+
+
+class Samples(NamedTuple):
+    """The launches of one rank, or of a case whose time is one for all ranks."""
+
+    base: Sequence[float]
+    """The logarithm of the time of each launch of the baseline."""
+    head: Sequence[float]
+    """The logarithm of the time of each launch of the candidate."""
+
+
+class Name(NamedTuple):
+    """The names of a row."""
+
+    key: str
+    id: str
+    nodeid: str | None
+    metric: MetricName
+
+
+class Timed(NamedTuple):
+    """The times of one row. The verdict needs all rows."""
+
+    name: Name
+    gated: bool
+    ranks: Sequence[Samples]
+    """The launches of each rank; the rank that became slowest decides."""
+    prior: Prior
+    """The noise that is expected, the calibration included."""
+    threshold: float
+    """The slowdown that is allowed, as a fraction."""
+    spread: float
+    """The ratio of the slowest to the fastest launch of one report above which the row is never OK."""
+    seconds: Sequence[tuple[float, ...]]
+    """The time of the baseline and of the candidate that is shown, for each rank."""
+    machine_sd: float = 0.0
+    """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
+    left_out: str = ""
+    """A sentence about launches that are not used; empty if all are."""
+    whole: bool = False
+    """True if all launches of both reports are used and both reports are of the same GPUs."""
+    members: int = 0
+    """The number of cases of a row that is the mean over cases; else 0."""
+
+
+class Estimate(NamedTuple):
+    """The change of a row and its noise. All values but `degrees` and `rank` are logarithms of ratios."""
+
+    change: float
+    """The change of the mean of the launches."""
+    sd: float
+    """The deviation between launches: the prior and these launches."""
+    error: float
+    """The standard error of the change, without differences between GPUs."""
+    degrees: float
+    """The degrees of freedom of `sd`."""
+    rank: int
+    """The number of the rank that became slowest."""
+    spread: float
+    """The largest difference between two launches of one report."""
+
+
+class Decision(NamedTuple):
+    """The verdict on one row, with the figures that decided it."""
+
+    verdict: Verdict
+    threshold: float
+    """The threshold as a fraction, with the allowance for other GPUs."""
+    low: float
+    """The lower end of the interval of the change, as a logarithm."""
+    high: float
+    """The upper end of that interval."""
+    p: float
+    """The adjusted p of the change in its direction."""
+    smallest_seen: float
+    """The smallest slowdown that these launches show, as a fraction."""
+    scattered: bool
+    """True if the launches of one report differ too much for OK."""
+    launches_needed: int | None
+    """Minimum launches required in each report to exclude a slowdown of the threshold plus `PROMISED`."""
+
+
+def wall_times(
+    base: CaseResult,
+    head: CaseResult,
+    sides: Sides | Refusal,
+    rule: TimeRule,
+    *,
+    prior: Prior,
+    regime: NoiseRegime,
+    in_turn: bool,
+    machine_sd: float,
+) -> Timed | Row | str:
+    """Return the wall times of two completed results, or why they cannot be compared.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        sides: The launches that can be compared, or why there are none.
+        rule: The threshold.
+        prior: The expected noise.
+        regime: The noise regime of the case.
+        in_turn: True if launches of both reports alternated.
+        machine_sd: The deviation between machines; 0 if both reports are of the same GPUs.
+    """
+    if isinstance(sides, Refusal):
+        return _refused(head, "time", sides, gated=rule.gate)
+    samples = Samples(*([statistics.fmean(map(math.log, one.batches.latency_s)) for one in side] for side in sides))
+    base_s, head_s = (statistics.geometric_mean(map(inference_s, side)) for side in sides)
+    margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold("time")
+    left_out = _left_out(base, head, sides)
+    return Timed(
+        name=Name(head.key, head.id, head.nodeid, "time"),
+        gated=rule.gate,
+        ranks=[samples],
+        prior=prior,
+        threshold=max(margin, rule.absolute_s / base_s),
+        spread=noise_regime.largest_spread(regime),
+        seconds=[(base_s, head_s)],
+        machine_sd=machine_sd,
+        left_out=left_out,
+        whole=not machine_sd and not left_out,
+    )
+
+
+class _RankTime(NamedTuple):
+    """The device time of one rank in one launch."""
+
+    uuids: tuple[str, ...]
+    log_s: float
+    """The logarithm of the median over the passes."""
+    gemm_s: float | None
+    """The time of a matrix product of fixed size on the GPUs of the rank; None if it was not measured."""
+
+
+def device_times(
+    base: CaseResult,
+    head: CaseResult,
+    sides: Sides | Refusal,
+    rule: DeviceTimeRule,
+    *,
+    prior: Prior,
+    regime: NoiseRegime,
+    ceilings: tuple[Ceilings | None, Ceilings | None],
+    other_day: bool,
+) -> Timed | Row | str | None:
+    """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
+
+    Ranks with equal GPUs are compared. Where the GPUs are others of the same kind, ranks of equal number are compared,
+    and the time of each is divided by the GEMM time of its own GPU if computation limits the case.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        sides: The launches that can be compared, or why there are none.
+        rule: The threshold.
+        prior: The expected noise.
+        regime: The noise regime of the case.
+        ceilings: The rates of the GPUs in the sessions of the baseline and of the candidate.
+        other_day: True if the sessions are of different days.
+    """
+    if head.case.device == "cpu":
+        return None
+    measured = _measured(base, head, sides, ceilings, gated=rule.gate)
+    if not isinstance(measured, _Measured):
+        return measured
+    launches = [*measured.base, *measured.head]
+    names = [rank.uuids for rank in launches[-1]]
+    same = all(sorted(rank.uuids for rank in launch) == sorted(names) for launch in launches)
+    divided = not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one)
+    ranks, seconds = [], []
+    for number in range(len(names)):
+        base_times, head_times = (
+            [sorted(one, key=lambda rank: names.index(rank.uuids))[number] if same else one[number] for one in side]
+            for side in measured
+        )
+        ranks.append(Samples(_log_times(base_times, divided=divided), _log_times(head_times, divided=divided)))
+        seconds.append((_mean_s([one.log_s for one in base_times]), _mean_s([one.log_s for one in head_times])))
+    left_out = _left_out(base, head, measured)
+    return Timed(
+        name=Name(head.key, head.id, head.nodeid, "device_time"),
+        gated=rule.gate,
+        ranks=ranks,
+        seconds=seconds,
+        prior=prior,
+        threshold=rule.margin + (DAY_SD if same and other_day else 0.0),
+        spread=noise_regime.largest_spread(regime),
+        machine_sd=0.0 if same else NORMALIZED_GPU_SD if divided else GPU_SD,
+        left_out=left_out,
+        whole=same and not left_out,
+    )
+
+
+def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> list[Timed]:
+    """Return the mean over the gated cases, for device time and for wall time; a change of all cases shows there first.
+
+    Both reports need two launches, and the same GPUs. The launches of one report share GPU, clock and host, so that the
+    mean of a launch over its cases is one datum.
+
+    Args:
+        cases: The cases.
+        known: Id and metric of the regressions that the policy accepts; they are left out.
+    """
+    found = []
+    metrics: tuple[MetricName, ...] = ("device_time", "time")
+    for metric in metrics:
+        members = [
+            case
+            for case in cases
+            if case.name.metric == metric
+            and case.gated
+            and case.whole
+            and min(map(len, case.ranks[0])) >= _LEAST_LAUNCHES
+            and (case.name.id, metric) not in known
+        ]
+        counts = Counter(tuple(map(len, case.ranks[0])) for case in members)
+        most = max(counts, default=None)
+        members = [case for case in members if tuple(map(len, case.ranks[0])) == most]
+        if len(members) > 1:
+            samples = Samples(*(_mean_of([rank[side] for case in members for rank in case.ranks]) for side in (0, 1)))
+            found.append(
+                Timed(
+                    name=Name(ALL_CASES, ALL_CASES, None, metric),
+                    gated=True,
+                    ranks=[samples],
+                    seconds=[(_mean_s(samples.base), _mean_s(samples.head))],
+                    prior=max((case.prior for case in members), key=lambda prior: prior.s0),
+                    threshold=max(case.threshold for case in members),
+                    spread=max(case.spread for case in members),
+                    members=len(members),
+                )
+            )
+    return found
+
+
+def noisier(*regimes: NoiseRegime) -> NoiseRegime:
+    """Return the noisiest of several regimes."""
+    return max(regimes, key=noise_regime.REGIMES.index)
+
+
+def days_apart(one: str, other: str) -> bool:
+    """Return whether two sessions are of different days; True if a time of creation cannot be read."""
+    try:
+        times = [datetime.datetime.fromisoformat(text.replace("Z", "+00:00")) for text in (one, other)]
+        return abs((times[1] - times[0]).total_seconds()) > _DAY_S
+    except (TypeError, ValueError):  # TypeError: only one of them has a time zone
+        return True
+
+
+def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
+    """Judge times. All gated rows are one family of tests, the other rows are another.
+
+    Args:
+        cases: The times of each row.
+        confidence: The confidence of a family: 1 minus the probability of any false alarm.
+        note: The second line of the reason of a change; empty for none.
+    """
+    estimates = list(map(estimated, cases))
+    gates = [case.gated for case in cases]
+    slower = holm([_p(case, one, 1) for case, one in zip(cases, estimates, strict=True)], gates)
+    faster = holm([_p(case, one, -1) for case, one in zip(cases, estimates, strict=True)], gates)
+    members = Counter(gates)
+    found = []
+    for number, (case, estimate) in enumerate(zip(cases, estimates, strict=True)):
+        decision = decide(
+            case,
+            estimate,
+            slower=slower[number],
+            faster=faster[number],
+            family=members[case.gated],
+            confidence=confidence,
+        )
+        found.append(_row(case, estimate, decision, describe(case, estimate, decision, members[case.gated], note)))
+    return found
+
+
+def estimated(case: Timed) -> Estimate:
+    """Return the change of the rank that became slowest, with its noise."""
+    changes = [statistics.fmean(rank.head) - statistics.fmean(rank.base) for rank in case.ranks]
+    number = max(range(len(changes)), key=changes.__getitem__)
+    rank = case.ranks[number]
+    noise = case.prior.updated(deviation(rank))
+    return Estimate(
+        change=changes[number],
+        sd=noise.s0,
+        error=noise.s0 * math.sqrt(sum(1 / len(side) for side in rank)),
+        degrees=noise.df0,
+        rank=number,
+        spread=max(max(side) - min(side) for rank in case.ranks for side in rank),
+    )
+
+
+def decide(
+    case: Timed, estimate: Estimate, *, slower: float, faster: float, family: int, confidence: float
+) -> Decision:
+    """Return the verdict on one row.
+
+    REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
+    direction. OK: the upper end of the interval is below the threshold plus `PROMISED`.
+
+    Args:
+        case: The times of the row.
+        estimate: Its change and noise.
+        slower: The adjusted p if the true change is 0 and the measured one is a slowdown.
+        faster: The same if the measured change is a speedup.
+        family: The number of rows in the family.
+        confidence: The confidence of the family.
+    """
+    shown = critical_t(estimate.degrees, family * len(case.ranks), confidence) * estimate.error
+    limit, error = math.log1p(case.threshold), estimate.error
+    if case.machine_sd:  # The test takes differences between machines for a change: the threshold has to exceed both.
+        limit = max(limit, shown + _GPU_QUANTILE * math.sqrt(2) * case.machine_sd)
+        error = math.hypot(error, math.sqrt(2) * case.machine_sd)
+    half = t_quantile(estimate.degrees, _ONE_SIDED) * error
+    change, alpha = estimate.change, 1 - confidence
+    scattered = estimate.spread >= math.log(case.spread)
+    needed = None
+    if slower <= alpha and change > limit:
+        verdict: Verdict = "REGRESSED"
+    elif faster <= alpha and change < -limit:
+        verdict = "IMPROVED"
+    elif change + half < math.log(math.exp(limit) + PROMISED) and not scattered:
+        verdict = "OK"
+    else:
+        verdict = "NOT_ENOUGH_DATA"
+        noise = msgspec.structs.replace(case.prior, s0=estimate.sd)
+        goal = case.threshold + PROMISED
+        if not case.machine_sd:
+            needed = launches_needed(
+                noise,
+                slowdown=goal,
+                threshold=case.threshold,
+                family=family * len(case.ranks),
+                confidence=confidence,
+            )
+    return Decision(
+        verdict=verdict,
+        threshold=math.expm1(limit),
+        low=change - half,
+        high=change + half,
+        p=slower if change >= 0 else faster,
+        smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
+        scattered=scattered,
+        launches_needed=needed,
+    )
+
+
+def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, note: str) -> str:
+    """Return the reason of a verdict in at most two lines.
+
+    Args:
+        case: The times of the row.
+        estimate: Its change and noise.
+        decision: The verdict and its figures.
+        family: The number of rows in the family.
+        note: The second line of the reason of a change; empty for none.
+    """
+    base_s, head_s = case.seconds[estimate.rank]
+    low, high = (100 * (_ratio(end) - 1) for end in (decision.low, decision.high))
+    of_rank = f" of rank {estimate.rank}" if len(case.ranks) > 1 else ""
+    over = f", mean over {plural(case.members, 'case')}" if case.members else ""
+    first = (
+        f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(_ratio(estimate.change) - 1)} "
+        f"(90 % CI {low:+.1f} to {high:+.1f} %), threshold {100 * decision.threshold:.3g} %: "
+        f"{_seconds(head_s)}, was {_seconds(base_s)}{over}.{_other_gpus(case)}{_of_sums(case, estimate)}{case.left_out}"
+    )
+    if decision.verdict in {"REGRESSED", "IMPROVED"}:
+        return "\n".join(filter(None, (first, note)))
+    if decision.verdict == "OK":
+        return first
+    if decision.scattered:
+        spread = f"{math.exp(min(estimate.spread, 700.0)):.1f}"
+        return f"{first}\nLaunches of one report differ by a factor of {spread}: look for other users of the machine."
+    if case.machine_sd:
+        return f"{first}\nMeasure the baseline on the same GPUs to decide."
+    significant = f" Not statistically significant among {plural(family, 'row')}."
+    needed = decision.launches_needed
+    return (
+        f"{first}{significant if estimate.change > math.log1p(decision.threshold) else ''}\n"
+        f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
+        f"{'more than 1,000' if needed is None else f'{needed:,}'}, now {min(map(len, case.ranks[0])):,}."
+    )
+
+
+def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Row:
+    base_s, head_s = case.seconds[estimate.rank]
+    return Row(
+        key=case.name.key,
+        id=case.name.id,
+        nodeid=case.name.nodeid,
+        metric=case.name.metric,
+        verdict=decision.verdict,
+        reason=reason,
+        gated=case.gated,
+        base=base_s,
+        head=head_s,
+        ratio=_ratio(estimate.change),
+        low=_ratio(decision.low),
+        high=_ratio(decision.high),
+        threshold=decision.threshold,
+        p=decision.p,
+        n=min(map(len, case.ranks[0])),
+        smallest_seen=decision.smallest_seen,
+        launches_needed=decision.launches_needed,
+    )
+
+
+def _p(case: Timed, estimate: Estimate, sign: int) -> float:
+    """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
+    distance = sign * estimate.change
+    if distance <= 0:
+        return 1.0
+    return min(1.0, len(case.ranks) * t_tail(distance / estimate.error, estimate.degrees))
+
+
+def _refused(head: CaseResult, metric: MetricName, why: Refusal, *, gated: bool) -> Row | str:
+    return why.reason if why.verdict is None else Row.of(head, metric, why.verdict, why.reason, gated=gated)
+
+
+def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]]) -> str:
+    """Return a sentence on the launches that are not used, to be appended; empty if all are used."""
+    counts = [sum(bool(launch.batches.latency_s) for launch in result.launches) for result in (base, head)]
+    found = [
+        f"{len(side)} of {count} launches of the {name} are used"
+        for name, side, count in zip(("baseline", "candidate"), used, counts, strict=True)
+        if len(side) < count
+    ]
+    return f" {' and '.join(found)} (`profile.invalid`)." if found else ""
+
+
+class _Measured(NamedTuple):
+    """The device times of two results: [launches, ranks]."""
+
+    base: list[list[_RankTime]]
+    head: list[list[_RankTime]]
+
+
+def _measured(
+    base: CaseResult,
+    head: CaseResult,
+    sides: Sides | Refusal,
+    ceilings: tuple[Ceilings | None, Ceilings | None],
+    *,
+    gated: bool,
+) -> _Measured | Row | str:
+    """Return the device times that can be compared, or why there are none."""
+    then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
+    if not then:
+        return "device time is new" if now else "device time was not measured"
+    if not now:
+        reason = f"Only the baseline has device time: {_why_absent(head)}."
+        return Row.of(head, "device_time", "MISSING", reason, gated=gated)
+    if isinstance(sides, Refusal):
+        return _refused(head, "device_time", sides, gated=gated)
+    measured = _Measured(
+        *(
+            [ranks for launch in side if (ranks := _rank_times(launch, head.case.dtype, rates))]
+            for side, rates in zip(sides, ceilings, strict=True)
+        )
+    )
+    if not all(measured):
+        reason = "The launches with device time were disturbed (`profile.invalid`)."
+        return Row.of(head, "device_time", "INVALID", reason, gated=gated)
+    batches = {tuple(launch.work.batches) for side in sides for launch in side if launch.work is not None}
+    if len(batches) > 1 or len({len(launch) for side in measured for launch in side}) > 1:
+        reason = "The work passes ran other batches or ranks than the baseline's."
+        return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=gated)
+    return measured
+
+
+def _rank_times(launch: Launch, dtype: str, ceilings: Ceilings | None) -> list[_RankTime]:
+    """Return the device time of each rank; empty if it was not measured."""
+    times = device_times_s(launch)
+    ranks = launch.work.ranks if launch.work is not None else []
+    rates = {} if ceilings is None else {one.uuid: one.gemm_flops_per_s.get(dtype) for one in ceilings.devices}
+    found = []
+    for rank, time_s in zip(ranks, times or [], strict=False):
+        known = [rate for uuid in rank.uuids if (rate := rates.get(uuid))]
+        gemm_s = statistics.fmean(1 / rate for rate in known) if known and len(known) == len(rank.uuids) else None
+        found.append(_RankTime(tuple(rank.uuids), math.log(time_s), gemm_s))
+    return found
+
+
+def _log_times(ranks: Sequence[_RankTime], *, divided: bool) -> list[float]:
+    """Return the logarithm of the time of one rank in each launch, if `divided` in units of its GEMM time."""
+    return [rank.log_s - math.log(rank.gemm_s) if divided and rank.gemm_s else rank.log_s for rank in ranks]
+
+
+def _why_absent(result: CaseResult) -> str:
+    """Return why a result has no device time, without a full stop."""
+    for launch in result.launches:
+        if launch.work is None:
+            return launch.why.get("work", "the report has no reason").rstrip(".")
+        for rank in launch.work.ranks:
+            if "device_time_s" in rank.why:
+                return rank.why["device_time_s"].rstrip(".")
+    return "the report has no reason"
+
+
+def _other_gpus(case: Timed) -> str:
+    """Return a sentence if the GPUs are others of the same kind; else empty."""
+    if not case.machine_sd:
+        return ""
+    by = f" The baseline is of other GPUs of the same kind; their times differ by {100 * case.machine_sd:.2g} %"
+    if case.name.metric != "device_time":
+        return f"{by} (assumed: as launches do)."
+    divided = " after division by the GEMM time of each" if case.machine_sd == NORMALIZED_GPU_SD else ""
+    return f"{by}{divided} (measured on five GPUs)."
+
+
+def _of_sums(case: Timed, estimate: Estimate) -> str:
+    """Return a sentence if the sum of all batches changed by another factor than the batches did; else empty."""
+    base_s, head_s = case.seconds[estimate.rank]
+    of_sums = head_s / base_s
+    if case.machine_sd or abs(of_sums - _ratio(estimate.change)) <= _POINT:
+        return ""
+    return f" The sum of all batches {signed_percent(of_sums - 1)}: the batches did not change by the same factor."
+
+
+def _mean_of(columns: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each launch over several columns of launches."""
+    return [statistics.fmean(launch) for launch in zip(*columns, strict=True)]
+
+
+def _mean_s(log_times: Sequence[float]) -> float:
+    return _ratio(statistics.fmean(log_times))
+
+
+def _seconds(value: float) -> str:
+    """Return seconds with four digits, as 210.0 s."""
+    return f"{value:#.4g} s" if value < _THOUSAND else f"{value:.4g} s"
+
+
+def _ratio(log_ratio: float) -> float:
+    """Return the exponential, limited to the range of a float, because latencies in a report can have any size."""
+    return math.exp(max(-700.0, min(700.0, log_ratio)))
