@@ -12,7 +12,8 @@ On a machine with two GPUs (one GPU: without tp; a session takes about a minute)
 
     python benchmarks/gate/faults.py --keep=faults > faults.json
 
-Without a GPU, as a trial of the script: FLOPs, traffic and the sleeping host are found, over gloo for tp:
+Without a GPU, as a trial of the script: FLOPs and traffic are found, over gloo for tp. One launch on a CPU shows the
+sleeping host only if nothing else uses the CPU:
 
     python benchmarks/gate/faults.py --device=cpu --rounds=1 --strategies=mp,tp
 
@@ -179,7 +180,7 @@ FAULTS = {
         call_on_cpu="all_?reduce",
         several_ranks=True,
     ),
-    "host sleep": Fault(act=lambda _: time.sleep(0.01), metric="time", metric_on_cpu="time", host=True),
+    "host sleep": Fault(act=lambda _: time.sleep(0.025), metric="time", metric_on_cpu="time", host=True),
     "host synchronization": Fault(act=_wait, metric="host_syncs", metric_on_cpu=None, call="Synchronize"),
     "a slower rank": Fault(
         act=lambda site: site.multiply(2 * site.loaded.rank),
