@@ -283,9 +283,9 @@ def test_noise_of_kernels_does_not_change_the_cause(seed: int, launches: int) ->
     assert (found.parts[0].name, found.modules[0].name) == ("GEMM", _PROJECTION)
 
 
-def _report(slower: float, measured: Measured) -> Report:
-    """Return a report of five launches with these work passes."""
-    result = with_launches([slower] * 5)
+def _report(slower: float, measured: Measured, launches: int = 5) -> Report:
+    """Return a report of launches with these work passes."""
+    result = with_launches([slower] * launches)
     for launch in result.launches:
         (launch.work,) = measured.works
         launch.plan_sha256 = "e" * 64
@@ -294,9 +294,9 @@ def _report(slower: float, measured: Measured) -> Report:
     return report
 
 
-def _judged(base: Report, head: Report) -> Row:
+def _judged(base: Report, head: Report, metric: MetricName = "time") -> Row:
     rows = judge(base, head, Policy(), today=datetime.date(2026, 6, 1)).rows
-    return next(row for row in rows if row.metric == "time")
+    return next(row for row in rows if row.metric == metric)
 
 
 def test_a_slower_row_has_its_cause() -> None:
@@ -311,6 +311,20 @@ def test_a_slower_row_has_its_cause() -> None:
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
     assert _judged(_report(1.0, healthy), _report(1.0, slower)).cause is None
     assert _judged(_report(2.0, healthy), _report(1.0, slower)).cause is None
+
+
+def test_one_launch_names_the_module_that_takes_more_device_time() -> None:
+    """3 % more device time of one rank: wall time shows nothing."""
+    healthy = _measured(_HEALTHY_PROGRAM, _HEALTHY_PROGRAM)
+    slower = _measured(_HEALTHY_PROGRAM, _HEALTHY_PROGRAM.slower(_PROJECTION, 1.1))
+    base, head = _report(1.0, healthy, launches=1), _report(1.0, slower, launches=1)
+    row = _judged(base, head, "device_time")
+    assert row.verdict == "REGRESSED"
+    assert row.cause is not None
+    assert (row.cause.rank, row.cause.modules[0].name, row.cause.parts[0].name) == (1, _PROJECTION, "GEMM")
+    assert "Cause: rank 1 alone: 100 % in layers.*.mlp.down_proj (GEMM)." in row.reason.splitlines()
+    assert _judged(base, head).cause is None
+    assert _judged(base, base, "device_time").cause is None
 
 
 def test_work_passes_of_other_batches_explain_nothing() -> None:
