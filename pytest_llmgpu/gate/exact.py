@@ -117,10 +117,12 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
         return missing
     peak = _Peak("the fullest device", then, now)
-    if peak.verdict(rule) in {"OK", "NOT_ENOUGH_DATA"}:
-        peaks = [peak, *_by_device(base, head, _tensors_bytes)]
-        peak = min(peaks, key=lambda one: SEVERITY.index(one.verdict(rule)))  # the first of equal ones
     verdict = peak.verdict(rule)
+    if verdict in {"OK", "NOT_ENOUGH_DATA"}:
+        for other in _by_device(base, head, _tensors_bytes):
+            found = other.verdict(rule)
+            if SEVERITY.index(found) < SEVERITY.index(verdict):
+                peak, verdict = other, found
     more = "The launches differ by more than the threshold." if verdict == "NOT_ENOUGH_DATA" else None
     if (outside := _outside_tensors(base, head, rule)) is not None:
         verdict, more = "REGRESSED", outside
