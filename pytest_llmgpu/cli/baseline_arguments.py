@@ -87,7 +87,7 @@ def read_verdicts(path: Path, report: Report) -> Verdicts:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"verdicts {path}: {error}") from None
     ours = Candidate(created=report.created, commit=report.commit.sha)
-    if found.head is not None and found.head != ours:
+    if found.head is not None and (found.head.created, found.head.commit) != (ours.created, ours.commit):
         raise ValueError(
             f"verdicts {path}: belong to another report, of {_shown(found.head)}; this one is of {_shown(ours)}"
         )

@@ -8,10 +8,11 @@ from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
+from pytest_llmgpu.gate.headline import Headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
@@ -31,14 +32,6 @@ _OUTCOMES = {
     "error": "ended with an error",
     "interrupted": "interrupted",
 }
-_NEXT_STEPS = {
-    "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
-    "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
-    "INVALID": "Measure again with no other process on the GPUs.",
-    "NOT_ENOUGH_DATA": "Measure again with more launches: --llmgpu-launches.",
-}
-"""The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
-
 _Unfit = tuple[CaseResult, Finding]
 """A series without a batch size that fits into memory: one of its cases, and the finding about its memory."""
 
@@ -79,6 +72,8 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     """The number of verdicts that fail the gate because a required comparison was not possible or not decided."""
     problems: list[Problem]
     """The problems, worst first."""
+    headline: Headline | None
+    """The headline of the gate; None if nothing was compared."""
 
 
 def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | None = None) -> Conclusion:
@@ -111,16 +106,17 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         classes=classes,
         failing_unclear=failing_unclear,
         problems=sorted([*found, *_of_rows(failing)], key=_order),
+        headline=None if verdicts is None else headline.decide(verdicts, policy),
     )
 
 
 def describe(conclusion: Conclusion) -> str:
-    """Return the conclusion in up to three sentences: the cases, the comparisons, and the worst problem."""
+    """Return the conclusion in up to three sentences: the headline of the gate, the cases, the worst problem."""
     worst = next((problem for problem in conclusion.problems if problem.severity == "failure"), None)
     sentences = [_cases(conclusion, explained=worst is not None)]
-    if conclusion.compared is not None:
-        sentences.append(_comparisons(conclusion))
-    if worst is not None:
+    if conclusion.headline is not None:
+        sentences.insert(0, f"{headline.describe(conclusion.headline)}.")
+    elif worst is not None:
         name, text = worst.texts[0]
         sentences.append(f"Worst: {name}: {text.splitlines()[0].partition('; ')[0].rstrip('.')}.")
     return " ".join(sentences)
@@ -176,16 +172,6 @@ def _cases(conclusion: Conclusion, *, explained: bool) -> str:
     return f"{text}." if conclusion.complete else f"{text}; the run is incomplete."
 
 
-def _comparisons(conclusion: Conclusion) -> str:
-    parts = [f"{conclusion.compared} comparisons with the baseline: {conclusion.classes[RowClass.FAILS]} worse"]
-    if allowed := conclusion.classes.get(RowClass.ALLOWED):
-        parts.append(f"{allowed} worse but allowed")
-    parts.append(f"{conclusion.classes.get(RowClass.BETTER, 0)} better")
-    if conclusion.failing_unclear:
-        parts.append(f"{conclusion.failing_unclear} required but unclear")
-    return f"{', '.join(parts)}."
-
-
 def _unfit(report: Report) -> list[_Unfit]:
     """Return the series without a batch size that fits, if tests failed; a test that expects this does not fail."""
     by_series: dict[str, list[CaseResult]] = {}
@@ -226,7 +212,7 @@ def _of_rows(rows: Iterable[Row]) -> Iterator[Problem]:
             label=f"{metric} {verdict}",
             texts=[(row.id, row.reason) for row in found[:_MOST_TEXTS]],
             more=[row.id for row in found[_MOST_TEXTS:]],
-            next_step=_NEXT_STEPS.get(verdict) or spec_of(metric).next_step,
+            next_step=headline.step_of(found[0]),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from pytest_llmgpu.report.cause import Cause
-from pytest_llmgpu.report.metrics import JUDGED, MetricName
+from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult
 
 __all__ = [
@@ -235,10 +235,20 @@ def with_present_names(data: bytes) -> bytes:
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
-    """Return rows by severity, then by metric; rows that cannot fail the gate come last."""
+    """Return rows by severity, then by metric, then the largest change; rows that cannot fail the gate come last."""
     severity = {verdict: number for number, verdict in enumerate(SEVERITY)}
     order = {metric: number for number, metric in enumerate(JUDGED)}
     return sorted(
         rows,
-        key=lambda row: (row.known is not None or not row.gated, severity[row.verdict], order[row.metric]),
+        key=lambda row: (row.known is not None or not row.gated, severity[row.verdict], order[row.metric], -_loss(row)),
     )
+
+
+def _loss(row: Row) -> float:
+    """Return the change of a row for the worse; 0 without figures."""
+    spec = spec_of(row.metric)
+    if spec.points:
+        change = 0.0 if row.base is None or row.head is None else row.head - row.base
+    else:
+        change = 0.0 if row.ratio is None else row.ratio - 1
+    return -change if spec.bigger_is_better else change

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu.gate import calibration, policy_file
+from pytest_llmgpu.gate import calibration, headline, policy_file
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
@@ -155,11 +155,11 @@ class Judge:
         """Return the verdicts as text for the terminal."""
         lines = [] if self._why is None else [f"no baseline: {self._why}"]
         if self._verdicts is not None:
-            lines.append(verdict_tables.table(self._verdicts))
+            lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
+            lines.append(verdict_tables.table(self._verdicts, self.policy))
             if self._verdicts.baseline is not None:
                 noise = calibration.in_words(self._noise, self._calibration_path)
                 lines.append(f"{noise}\n{self._policy_in_words}")
-            lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
         return "\n\n".join(lines)
 
     def _named(self) -> str:
@@ -182,18 +182,19 @@ class Judge:
         ruling = self._of_rows([row for row in verdicts.rows if row.nodeid not in self._tests])
         if ruling.fails or exit_status(verdicts, self.policy) != ExitStatus.NOTHING_COMPARED:
             return ruling
-        if verdicts.baseline is None:
-            return Ruling("NO_BASELINE", fails=True, text="there is no baseline: nothing was compared.")
-        return Ruling("NOT_COMPARABLE", fails=True, text=_describe_unarmed(verdicts))
+        verdict: Verdict = "NO_BASELINE" if verdicts.baseline is None else "NOT_COMPARABLE"
+        return Ruling(verdict, fails=True, text=headline.describe(headline.decide(verdicts, self.policy)))
 
     def _of_rows(self, rows: list[Row]) -> Ruling:
-        ordered = worst_first(rows)
+        ordered, limit = worst_first(rows), self.policy.largest_unseen_slowdown
         failing = [row for row in ordered if fails(row, self.policy)]
         counting = [row for row in ordered if row.gated and row.known is None]
         if failing:
-            return Ruling(failing[0].verdict, fails=True, text=_describe_rows(failing), rows=ordered)
+            return Ruling(failing[0].verdict, fails=True, text=_describe_rows(failing, limit), rows=ordered)
         worst: Verdict = counting[0].verdict if counting else "OK"
-        return Ruling(worst, fails=False, text="" if worst in _GOOD else _describe_rows(counting[:1]), rows=ordered)
+        return Ruling(
+            worst, fails=False, text="" if worst in _GOOD else _describe_rows(counting[:1], limit), rows=ordered
+        )
 
     def _baseline(self) -> Baseline | None:
         """Return the name of the baseline, as the user wrote it but without private folders, and its digest."""
@@ -202,17 +203,12 @@ class Judge:
         return self._source.baseline(self._reference, self.base)
 
 
-def _describe_unarmed(verdicts: Verdicts) -> str:
-    """Return that too few metrics were compared, with the most frequent reasons."""
-    what = "not every gated metric was compared" if verdicts.armed.gated else "no gated metric was compared"
-    reasons = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_SHOWN]
-    text = "; ".join(f"{count:,} x {reason}" for reason, count in reasons) or "the reports share no case"
-    return f"{what}, so the gate does not pass.\n{text}."
-
-
-def _describe_rows(rows: list[Row]) -> str:
-    """Return a line for each of the first rows, and the number of the others."""
-    lines = [f"{row.id}: {row.metric} {row.verdict}: {row.reason}" for row in rows[:_SHOWN]]
+def _describe_rows(rows: list[Row], limit: float) -> str:
+    """Return each of the first rows with its reason, and the number of the others."""
+    lines = []
+    for row in rows[:_SHOWN]:
+        lines.append(f"{row.verdict}: {headline.row_in_words(row, limit)}")
+        lines += [line for line in row.reason.splitlines() if line.rstrip(".") not in lines[-1]]
     more = [f"and {len(rows) - _SHOWN} more rows: see the table"] if len(rows) > _SHOWN else []
     return "\n".join([*lines, *more])
 

@@ -71,7 +71,8 @@ class _Ab:
             job.prepare()
             verdicts = job.measured()
             conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
-            show(f"\n{verdict_tables.table(verdicts, color())}\n{job.judged_by}\n{conclusion}")
+            table = verdict_tables.table(verdicts, job.policy, color())
+            show(f"\n{conclusion}\n\n{table}\n{job.judged_by}")
             show(f"reports, policy and logs: {_KEPT / job.kept.name}")
         return exit_status(verdicts, job.policy)
 

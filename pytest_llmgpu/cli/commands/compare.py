@@ -23,9 +23,11 @@ class _Compare:
     def run(self, arguments: argparse.Namespace) -> int:
         from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
-        verdicts, judged_by = judged(arguments, policy_of(arguments))
-        table = verdict_tables.table(verdicts, color(), None if arguments.all else verdict_tables.MOST_CASES)
-        show("\n".join(filter(None, (table, judged_by))))
+        policy = policy_of(arguments)
+        verdicts, judged_by = judged(arguments, policy)
+        conclusion = verdict_tables.conclusion(verdicts, policy, color())
+        table = verdict_tables.table(verdicts, policy, color(), None if arguments.all else verdict_tables.MOST_CASES)
+        show("\n".join(filter(None, (f"{conclusion}\n", table, judged_by))))
         return 0
 
 

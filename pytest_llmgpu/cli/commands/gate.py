@@ -67,9 +67,9 @@ class _Gate:
             write_data(text)
         else:
             most = None if arguments.all else verdict_tables.MOST_CASES
-            table = verdict_tables.table(verdicts, color(), most)
+            table = verdict_tables.table(verdicts, in_force, color(), most)
             conclusion = verdict_tables.conclusion(verdicts, in_force, color())
-            show("\n".join(filter(None, (table, judged_by, conclusion))))
+            show("\n".join(filter(None, (f"{conclusion}\n", table, judged_by))))
         return exit_status(verdicts, in_force)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pytest_llmgpu.gate.classify import ExitStatus, exit_status
+from pytest_llmgpu.gate import headline
+from pytest_llmgpu.gate.classify import ExitStatus
+from pytest_llmgpu.gate.headline import Headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
 from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
-from pytest_llmgpu.render.exports.notices import Notice, level, notices, other_notices
+from pytest_llmgpu.render.exports.notices import Level, Notice, level, notices, other_notices
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
@@ -67,20 +69,18 @@ def _headline(report: Report) -> str:
     else:
         policy = policy_of(verdicts)
         counted = Counter(row.verdict for row in worst_first(verdicts.rows))
-        failing = sum(level(row, policy) == "failure" for row in verdicts.rows)
-        result = f"{_MARKS['failure']} {failing} fail" if failing else _without_failure(verdicts, policy)
+        found = headline.decide(verdicts, policy)
+        result = f"{_MARKS[_severity(found, verdicts, policy)]} {markdown(headline.describe(found))}"
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
     return f"LLM inference: {result}{f' ({counts})' if counts else ''}"
 
 
-def _without_failure(verdicts: Verdicts, policy: Policy) -> str:
-    """Return the result if no row fails; it is green only if gated rows were compared and none is unclear."""
-    fails = exit_status(verdicts, policy) != ExitStatus.PASSED
-    if fails or verdicts.armed.gated == 0:
-        result = "not everything gated was compared" if verdicts.armed.gated else "nothing gated was compared"
-        return f"{_MARKS['failure' if fails else 'warning']} {result}"
-    unclear = sum(level(row, policy) == "warning" for row in verdicts.rows)
-    return f"{_MARKS['warning']} none fails, {unclear} to look at" if unclear else f"{_MARKS['info']} none fails"
+def _severity(found: Headline, verdicts: Verdicts, policy: Policy) -> Level:
+    """Return the severity of a headline; it is green only if gated rows were compared and none is unclear."""
+    if found.status != ExitStatus.PASSED:
+        return "failure"
+    unclear = any(level(row, policy) == "warning" for row in verdicts.rows)
+    return "warning" if unclear or found.states or not verdicts.armed.gated else "info"
 
 
 def _measured(report: Report) -> str:

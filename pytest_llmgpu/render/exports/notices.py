@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
-from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
@@ -23,8 +23,6 @@ Level = Literal["failure", "warning", "info"]
 _LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
 _ORDER: tuple[Level, ...] = ("failure", "warning", "info")
 _BROKEN = frozenset(("crashed", "timeout", "error"))
-_REASONS = 3
-"""Most reasons that are listed for rows that were not compared."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +72,7 @@ def _of_gate(verdicts: Verdicts | None) -> Iterator[Notice]:
         return
     policy = policy_of(verdicts)
     if exit_status(verdicts, policy) == ExitStatus.NOTHING_COMPARED:
-        text = verdict_tables.conclusion(verdicts, policy)
-        often = sorted(verdicts.armed.unarmed.items(), key=lambda entry: -entry[1])[:_REASONS]
-        unarmed = "; ".join(f"{count:,} x {reason}" for reason, count in often)
-        yield Notice(level="failure", title="Gate", text=f"{text}\n{unarmed}".rstrip("\n"))
+        yield Notice(level="failure", title="Gate", text=headline.describe(headline.decide(verdicts, policy)))
 
 
 def _of_rows(verdicts: Verdicts | None) -> Iterator[Notice]:

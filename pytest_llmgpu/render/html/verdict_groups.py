@@ -8,6 +8,7 @@ import msgspec
 
 from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.render.reasons import by_cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdict, Verdicts, worst_first
 
@@ -17,12 +18,12 @@ _MARKS = {RowClass.FAILS: "failure", RowClass.BETTER: "ok", RowClass.UNCHANGED: 
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows with the same reason."""
+    """Rows with the same cause."""
 
     ids: list[str]
-    """The ids of the cases."""
+    """The ids of the cases, the one with the worst change first."""
     reason: str
-    """The reason of the verdict, with the change and its interval if there are any."""
+    """The reason of the first verdict, with the change and its interval if there are any."""
     known: str | None
     """The reason of the policy's `known` entry that accepts the rows; None if there is none."""
 
@@ -77,12 +78,13 @@ def grouped(verdicts: Verdicts, policy: Policy) -> list[Part]:
 
 def _group(rows: Sequence[Row], *, listed_above: bool) -> Group:
     """Return a group; differences that the page lists above the rows are removed from the reasons."""
-    lines: dict[tuple[str, str | None], list[str]] = {}
-    for row in rows:
-        kept = [line for line in row.reason.splitlines() if not (listed_above and line.startswith(ALSO_CHANGED))]
-        lines.setdefault(("\n".join(kept), row.known), []).append(row.id)
+    lines = []
+    for group in by_cause(rows):
+        worst = group[0]
+        kept = [line for line in worst.reason.splitlines() if not (listed_above and line.startswith(ALSO_CHANGED))]
+        lines.append(Line(ids=[row.id for row in group], reason="\n".join(kept), known=worst.known))
     return Group(
         metric=rows[0].metric,
         verdict=rows[0].verdict,
-        lines=[Line(ids=ids, reason=reason, known=known) for (reason, known), ids in lines.items()],
+        lines=lines,
     )

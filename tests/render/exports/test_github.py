@@ -156,13 +156,16 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
 @pytest.mark.parametrize(
     ("report", "headline"),
     [
-        (judged(two_strategies(), two_strategies(oom=())), r"❌ 2 fail \(2 CAPACITY_REGRESSED, "),
-        (judged(two_strategies(), two_strategies()), r"⚠️ none fails, 3 to look at \(3 NOT_ENOUGH_DATA, .* OK"),
-        (judged(two_strategies(), None), r"❌ nothing gated was compared \(\d+ NO_BASELINE"),
-        (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ nothing gated was compared \("),
+        (judged(two_strategies(), two_strategies(oom=())), r"❌ REGRESSED: tp-bs64: .*\(2 CAPACITY_REGRESSED, "),
+        (judged(two_strategies(), two_strategies()), r"⚠️ PASSED: 4 cases; .*\(3 NOT_ENOUGH_DATA, .* OK"),
+        (judged(two_strategies(), None), r"❌ NOTHING COMPARED: there is no baseline \(\d+ NO_BASELINE"),
+        (
+            judged(two_strategies(), None, Policy(allow_no_baseline=True)),
+            r"⚠️ PASSED: there is no baseline to compare with \(",
+        ),
         (
             judged(two_strategies(), without_traffic(), Policy(require_armed=True, largest_unseen_slowdown=99)),
-            r"❌ not everything gated was compared \(3 NOT_ENOUGH_DATA",
+            r"❌ NOTHING COMPARED: the policy requires .*\(3 NOT_ENOUGH_DATA",
         ),
         (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
         (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
@@ -179,7 +182,7 @@ def test_only_a_decided_comparison_is_green() -> None:
     """Every row is OK, and a gated one was compared."""
     report = make_report()
     report.verdicts = verdicts([row("OK")])
-    assert _summary(report).startswith("## LLM inference: ✅ none fails (1 OK)")
+    assert _summary(report).startswith("## LLM inference: ✅ PASSED: 1 case (1 OK)")
     report.verdicts = verdicts([row("OK")], gated=0)
     assert "✅" not in _summary(report).splitlines()[0]
 
@@ -295,7 +298,7 @@ def test_a_gate_that_compared_nothing_is_an_annotation() -> None:
     report = judged(two_strategies(), None)
     command, properties, text = _parsed(_annotations(report)[0])
     assert (command, properties["title"]) == ("error", "pytest-llmgpu: Gate")
-    assert text.startswith("NOT ARMED")
+    assert text.startswith("NOTHING COMPARED: there is no baseline")
     allowed = judged(two_strategies(), None, Policy(allow_no_baseline=True))
     assert not [line for line in _annotations(allowed) if line.startswith("::error")]
 

@@ -235,7 +235,7 @@ def test_the_page_compares_with_a_baseline() -> None:
     page = Page(html_report.render(head, base, policy=Policy(largest_unseen_slowdown=1e6)))
     assert f"Baseline: commit {'b' * 40}." in page.text
     assert "Fails: 3" in page.text
-    assert "REGRESSED time: 3 mp-bs1 Time +49900.0 %" in page.text
+    assert "REGRESSED time: 3 mp-bs1 , mp-bs2 , mp-bs4 Time +49900.0 %" in page.text
     assert "2.11.0 baseline: 2.10.0" in page.text
     assert page.text.startswith("Fail")
 

@@ -1,0 +1,247 @@
+"""The result of the gate in one sentence, and the next step: `decide` returns the data, `describe` words them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytest_llmgpu.gate import cause
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.metrics import spec_of
+from pytest_llmgpu.report.text import listed, plural, signed_percent
+from pytest_llmgpu.report.verdicts import ALL_CASES, COMPARED, WORSE, Row, SessionState, Verdicts, worst_first
+
+__all__ = ["Headline", "NextSteps", "decide", "describe", "describe_next", "next_steps", "row_in_words", "step_of"]
+
+_MOST_LAUNCHES = 16
+"""Most launches that are proposed; more would take longer than launches of both versions in turn."""
+
+_REASONS = 2
+"""Most reasons why nothing was compared that are named."""
+
+_WORDS = {
+    ExitStatus.PASSED: "PASSED",
+    ExitStatus.REGRESSED: "REGRESSED",
+    ExitStatus.NOT_ENOUGH_DATA: "NOT ENOUGH DATA",
+    ExitStatus.NOT_COMPARABLE: "NOT COMPARABLE",
+    ExitStatus.NOTHING_COMPARED: "NOTHING COMPARED",
+}
+
+_STATES: dict[SessionState, str] = {
+    "interrupted": "was interrupted",
+    "incomplete": "is incomplete",
+    "failed": "has failed tests",
+    "dirty": "has uncommitted changes",
+}
+
+_NEXT_STEPS = {
+    "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
+    "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
+    "INVALID": "Measure again with no other process on the GPUs.",
+    "NOT_ENOUGH_DATA": "Measure again with more launches: --llmgpu-launches.",
+}
+"""The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
+
+
+class Headline(NamedTuple):
+    """The data of the sentence."""
+
+    status: ExitStatus
+    """The exit status of the gate."""
+    worst: Sequence[Row]
+    """The rows that decide the status, the worst first; empty if no row does."""
+    cases: int
+    """The number of cases that were compared."""
+    device_time: float | None
+    """The slowdown of device time from which one would have been seen in each case, as a fraction; None without one."""
+    time: float | None
+    """The same of wall time, over the cases whose wall time shows the `largest_unseen_slowdown` of the policy."""
+    host_unseen: int | None
+    """The number of launches, if the wall time of a case is too noisy to show that slowdown; else None."""
+    known: int
+    """The number of rows that a `known` entry of the policy accepts."""
+    unarmed: dict[str, int]
+    """The reasons why rows were not compared, with their number."""
+    has_baseline: bool
+    """False if the gate had no baseline."""
+    limit: float
+    """The `largest_unseen_slowdown` of the policy."""
+    states: Sequence[SessionState]
+    """What is wrong with the candidate's session or source."""
+
+
+class NextSteps(NamedTuple):
+    """What to run next."""
+
+    worst: Row | None
+    """The worst row that fails the gate; None if none does."""
+    commits: tuple[str, str] | None
+    """The commits between which a regression began; None if they are equal or not known."""
+    undecided: int
+    """The number of gated times with not enough data."""
+    launches: int | None
+    """The launches in each report that decide at least half of them; None if that are too many."""
+    decided: int
+    """The number of rows that this number of launches decides."""
+
+
+def decide(verdicts: Verdicts, policy: Policy) -> Headline:
+    """Return the data of the headline."""
+    status = exit_status(verdicts, policy)
+    failing = worst_first(row for row in verdicts.rows if fails(row, policy))
+    compared = [row for row in verdicts.rows if row.verdict in COMPARED and row.id != ALL_CASES]
+    deciding = {
+        ExitStatus.REGRESSED: [row for row in failing if row.verdict in {*WORSE, "MISSING"}],
+        ExitStatus.NOT_COMPARABLE: [row for row in failing if row.verdict == "NOT_COMPARABLE"],
+        ExitStatus.NOT_ENOUGH_DATA: failing,
+    }
+    limit = policy.largest_unseen_slowdown
+    seen = {metric: _smallest_seen(compared, metric) for metric in ("device_time", "time")}
+    hidden = [row.n or 1 for row in compared if row.metric == "time" and row.gated and (row.smallest_seen or 0) > limit]
+    states = verdicts.head.states if verdicts.head is not None else []
+    return Headline(
+        status=status,
+        worst=deciding.get(status, []),
+        cases=len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}),
+        device_time=max(seen["device_time"], default=None),
+        time=max((value for value in seen["time"] if value <= limit), default=None),
+        host_unseen=min(hidden, default=None),
+        known=sum(row.known is not None for row in verdicts.rows),
+        unarmed=verdicts.armed.unarmed,
+        has_baseline=verdicts.baseline is not None,
+        limit=limit,
+        # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
+        states=[state for state in states if state != "failed" or status is ExitStatus.PASSED],
+    )
+
+
+def describe(headline: Headline) -> str:
+    """Return the headline: one sentence that begins with the word for the exit status."""
+    if headline.worst:
+        text = _of_rows(headline.worst, headline.limit)
+    elif headline.status is ExitStatus.PASSED:
+        text = f"{_WORDS[headline.status]}: {_of_pass(headline)}"
+    else:
+        often = sorted(headline.unarmed.items(), key=lambda pair: -pair[1])
+        reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
+        why = reasons or "the reports share no case" if headline.has_baseline else "there is no baseline"
+        if headline.cases:
+            why = f"the policy requires every gated row (require_armed): {why}"
+        text = f"{_WORDS[headline.status]}: {why}"
+    if headline.states:
+        text += f"; the candidate {' and '.join(_STATES[state] for state in headline.states)}"
+    return text
+
+
+def row_in_words(row: Row, limit: float | None = None) -> str:
+    """Return one row in a few words: `tp-bs8 device time +4.1 % (0.0672 s, was 0.0646 s): 93 % in mlp.down_proj`.
+
+    Args:
+        row: The row.
+        limit: The `largest_unseen_slowdown` that a row with `unseen` exceeds.
+    """
+    spec = spec_of(row.metric)
+    name = row.id if row.metric == "outcome" else f"{row.id} {_metric(row)}"
+    if row.unseen and limit is not None and row.smallest_seen is not None:
+        return f"{name}: only slowdowns from {_pct(row.smallest_seen)} would have been seen, allowed is {_pct(limit)}"
+    if row.verdict not in COMPARED or row.base is None or row.head is None or not (spec.points or row.ratio):
+        return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
+    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
+    why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
+    return f"{name} {change} ({spec.written(row.head)}, was {spec.written(row.base)}){why}"
+
+
+def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
+    """Return what to run next."""
+    failing = worst_first(row for row in verdicts.rows if fails(row, policy))
+    undecided = [row for row in verdicts.rows if row.verdict == "NOT_ENOUGH_DATA" and row.gated and row.known is None]
+    needed = sorted(
+        row.launches_needed
+        for row in undecided
+        if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= _MOST_LAUNCHES
+    )
+    base = verdicts.baseline.commit if verdicts.baseline is not None else None
+    head = verdicts.head.commit if verdicts.head is not None else None
+    return NextSteps(
+        worst=failing[0] if failing else None,
+        commits=(base, head) if base and head and base != head else None,
+        undecided=len(undecided),
+        launches=needed[-1] if 2 * len(needed) >= len(undecided) and needed else None,
+        decided=len(needed),
+    )
+
+
+def describe_next(steps: NextSteps) -> str:
+    """Return the next steps in one line; empty if there is nothing to do."""
+    parts = []
+    if steps.worst is not None and steps.worst.verdict != "NOT_ENOUGH_DATA":
+        if steps.worst.verdict in WORSE and steps.commits is not None:
+            good, bad = (commit[:8] for commit in steps.commits)
+            parts.append(f"llmgpu bisect {good} {bad} -- pytest ... finds the commit.")
+        else:
+            parts.append(step_of(steps.worst))
+    if steps.undecided and steps.launches is not None:
+        rows = f"{steps.decided:,} of {plural(steps.undecided, 'undecided row')}"
+        parts.append(f"--llmgpu-launches={steps.launches} in both reports decides {rows}.")
+    elif steps.undecided:
+        parts.append(
+            f"llmgpu ab BASE HEAD -- pytest ... launches both in turn, to decide "
+            f"{plural(steps.undecided, 'undecided row')}."
+        )
+    return f"Next: {' '.join(parts)}" if parts else ""
+
+
+def step_of(row: Row) -> str:
+    """Return the next step for the reader of a row."""
+    return _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
+
+
+def _of_rows(rows: Sequence[Row], limit: float) -> str:
+    """Return the worst row, and the number of the others."""
+    worst, *others = rows
+    word = worst.verdict.replace("_", " ").removeprefix("CAPACITY ")
+    if worst.verdict == "INVALID" or worst.unseen:
+        word = _WORDS[ExitStatus.NOT_ENOUGH_DATA]
+    counts: dict[str, set[tuple[str, str]]] = {}
+    for row in others:
+        if (row.key, row.id) != (worst.key, worst.id):
+            counts.setdefault(row.verdict.replace("_", " "), set()).add((row.key, row.id))
+    more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items()]
+    if worst.verdict in {"NOT_ENOUGH_DATA", "INVALID"} and not worst.unseen and worst.metric != "outcome":
+        more.append('the policy has on_inconclusive = "fail"')
+    return "; ".join([f"{word}: {row_in_words(worst, limit)}", *more])
+
+
+def _of_pass(headline: Headline) -> str:
+    if not headline.has_baseline:
+        return "there is no baseline to compare with"
+    parts = [plural(headline.cases, "case")]
+    seen = [
+        f"{_pct(value)} of {name}"
+        for name, value in (("device time", headline.device_time), ("wall time", headline.time))
+        if value is not None
+    ]
+    if seen:
+        parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
+    if headline.host_unseen is not None:
+        host = "slowdowns of the host alone are" if headline.device_time is not None else "smaller slowdowns are"
+        parts.append(f"{host} not seen with {plural(headline.host_unseen, 'launch')}")
+    if headline.known:
+        parts.append(f"{plural(headline.known, 'known regression')}")
+    return "; ".join(parts)
+
+
+def _smallest_seen(rows: Sequence[Row], metric: str) -> list[float]:
+    found = [row.smallest_seen for row in rows if row.metric == metric and row.gated and row.known is None]
+    return [value for value in found if value is not None]
+
+
+def _metric(row: Row) -> str:
+    return "wall time" if row.metric == "time" else row.metric.replace("_", " ")
+
+
+def _pct(fraction: float) -> str:
+    """Return a percentage with two digits at least and no exponent."""
+    number = 100 * fraction
+    return f"{number:.2g} %" if number < 99.5 else f"{number:,.0f} %"  # noqa: PLR2004 - three digits from here on

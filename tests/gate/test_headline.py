@@ -1,0 +1,151 @@
+"""The result of the gate in one sentence, and the next step."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from support.prose import Prose
+
+from pytest_llmgpu.gate.classify import ExitStatus
+from pytest_llmgpu.gate.headline import decide, describe, describe_next, next_steps, row_in_words
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy_file import dump
+from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.verdicts import (
+    ALL_CASES,
+    COMPARED,
+    Armed,
+    Baseline,
+    Candidate,
+    Row,
+    SessionState,
+    Verdict,
+    Verdicts,
+)
+
+_CAUSE = Cause(
+    place="device",
+    before_s=0.0646,
+    after_s=0.0672,
+    parts=[TimeChange(name="GEMM", family="GEMM", before_s=0.05, after_s=0.0526, share=1.0)],
+    modules=[TimeChange(name="layers.*.mlp.down_proj", family="GEMM", before_s=0.01, after_s=0.0124, share=0.93)],
+)
+
+
+def _row(verdict: Verdict, metric: str = "time", name: str = "tp-bs8", **fields: Any) -> Row:
+    defaults = {"base": 0.0646, "head": 0.0646, "ratio": 1.0, "n": 1, "reason": "Nothing is to be stated."}
+    return Row(key=name, id=name, metric=metric, verdict=verdict, **{**defaults, **fields})
+
+
+def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
+    return _row("REGRESSED", "time", name, ratio=ratio, head=0.0646 * ratio, **fields)
+
+
+def _verdicts(*rows: Row, states: tuple[SessionState, ...] = (), baseline: bool = True) -> Verdicts:
+    compared = [row for row in rows if row.verdict in COMPARED]
+    return Verdicts(
+        head=Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states)),
+        baseline=Baseline(name="base.json", commit="a" * 40) if baseline else None,
+        policy=dump(Policy()),
+        policy_sha256="",
+        armed=Armed(compared=len(compared), gated=len(compared), unarmed={} if compared else {"time: why": 2}),
+        rows=list(rows),
+    )
+
+
+def _headline(*rows: Row, policy: Policy | None = None, **fields: Any) -> str:
+    return describe(decide(_verdicts(*rows, **fields), policy or Policy()))
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "word"),
+    [
+        ([_row("OK", smallest_seen=0.02)], ExitStatus.PASSED, "PASSED: 1 case"),
+        ([_slower()], ExitStatus.REGRESSED, "REGRESSED: tp-bs8 wall time +4.1 %"),
+        ([_row("CAPACITY_REGRESSED", "outcome", ratio=None)], ExitStatus.REGRESSED, "REGRESSED: tp-bs8: "),
+        ([_slower(), _row("FAILED", "outcome", "mp-bs1", base=None)], ExitStatus.REGRESSED, "FAILED: mp-bs1: "),
+        ([_row("MISSING", "outcome")], ExitStatus.REGRESSED, "MISSING: tp-bs8: "),
+        ([_row("NOT_ENOUGH_DATA", unseen=True, smallest_seen=1.3)], ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA: tp"),
+        ([_row("INVALID", "outcome")], ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA: tp-bs8: "),
+        ([_row("NOT_COMPARABLE", "outcome")], ExitStatus.NOT_COMPARABLE, "NOT COMPARABLE: tp-bs8: "),
+        ([_row("NEW", "outcome")], ExitStatus.NOTHING_COMPARED, "NOTHING COMPARED: 2 x time: why"),
+    ],
+)
+def test_the_first_word_is_that_of_the_exit_status(
+    rows: list[Row], status: ExitStatus, word: str, prose: Prose
+) -> None:
+    """Failed and missing cases are named as such."""
+    armed = Armed(compared=1, gated=1)
+    verdicts = _verdicts(*rows)
+    if status is not ExitStatus.NOTHING_COMPARED:
+        verdicts = msgspec.structs.replace(verdicts, armed=armed)
+    found = decide(verdicts, Policy())
+    assert found.status is status
+    assert describe(found).startswith(word)
+    assert prose == describe(found)
+
+
+def test_the_worst_change_comes_first_with_its_cause(prose: Prose) -> None:
+    """The other cases are counted; another row of the same case is not another case."""
+    rows = [_slower("tp-bs1", 1.02), _slower(cause=_CAUSE), _row("REGRESSED", "memory", ratio=1.03)]
+    text = _headline(*rows, _row("FAILED", "outcome", "x", base=None))
+    assert text.startswith("FAILED: x: ")
+    text = _headline(*rows)
+    assert text.startswith("REGRESSED: tp-bs8 wall time +4.1 % (0.06725 s, was 0.0646 s): ")
+    assert "in layers.*.mlp.down_proj" in text
+    assert text.endswith("; 1 more case REGRESSED")
+    assert prose == text
+
+
+def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None:
+    """Wall time above the limit is stated as not seen, and the row of all cases is no case."""
+    rows = [
+        _row("OK", "time", ALL_CASES, smallest_seen=0.2),
+        _row("OK", "time", "a", smallest_seen=0.09),
+        _row("OK", "time", "c", smallest_seen=0.02),
+        _row("NOT_ENOUGH_DATA", "time", "b", smallest_seen=1.3),
+    ]
+    found = decide(_verdicts(*rows), Policy())
+    assert (found.cases, found.device_time, found.time, found.host_unseen) == (3, None, 0.09, 1)
+    assert prose == describe(found)
+    assert prose == describe(found._replace(device_time=0.018))
+
+
+@pytest.mark.parametrize("state", get_args(SessionState))
+def test_a_doubtful_candidate_is_named(state: SessionState, prose: Prose) -> None:
+    """Failed tests are named only where the gate passes: its own items fail as tests."""
+    text = _headline(_row("OK", smallest_seen=0.02), states=(state,))
+    assert "; the candidate " in text
+    assert prose == text
+    assert ("; the candidate " in _headline(_slower(), states=(state,))) is (state != "failed")
+
+
+def test_points_and_reasons_are_in_words() -> None:
+    """Accuracy changes by points; a row without figures has its reason."""
+    accuracy = _row("REGRESSED", "accuracy", base=0.75, head=0.73, ratio=None)
+    assert row_in_words(accuracy) == "tp-bs8 accuracy -2.00 pt (73.00 %, was 75.00 %)"
+    path = _row("REGRESSED", "path", base=None, head=None, ratio=None, reason="Now PCIe, was NVLink.\nAlso: x")
+    assert row_in_words(path) == "tp-bs8 path: Now PCIe, was NVLink"
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([_row("OK")], ""),
+        ([_slower()], "Next: llmgpu bisect aaaaaaaa bbbbbbbb -- pytest ... finds the commit."),
+        (
+            [_row("NOT_ENOUGH_DATA", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)],
+            "Next: --llmgpu-launches=5 in both reports decides 2 of 3 undecided rows.",
+        ),
+        (
+            [_row("NOT_ENOUGH_DATA")],
+            "Next: llmgpu ab BASE HEAD -- pytest ... launches both in turn, to decide 1 undecided row.",
+        ),
+        ([_row("INVALID", "outcome")], "Next: Measure again with no other process on the GPUs."),
+    ],
+)
+def test_the_next_step_is_one_line(rows: list[Row], text: str) -> None:
+    """A regression is looked for, and undecided rows get the launches that decide most of them."""
+    assert describe_next(next_steps(_verdicts(*rows), Policy())) == text
