@@ -251,4 +251,5 @@ def _loss(row: Row) -> float:
         change = 0.0 if row.base is None or row.head is None else row.head - row.base
     else:
         change = 0.0 if row.ratio is None else row.ratio - 1
-    return -change if spec.bigger_is_better else change
+    # Rounded, so that equal changes keep their order.
+    return round(-change if spec.bigger_is_better else change, 9)

@@ -113,7 +113,7 @@ def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFix
     _write(head=on_h200([timed(40.0)]))
     assert _gate() == 1
     text = capsys.readouterr().out
-    assert text.startswith("REGRESSED: mp-bs1 wall time +300.0 %")
+    assert text.startswith("REGRESSED: mp-bs1 wall time +3900.0 %")
     assert main(["compare", "base.json", "head.json"]) == 0
     assert capsys.readouterr().out == text
 
