@@ -220,9 +220,10 @@ def mark_of(end: Row, from_good: Row, to_bad: Row | None, alpha: float) -> Mark 
 
 
 def _exact_mark(end: Row, row: Row) -> Mark:
-    values = end.base, end.head, row.head
-    if None not in values and end.base != end.head:
-        good, bad, own = (float(value) for value in values if value is not None)
+    amounts = end.base, end.head, row.head
+    # A row without a ratio has no amount, or is about other cases of its series in each comparison.
+    if end.ratio is not None and row.ratio is not None and None not in amounts and end.base != end.head:
+        good, bad, own = (float(amount) for amount in amounts if amount is not None)
         return "bad" if abs(own - bad) < abs(own - good) else "good"
     if row.verdict == end.verdict:
         return "bad"
@@ -295,14 +296,15 @@ class _Commits:
         return step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
 
     def _judged(self, sha: str, launches: int, report: Report) -> Step:
-        from_good = self._judge(self._ends.base, report, self._policy)
-        row = row_of(from_good, self._end)
-        if row is None:
-            outcomes = [other for other in from_good.rows if other.key == self._end.key and other.metric == "outcome"]
-            if not outcomes and launches < _SEVERAL:
-                return Step(sha, None, launches, None, "", report)
-            reason = outcomes[0].reason if outcomes else f"it has no {self._end.metric} of {self._end.id}"
-            return Step(sha, "skip", launches, None, reason, report)
-        to_bad = row_of(self._judge(report, self._ends.head, self._policy), self._end)
-        mark = mark_of(self._end, row, to_bad, 1 - self._policy.confidence)
-        return Step(sha, mark, launches, row, row.reason if mark == "skip" else "", report)
+        end, from_good = self._end, self._judge(self._ends.base, report, self._policy)
+        row, to_bad = row_of(from_good, end), row_of(self._judge(report, self._ends.head, self._policy), end)
+        if row is not None:
+            mark = mark_of(end, row, to_bad, 1 - self._policy.confidence)
+            return Step(sha, mark, launches, row, row.reason if mark == "skip" else "", report)
+        if to_bad is not None and to_bad.verdict == end.verdict and spec_of(end.metric).kind == "exact":
+            return Step(sha, "good", launches, None, "", report)  # a metric with a row only where it changed
+        outcomes = [other for other in from_good.rows if other.key == end.key and other.metric == "outcome"]
+        if not outcomes and launches < _SEVERAL:
+            return Step(sha, None, launches, None, "", report)
+        reason = outcomes[0].reason if outcomes else f"it has no {end.metric} of {end.id}"
+        return Step(sha, "skip", launches, None, reason, report)

@@ -70,6 +70,8 @@ def _judge(metric: str) -> Callable[[Report, Report, Policy], Verdicts]:
         pair = base.cases[0], head.cases[0]
         if pair[1].outcome != "completed":
             return _verdicts([Row.of(pair[1], "outcome", "FAILED", "The case crashed.")])
+        if pair[0].outcome != "completed":
+            return _verdicts([])
         times = [[launch.batches.latency_s[0] for launch in result.launches] for result in pair]
         before, after = map(fmean, times)
         change = math.log(after / before)
@@ -175,6 +177,34 @@ def test_a_case_that_fails_is_skipped() -> None:
     failed = make_report([make_failed("crashed")])
     found = find(_Line(2), lambda *_: failed, judge, POLICY, ends, end, launches=9)
     assert [(step.mark, step.reason) for step in found.steps] == [("skip", "The case crashed.")]
+
+
+def test_a_crash_is_bisected() -> None:
+    """A commit at which the case completed has no row of its outcome."""
+    reports = [_report(1.0)] * 5 + [make_report([make_failed("crashed")])] * 3
+    ends, judge = Both(reports[0], reports[-1]), _judge("time")
+    end = worst(judge(*ends, POLICY))
+    assert end is not None
+    assert end.metric == "outcome"
+    found = find(_Line(7), lambda sha, *_: reports[int(sha)], judge, POLICY, ends, end, launches=9)
+    assert found.first_bad == "5"
+
+
+def test_a_metric_with_a_row_only_where_it_changed_is_bisected() -> None:
+    """A commit without the row is good if the bad end differs from it as from the good end."""
+
+    def judge(base: Report, head: Report, _: Policy) -> Verdicts:
+        before, after = (report.cases[0].launches[0].batches.latency_s[0] for report in (base, head))
+        row = Row.of(head.cases[0], "execution", "REGRESSED", "The forwards ran eagerly.")
+        return _verdicts([row] if after > before else [])
+
+    reports = [_report(1.0)] * 5 + [_report(1.1)] * 3
+    ends = Both(reports[0], reports[-1])
+    end = worst(judge(*ends, POLICY))
+    assert end is not None
+    found = find(_Line(7), lambda sha, *_: reports[int(sha)], judge, POLICY, ends, end, launches=9)
+    assert found.first_bad == "5"
+    assert {step.launches for step in found.steps} == {1}
 
 
 def _row(metric: str, verdict: Verdict = "REGRESSED", size: int = 1, **figures: Any) -> Row:

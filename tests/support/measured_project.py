@@ -16,8 +16,9 @@ from pytest_llmgpu.report.report import Report
 _MEASURE = '''
 """Replace pytest: write a report with the times in the worktree's behaviour.json."""
 import json, os, signal, sys
+from msgspec.structs import replace
 from pathlib import Path
-from support.report_factory import make_failed, make_report, make_result
+from support.report_factory import make_failed, make_report, make_result, make_work
 from support.verdict_factory import make_traffic
 from pytest_llmgpu.session.commit import commit
 from pytest_llmgpu.report.file import dump
@@ -40,6 +41,15 @@ for size, seconds in given["seconds"].items():
     case = make_failed(batch_size=int(size)) if level is None else make_result(level, batch_size=int(size))
     if "calls" in given and level is not None:
         case.traffic = make_traffic(given["calls"])
+    if "device_s" in given and level is not None:
+        work = make_work(1)
+        slower = given["device_s"] / work.ranks[0].device_time_s[0]
+        rank = replace(
+            work.ranks[0],
+            device_time_s=[slower * one for one in work.ranks[0].device_time_s],
+            rows=[replace(row, time_s=slower * row.time_s) for row in work.ranks[0].rows],
+        )
+        case.launches[0].work = replace(work, ranks=[rank])
     case.nodeid = f"b.py::t[{case.id}]"
     if case.nodeid not in left_out:
         cases.append(case)

@@ -181,7 +181,7 @@ class _Job:
         from pytest_llmgpu.gate import judge
 
         today, noise = rules_of(self._arguments, head)
-        return judge.judge(base, head, policy, today=today, calibration=noise)
+        return judge.judge(base, head, policy, today=today, calibration=noise, in_turn=True)
 
     def _show(self, step: Step) -> None:
         text = self._history.text(step.sha)

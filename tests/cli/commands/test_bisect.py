@@ -123,6 +123,25 @@ def test_commits_that_cannot_be_built_or_run_are_skipped(project: Project, capsy
 
 
 @pytest.mark.slow
+def test_device_time_is_bisected_with_one_launch_a_commit(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The change of 3 % is between the first bad commit and the one before it, and its cause is named."""
+    for number in range(9):
+        project.commit(f"c{number}", seconds=STEADY, device_s=0.5 if number < 3 else 0.515)
+    assert _bisect() == 0
+    assert project.launches()[:2] == ["good-1", "bad-1"]
+    assert len(project.launches()) <= 6
+    out = capsys.readouterr().out
+    assert "is the first bad commit: c3\n" in out
+    before, first = (file.load(project.kept / f"{name}.json.gz") for name in ("before", "first-bad"))
+    assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c2", "c3").split()
+    assert first.verdicts is not None
+    (row,) = (row for row in first.verdicts.rows if row.metric == "device_time" and row.id == "mp-bs1")
+    assert row.ratio == pytest.approx(1.03)
+    assert row.cause is not None
+    assert row.cause.place == "device"
+
+
+@pytest.mark.slow
 def test_skipped_commits_in_the_way_are_undecided(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The range that remains is printed, and the exit status is 3."""
     _commits(project, first_bad=2, last=4, c2={"status": 7}, c3={"status": 7})
