@@ -1,0 +1,266 @@
+"""Whatever a file from outside holds, reading it returns a value or one line: `tox -e fuzz`.
+
+The files of the tests are the corpus. Each example changes a valid file: its bytes, or values of its JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_failed, make_full_report, make_report, make_result, make_work
+from support.tiny_model import write_dataset, write_model
+
+pytest.importorskip("hypothesis", reason="tox -e fuzz installs it")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pytest_llmgpu.cli import main
+from pytest_llmgpu.gate import calibration, policy_file
+from pytest_llmgpu.gate.noise_model import Deviation
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.inference import model_files, models
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.privacy import anonymous, short_paths
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import Failure
+from pytest_llmgpu.report.text import printable_lines
+from pytest_llmgpu.report.work import Work
+from pytest_llmgpu.store import references
+
+pytestmark = pytest.mark.filterwarnings("default")  # of libraries, about files that nobody would write
+
+_EXAMPLES = int(os.environ.get("LLMGPU_FUZZ_EXAMPLES", "200"))
+fuzz = settings(
+    max_examples=_EXAMPLES,
+    deadline=5000,  # milliseconds: no example may take long
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+_HOSTILE: list[Any] = [
+    *(None, True, -1, 0, 1, 2**31, 2**63, 10**400, 0.0, -0.5, 1e-320, 1e308, 0.5),
+    *("", "x", "x" * 5000, "\x1b]0;x\x07", "\n::error::x", "é€\u202e", "../../etc/passwd", "/", "mp-bs1", "-", "2026"),
+    *([], {}, [[]], [None], [0], {"": None}, [1e308] * 3, "AAAA", "completed", "cuda"),
+]
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Return each container of a JSON value with each of its keys."""
+    found: list[tuple[Any, Any]] = []
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        found.append((value, key))
+        found += _places(value[key])
+    return found
+
+
+@st.composite
+def changed_json(draw: st.DrawFn, document: Any) -> Any:
+    """Return a JSON value in which a few values are replaced, removed, doubled or exchanged."""
+    document = copy.deepcopy(document)
+    for _ in range(draw(st.integers(1, 4))):
+        places = _places(document)
+        if not places:
+            break
+        container, key = draw(st.sampled_from(places))
+        match draw(st.sampled_from(["replace", "replace", "remove", "copy", "double"])):
+            case "remove":
+                del container[key]
+            case "copy":
+                other, other_key = draw(st.sampled_from(places))
+                with contextlib.suppress(LookupError):  # it was removed with its container
+                    container[key] = copy.deepcopy(other[other_key])
+            case "double" if isinstance(container, list):
+                container.insert(key, copy.deepcopy(container[key]))
+            case _:
+                hostile = draw(st.sampled_from(_HOSTILE) | st.text(max_size=8) | st.floats(allow_nan=False))
+                container[key] = copy.deepcopy(hostile)  # the next change may be inside it
+    return document
+
+
+@st.composite
+def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
+    """Return bytes in which a few parts are replaced, removed, doubled or cut off."""
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(data)))
+        end = min(len(data), start + draw(st.integers(0, 40)))
+        new = draw(
+            st.binary(max_size=8)
+            | st.sampled_from(
+                [b"[" * 5000, b'"', b"\xff", b"\0", b"{", b"1e999", b"NaN", b"\n", b"]", data[start:end] * 3]
+            )
+        )
+        data = data[:start] + new + (b"" if draw(st.booleans()) and draw(st.booleans()) else data[end:])
+    return data
+
+
+def _encoded(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def _one_line(read: Callable[[], Any]) -> Any:
+    """Return what a reader returns, None if it refuses; fail where it raises anything but one line."""
+    refusal = "?"
+    try:
+        return read()
+    except ValueError as error:
+        refusal = str(error)
+    assert len(refusal.splitlines()) == 1
+    return None
+
+
+def _report() -> Report:
+    failed = make_failed("error", Failure(phase="load", message="m", log_tail="log"), batch_size=64)
+    worked = make_result(batch_size=16)
+    found = make_work()
+    worked.launches[0].work = found if isinstance(found, Work) else None
+    return make_report([*make_full_report().cases, worked, failed])
+
+
+_REPORT = json.loads(file.encode(_report(), compressed=False))
+
+
+def _consume(data: bytes) -> None:
+    """Read a report, and let every command use it that needs no other file."""
+    report = _one_line(lambda: file.parse(data, "r.json"))
+    if report is None:
+        return
+    Path("r.json").write_bytes(data)
+    Path("base.json").write_bytes(_encoded(_REPORT))
+    for command in (
+        ["show", "r.json"],
+        ["compare", "base.json", "r.json"],
+        ["gate", "r.json", "base.json"],
+        ["export", "github-summary", "r.json"],
+        ["export", "csv", "r.json"],
+    ):
+        printed, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            status = main(command)
+        assert status in (0, 1, 2), command
+        assert "Traceback" not in errors.getvalue()
+        if command[0] != "export":
+            assert printable_lines(printed.getvalue()) == printed.getvalue()
+    assert file.load(Path("r.json")) == report
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@given(changed_json(_REPORT))
+@fuzz
+def test_reports_with_changed_values(document: Any) -> None:
+    """A report that is read can be shown, judged and exported."""
+    _consume(_encoded(document))
+
+
+@given(changed_bytes(_encoded(_REPORT)))
+@fuzz
+def test_reports_with_changed_bytes(data: bytes) -> None:
+    """The same for files that are damaged."""
+    _consume(data)
+
+
+_DEVIATION = Deviation(sd=0.01, degrees=9)
+_NOISE = calibration.Noise(id="mp-bs1", launches=10, time=_DEVIATION, device_time=_DEVIATION)
+_CALIBRATIONS = [
+    msgspec.to_builtins(calibration.Measured(machine="4x-NVIDIA-H200", cases={"a" * 64: _NOISE})),
+    {
+        "calibration_version": 1,
+        "machine": "4x-NVIDIA-H200",
+        "time": {"a" * 64: {"id": "mp-bs1", "launches": 10, "sd": 0.01, "session_sd": 0.01, "sessions": 2}},
+    },
+]
+
+
+@given(
+    st.sampled_from(_CALIBRATIONS).flatmap(
+        lambda document: changed_json(document).map(_encoded) | changed_bytes(_encoded(document))
+    )
+)
+@fuzz
+def test_calibrations(data: bytes) -> None:
+    """A calibration is read, or refused in one line."""
+    Path("calibration.json").write_bytes(data)
+    _one_line(lambda: calibration.load(Path("calibration.json")))
+
+
+@given(
+    changed_bytes(policy_file.dump(Policy()).encode())
+    | changed_json(msgspec.to_builtins(Policy())).map(lambda fields: msgspec.toml.encode(_without_null(fields)))
+)
+@fuzz
+def test_policies(data: bytes) -> None:
+    """A policy is read, or refused in one line."""
+    Path("policy.toml").write_bytes(data)
+    _one_line(lambda: policy_file.load(Path("policy.toml")))
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_null(item) for item in value if item is not None]
+    return min(value, 2**63 - 1) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+@given(st.data())
+@fuzz
+def test_datasets(data: st.DataObject) -> None:
+    """A dataset is read, or refused in one line."""
+    write_dataset(Path("items.jsonl"))
+    lines = Path("items.jsonl").read_bytes().splitlines()
+    first = data.draw(changed_json(json.loads(lines[0])).map(_encoded) | changed_bytes(lines[0]))
+    Path("items.jsonl").write_bytes(b"\n".join([first, *lines[1:]]))
+    _one_line(lambda: HellaSwag().load("items.jsonl", rootdir=Path.cwd()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_model(folder)
+    return folder
+
+
+@given(st.data())
+@fuzz
+def test_model_folders(model: Path, data: st.DataObject) -> None:
+    """A model is found, or refused in one line, before anything loads it."""
+    shutil.rmtree("tiny", ignore_errors=True)
+    shutil.copytree(model, "tiny")
+    index = {"metadata": {}, "weight_map": {"a": "model.safetensors"}}
+    Path("tiny/model.safetensors.index.json").write_bytes(_encoded(index))
+    path = data.draw(st.sampled_from(sorted(Path("tiny").iterdir())))
+    content = path.read_bytes()
+    json_of = changed_json(json.loads(content)).map(_encoded) if path.suffix == ".json" else st.nothing()
+    path.write_bytes(data.draw(json_of | changed_bytes(content)))
+    if _one_line(lambda: models.resolve("tiny", texts=[], rootdir=Path.cwd())) is not None:
+        model_files.weight_files(Path("tiny"))
+
+
+@given(st.text(max_size=40) | st.sampled_from(["git:HEAD:x", "latest", "0001", "a/b", "../x.json", "git:-x:y", "\0"]))
+@fuzz
+def test_references(name: str) -> None:
+    """A name of a report is found, or refused in one line."""
+    _one_line(lambda: references.resolve(name, Path(".llmgpu")))
+
+
+@given(st.text(max_size=400) | st.from_regex(r"(/[a-z\"' ]{0,9}){0,40}", fullmatch=True))
+@fuzz
+def test_texts(text: str) -> None:
+    """Any text is made public and printable."""
+    printable_lines(anonymous(short_paths(text, Path("/repo"))))
