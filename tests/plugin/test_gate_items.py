@@ -282,7 +282,9 @@ def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -
     """With --llmgpu-require-armed the run fails, because traffic and memory were not measured."""
     result = runs(_COMPARE, "--llmgpu-require-armed")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["not every gated metric was compared, *", "*3 x traffic: *"])
+    result.stdout.fnmatch_lines(
+        ["NOTHING COMPARED: the policy requires every gated row (require_armed): *", "*3 x traffic: *"]
+    )
 
 
 def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester: pytest.Pytester) -> None:

@@ -10,6 +10,7 @@ from pytest_llmgpu.render.exports.escaping import spreadsheet
 from pytest_llmgpu.render.exports.figures import exported, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.exports.protocol import Export
+from pytest_llmgpu.render.work_table import WORK
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -58,7 +59,9 @@ _FIRST = (
 
 _OF_METRICS = (*(spec.exported.column for spec in METRICS if spec.exported), *(f"verdict_{name}" for name in JUDGED))
 
-COLUMNS = (*_FIRST, *(column for column in _OF_METRICS if column not in _FIRST))
+_OF_WORK = tuple(column for column in WORK if column.name not in {*_FIRST, *_OF_METRICS})
+
+COLUMNS = (*_FIRST, *(name for name in _OF_METRICS if name not in _FIRST), *(column.name for column in _OF_WORK))
 """The header of the table; new columns are appended at the end."""
 
 
@@ -93,6 +96,7 @@ def _case(result: CaseResult) -> dict[str, object]:
         row[exported(metric).column] = figure.value
         if metric == "time":
             row |= _range(figure)
+    row |= {column.name: value for column in _OF_WORK if (value := column.value(result)) is not None}
     return row
 
 

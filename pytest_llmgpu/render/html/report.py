@@ -27,6 +27,7 @@ from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.render.time_table import make_time_table
+from pytest_llmgpu.render.work_table import make_work_table
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -154,7 +155,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             for one in known
             if one.series in series and (one.smallest_oom is not None or one.prediction is not None)
         ]
-        yield {"caption": caption, "table": make_time_table(cases), "largest": largest}
+        yield {"caption": caption, "table": make_time_table(cases), "work": make_work_table(cases), "largest": largest}
 
 
 def _timelines(report: Report) -> dict[str, list[Chart]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from tabulate import tabulate
 
@@ -18,16 +19,19 @@ from pytest_llmgpu.render.device_columns import (
     missing,
 )
 from pytest_llmgpu.render.time_table import LEGEND, Cell, layout, make_time_table, row_name
+from pytest_llmgpu.render.work_table import WorkColumn, make_work_table
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
-__all__ = ["WIDTH", "Painter", "device_tables", "painter", "time_table"]
+__all__ = ["WIDTH", "Painter", "device_tables", "painter", "time_table", "work_table"]
 
 WIDTH = 100
 """The largest width of a table or message, in columns of the terminal; three strategies fit."""
 
 Painter = Callable[[str, str], str]
 """A function of a text and the number of an ANSI style that returns the styled text."""
+
+_Column = TypeVar("_Column", bound=Column | WorkColumn)
 
 _BYTES_PER_MB = 1e6
 
@@ -45,6 +49,18 @@ def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
     columns = ["batch size", *table.columns]
     legend = textwrap.wrap("   ".join(entries), WIDTH)
     return "\n".join([table.title, _table(columns, body, ["right"] * len(columns)), *legend])
+
+
+def work_table(cases: Sequence[CaseResult]) -> str:
+    """Return the table of device time, share of the bound and energy; empty if none of it was measured."""
+    table = make_work_table(cases)
+    if table is None:
+        return ""
+    names = [name if n == 0 or table.rows[n - 1][0] != name else "" for n, (name, *_) in enumerate(table.rows)]
+    firsts = [[name, size] for name, (_, size, _) in zip(names, table.rows, strict=True)]
+    cells = {column: [row[2][n] for row in table.rows] for n, column in enumerate(table.columns)}
+    text, dropped = _fitted(firsts, cells)
+    return "\n".join(["Work and energy", text, *_names_of_dropped([one.title.replace("\n", " ") for one in dropped])])
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
@@ -100,11 +116,11 @@ def _device_table(
     table, dropped = _fitted(firsts, cells)
     with_largest = any(len(each) > 1 for found in values.values() for each in found)
     lines = [f"{title}{': mean over the GPUs (largest)' if with_largest else ''}", table]
-    if dropped:
-        lines.append(
-            f"Columns dropped to fit the width (the report has them): {', '.join(one.name for one in dropped)}."
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_names_of_dropped([one.name for one in dropped])])
+
+
+def _names_of_dropped(names: Sequence[str]) -> list[str]:
+    return [f"Columns dropped to fit the width (the report has them): {', '.join(names)}."] if names else []
 
 
 def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
@@ -150,12 +166,13 @@ def _range(values: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(shown))
 
 
-def _fitted(firsts: Sequence[Sequence[str]], cells: Mapping[Column, Sequence[str]]) -> tuple[str, list[Column]]:
+def _fitted(firsts: Sequence[Sequence[str]], cells: Mapping[_Column, Sequence[str]]) -> tuple[str, list[_Column]]:
     """Return the table of the columns that fit the width, and the columns that were dropped."""
-    columns = list(cells)
-    dropped: list[Column] = []
+    columns: list[_Column] = list(cells)
+    dropped: list[_Column] = []
     while True:
-        body = [[*first, *row] for first, *row in zip(firsts, *(cells[column] for column in columns), strict=True)]
+        shown = [cells[column] for column in columns]
+        body = [[*first, *(column[number] for column in shown)] for number, first in enumerate(firsts)]
         headers = ["strategy", "batch\nsize", *(column.title for column in columns)]
         table = _table(headers, body, ["left"] + ["right"] * (len(headers) - 1))
         last = max(columns, key=lambda column: column.drop_order)

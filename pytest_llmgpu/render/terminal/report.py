@@ -9,7 +9,7 @@ from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
 from pytest_llmgpu.render.summary import finding_problems
-from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table
+from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table, work_table
 from pytest_llmgpu.render.time_table import layout
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.report import Report
@@ -65,7 +65,7 @@ def tables(report: Report, color: bool = False) -> str:
     for caption, cases in zip(captions(found, report), found, strict=True):
         timed = "\n".join([time_table(cases, paint), *_comparisons(cases)])
         largest = "\n".join(_capacities(cases, report))
-        parts += [paint(caption, _BOLD), timed, device_tables(cases, report.environment), largest]
+        parts += [paint(caption, _BOLD), timed, work_table(cases), device_tables(cases, report.environment), largest]
     return "\n\n".join(filter(None, [*parts, *_findings(report.cases, paint)]))
 
 
