@@ -15,6 +15,9 @@ __all__ = ["beta", "largest_sd", "least_share", "net_loss", "t_quantile", "t_tai
 _TERMS = 40
 """Least number of terms of the continued fraction; distributions with many degrees of freedom need more."""
 
+_PRECISION = 1e-15
+"""Relative change of a continued fraction that ends it."""
+
 _BITS = 60
 """Number of bisections, after which an interval is smaller than the precision of a float."""
 
@@ -22,7 +25,8 @@ _BITS = 60
 def beta(x: float, a: float, b: float) -> float:
     """Return the regularised incomplete beta function, which gives binomial and t probabilities.
 
-    It is computed from the continued fraction 26.5.8 of Abramowitz and Stegun, beginning with the innermost term.
+    It is computed from the continued fraction 26.5.8 of Abramowitz and Stegun by Lentz's method, which ends as soon as a
+    term no longer changes the result: after ten terms for most verdicts.
 
     Args:
         x: The argument, from 0 to 1.
@@ -34,12 +38,19 @@ def beta(x: float, a: float, b: float) -> float:
     if x > (a + 1) / (a + b + 2):  # The complement converges faster.
         return 1 - beta(1 - x, b, a)
     scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    fraction = 1.0
-    for k in range(_TERMS + int(2 * math.sqrt(a + b)), 0, -1):
-        even = k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k))
-        odd = (a + k - 1) * (a + b + k - 1) * x / ((a + 2 * k - 2) * (a + 2 * k - 1))
-        fraction = 1 - odd / (1 + even / fraction)
-    return math.exp(scale) / (a * fraction)
+    above = 1.0
+    below = 1 / (1 - (a + b) * x / (a + 1))
+    fraction = below
+    for k in range(1, _TERMS + int(2 * math.sqrt(a + b))):
+        for term in (
+            k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k)),
+            -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1)),
+        ):
+            above, below = 1 + term / above, 1 / (1 + term * below)
+            fraction *= above * below
+        if abs(above * below - 1) < _PRECISION:
+            break
+    return math.exp(scale) * fraction / a
 
 
 def t_tail(t: float, degrees: float) -> float:
