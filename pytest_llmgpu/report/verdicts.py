@@ -104,18 +104,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     head: float | None = None
     """Value of the candidate, in the unit of `base`."""
     ratio: float | None = None
-    """Candidate divided by baseline. For time this is the typical ratio of two equal batches, or the ratio of the sums
-    if only the sums are REGRESSED. For accuracy it is null."""
+    """Candidate divided by baseline. For times it is the ratio of the geometric means of the launches, of the rank that
+    became slowest for device time; on other GPUs of one kind, after division by their GEMM times. For accuracy it is
+    null."""
     low: float | None = None
-    """Lower end of the confidence interval of `ratio`; for accuracy, of the fraction of items lost minus items won."""
+    """Lower end of the confidence interval of `ratio`, for times of 90 %; for accuracy, of the fraction of items lost
+    minus items won."""
     high: float | None = None
     """Upper end of the interval that starts at `low`."""
     threshold: float | None = None
     """Threshold with its absolute part, as a fraction of the baseline; for accuracy, as a fraction of the items."""
     p: float | None = None
-    """One-sided p-value: the probability of a change at least as large if the true change were equal to the threshold.
-    It tests for a loss if the candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated
-    rows of the metric, or over those that are not gated; for time also over the two times of a row."""
+    """One-sided p-value: the probability of a change at least as large if nothing changed. It tests for a loss if the
+    candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated rows of all times, or over
+    those that are not gated; for accuracy over the two tests of a row."""
     n: int | None = None
     """Number of launches in each report; the smaller number if they differ."""
     smallest_seen: float | None = None
@@ -123,9 +125,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     that are no time."""
     launches_needed: int | None = None
     """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
-    probability. It is at least 5; null means more than 1,000."""
-    alone: Verdict | None = None
-    """Verdict before the adjustment for multiple rows (Holm); null if the adjustment did not change the verdict."""
+    probability, for a time with not enough data; null means more than 1,000."""
     lost: list[int] | None = None
     """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
     changed."""

@@ -77,7 +77,7 @@ def _read_1_promoted(report: Report) -> None:
     assert verdicts.armed == Armed(compared=10, gated=8, unarmed={"path: path was not measured": 2}, gated_unarmed=0)
     assert verdicts.warnings == ["differs from the baseline: driver 570.1 -> 570.2"]
     time, accuracy, predictions, *others = verdicts.rows
-    assert (time.id, time.metric, time.verdict, time.alone) == ("mp-bs1", "time", "NOT_ENOUGH_DATA", "REGRESSED")
+    assert (time.id, time.metric, time.verdict) == ("mp-bs1", "time", "NOT_ENOUGH_DATA")
     assert (time.key, time.nodeid) == (report.cases[0].key, report.cases[0].nodeid)
     assert time.known == "a kernel that is right costs this"
     assert (time.n, time.launches_needed, time.threshold) == (2, 12, 0.02)

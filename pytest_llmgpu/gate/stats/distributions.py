@@ -13,7 +13,7 @@ from collections.abc import Callable
 __all__ = ["beta", "largest_sd", "least_share", "net_loss", "t_quantile", "t_tail"]
 
 _TERMS = 40
-"""Least number of terms of the continued fraction; distributions with many degrees of freedom need more."""
+"""Largest number of terms of the continued fraction; distributions with many degrees of freedom need more."""
 
 _PRECISION = 1e-15
 """Relative change of a continued fraction that ends it."""
@@ -25,8 +25,8 @@ _BITS = 60
 def beta(x: float, a: float, b: float) -> float:
     """Return the regularised incomplete beta function, which gives binomial and t probabilities.
 
-    It is computed from the continued fraction 26.5.8 of Abramowitz and Stegun by Lentz's method, which ends as soon as a
-    term no longer changes the result: after ten terms for most verdicts.
+    It is computed from the continued fraction 26.5.8 of Abramowitz and Stegun by Lentz's method, which ends as soon as
+    a term no longer changes the result: after ten terms for most verdicts.
 
     Args:
         x: The argument, from 0 to 1.

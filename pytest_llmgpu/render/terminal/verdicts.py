@@ -11,7 +11,7 @@ from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.reasons import by_cause
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
-from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
+from pytest_llmgpu.report.metrics import JUDGED, spec_of
 from pytest_llmgpu.report.text import listed, plural, printable, signed_percent
 from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
 
@@ -62,8 +62,8 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
 
 
 def notes(verdicts: Verdicts) -> list[str]:
-    """Return the notes on all verdicts: the effect of the correction by Holm, and the warnings of the gate."""
-    return [*_corrected(verdicts.rows), *verdicts.warnings]
+    """Return the notes on all verdicts: the warnings of the gate."""
+    return verdicts.warnings
 
 
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
@@ -140,17 +140,3 @@ def _ends(verdicts: Verdicts, policy: Policy) -> Iterator[str]:
     yield textwrap.fill(compared, WIDTH, subsequent_indent=_INDENT)
     for note in notes(verdicts):
         yield textwrap.fill(f"note: {printable(note)}", WIDTH, subsequent_indent=_INDENT)
-
-
-def _corrected(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield which rows have another verdict without the correction by Holm."""
-    found: dict[tuple[MetricName, Verdict], list[str]] = {}
-    for row in rows:
-        if row.alone is not None:
-            found.setdefault((row.metric, row.alone), []).append(row.id)
-    parts = []
-    for (metric, verdict), ids in found.items():
-        more = f" and {plural(len(ids) - _MOST_NAMES, 'more case')}" if len(ids) > _MOST_NAMES else ""
-        parts.append(f"{metric} of {', '.join(ids[:_MOST_NAMES])}{more} is {verdict}")
-    if parts:
-        yield f"without the correction for multiple comparisons (Holm) {'; '.join(parts)}"

@@ -71,13 +71,12 @@ def test_export_takes_the_verdicts_of_a_gate(capsys: pytest.CaptureFixture[str])
 def test_verdicts_of_an_older_version_have_the_present_names() -> None:
     """INCONCLUSIVE is read as NOT_ENOUGH_DATA in verdicts and in reports, but not within a text."""
     old = row("NOT_ENOUGH_DATA", reason='"verdict": "INCONCLUSIVE"')
-    old = msgspec.structs.replace(old, alone="NOT_ENOUGH_DATA")
     report = judged(two_strategies(), two_strategies())
     report.verdicts = verdicts([old])
     for path, record in (("report.json", report), ("verdicts.json", report.verdicts)):
         data = msgspec.json.format(msgspec.json.encode(record))
         data = data.replace(b'"NOT_ENOUGH_DATA"', b'"INCONCLUSIVE"')
-        assert data.count(b': "INCONCLUSIVE"') == 2
+        assert data.count(b': "INCONCLUSIVE"') == 1
         Path(path).write_bytes(data)
     assert load(Path("report.json")).verdicts == report.verdicts
     assert read_verdicts(Path("verdicts.json"), report) == report.verdicts
