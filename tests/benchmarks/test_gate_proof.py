@@ -194,6 +194,8 @@ NOTHING: Trial = (0, Counter(OK=1, NOT_ENOUGH_DATA=1))
     [
         ([SEEN, HIDDEN, (1, Counter(REGRESSED=1, NOT_ENOUGH_DATA=1))], [NOTHING, HIDDEN, (0, Counter(OK=2))], True),
         ([SEEN], [], True),  # one round has no next one
+        ([SEEN, (3, Counter(NOT_ENOUGH_DATA=2))], [(3, Counter(NOT_ENOUGH_DATA=1, OK=1))], True),
+        ([SEEN], [(3, Counter(OK=2))], False),
         ([], [], False),
         ([SEEN, (0, Counter())], [NOTHING, NOTHING], False),
         ([SEEN, SEEN], [NOTHING, (0, Counter())], False),

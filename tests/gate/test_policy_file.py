@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_llmgpu.gate.noise_model import PRIORS, Prior, prior_of
 from pytest_llmgpu.gate.policy import Known, Override, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, find, in_words, load, sha256
 
@@ -82,6 +83,13 @@ def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
     assert sha256(policy) != sha256(Policy())
 
 
+def test_a_prior_of_the_policy_replaces_the_built_in_one(tmp_path: Path) -> None:
+    """A key that is absent keeps its built-in value."""
+    policy = load(_write(tmp_path, "[noise.cpu]\ns0 = 0.02\n"))
+    assert prior_of("cpu", policy.noise) == Prior(s0=0.02, df0=PRIORS["cpu"].df0, source="policy")
+    assert prior_of("load", policy.noise) == PRIORS["load"]
+
+
 def test_overrides_are_read_in_the_order_of_the_file(tmp_path: Path) -> None:
     """Each entry has its own keys only."""
     assert load(_write(tmp_path, FULL)).override == [
@@ -131,6 +139,10 @@ def test_a_known_regression_has_an_expiry(tmp_path: Path) -> None:
         ("[memory]\nmargin = -0.1", r"memory\.margin = -0\.1: allowed is a number from 0 to less than 1"),
         ("[time]\nabsolute_s = inf", r"time\.absolute_s = inf: allowed is a number from 0 to less than inf"),
         ("[[override]]\ntest = '*'\ntime = { margin = -1 }", r"override\[0\]\.time\.margin = -1\.0: allowed .*"),
+        ("[noise.cpu]\ns0 = 0", r"noise\.cpu\.s0 = 0\.0: allowed is a number from 1e-06 to less than 2"),
+        ("[noise.cpu]\ndf0 = 0.1", r"noise\.cpu\.df0 = 0\.1: allowed is a number from 0\.5 to less than 1e\+06"),
+        ("[noise.gpu]\ns0 = 0.1", r"noise\.gpu is not a key: allowed are cpu, device_compute, .*"),
+        ("[device_time]\nmargin = 1", r"device_time\.margin = 1\.0: allowed is a number from 0 to less than 1"),
         ("confidence = 1.0", r"confidence = 1\.0: allowed is a number from 0\.5 to less than 1"),
         ("time = 3", r"time: expected `object`, got `int`"),
         ("tool = 3", r"the table: expected `object`, got `int`"),
