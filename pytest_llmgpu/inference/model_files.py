@@ -170,7 +170,7 @@ def _indexed(index: Path) -> set[str]:
     if not isinstance(names, dict) or not names:
         raise ValueError(f"{index}: weight_map is missing: an object of weights and their files is needed")
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name or not name.isprintable():
             raise ValueError(f"{index}: {name!r} in weight_map is not the name of a file")
     return set(names.values())
 

@@ -84,7 +84,9 @@ def changed_json(draw: st.DrawFn, document: Any) -> Any:
             case "double" if isinstance(container, list):
                 container.insert(key, copy.deepcopy(container[key]))
             case _:
-                hostile = draw(st.sampled_from(_HOSTILE) | st.text(max_size=8) | st.floats(allow_nan=False))
+                alike = [value for value in _HOSTILE if type(value) is type(container[key])]
+                values = draw(st.sampled_from([alike, alike, alike, _HOSTILE])) or _HOSTILE
+                hostile = draw(st.sampled_from(values))
                 container[key] = copy.deepcopy(hostile)  # the next change may be inside it
     return document
 

@@ -173,6 +173,8 @@ def _shard_missing(directory: Path) -> None:
         (_index(b"{}"), "index.json: weight_map is missing"),
         (_index(b'{"weight_map": [1]}'), "index.json: weight_map is missing"),
         (_index(b'{"weight_map": {"a": 1}}'), "index.json: 1 in weight_map is not the name of a file"),
+        (_index(b'{"weight_map": {"a": ""}}'), "'' in weight_map is not the name of a file"),
+        (_index(b'{"weight_map": {"a": "\\n::error::x"}}'), "error::x' in weight_map is not the name of a file"),
         (_index(b'{"weight_map": {"a": "../b"}}'), "'../b' in weight_map is not the name of a file"),
         (_index(_DEEP), "index.json cannot be read: the JSON is nested too deeply"),
         (_header(b'{"a": {"data_offsets": [0, "x"]}}'), "is not a safetensors file"),

@@ -617,6 +617,25 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     result.stdout.fnmatch_lines([f"FAILED *: No space left on device; the report is {kept}"])
 
 
+def test_a_rank_that_stops_between_cases_is_a_time_out(pytester: pytest.Pytester, run: Run) -> None:
+    """What happens between cases has the time limit of a case, not that of loading a model."""
+    pytester.makepyfile(
+        test_it="""
+        import os, signal
+
+        def process_id(loaded):
+            return os.getpid()
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+            if batch_size == 1:
+                os.kill(llm.run(process_id)[0], signal.SIGSTOP)
+        """
+    )
+    assert run("--llmgpu-timeout=5", sizes="1,4").ret == 1
+    assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "timeout"}
+
+
 def test_a_folder_whose_name_is_not_utf8_loses_no_report(
     pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
