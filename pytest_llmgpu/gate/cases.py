@@ -195,15 +195,15 @@ class _Comparison:
             head,
             sides,
             rules.time,
-            prior=self._prior(head, "time", regime),
+            prior=self._prior(head, "time", regime, idle=noise_regime.idle_share(base, head)),
             regime=regime,
             in_turn=self._in_turn,
             machine_sd=0.0 if self._same_gpus else prior_of(regime, self.policy.noise).s0,
         )
         self._take("time", wall, rules.time.gate)
 
-    def _prior(self, head: CaseResult, metric: MetricName, regime: NoiseRegime) -> Prior:
-        return prior_of(regime, self.policy.noise).calibrated(self.calibration.of(head.key, metric))
+    def _prior(self, head: CaseResult, metric: MetricName, regime: NoiseRegime, *, idle: float = 0.0) -> Prior:
+        return prior_of(regime, self.policy.noise, idle=idle).calibrated(self.calibration.of(head.key, metric))
 
     def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):

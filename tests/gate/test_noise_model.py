@@ -110,3 +110,12 @@ def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
     assert launches_needed(PRIORS["device_memory"], slowdown=0.02, threshold=0.01, family=21) == 1
     assert launches_needed(PRIORS["device_memory"], slowdown=0.01, threshold=0.01) is None
     assert launches_needed(Prior(s0=1.0, df0=2.0, source="test"), slowdown=0.05, threshold=0.04) is None
+
+
+def test_replayed_graphs_have_the_noise_of_the_host_in_their_idle_time() -> None:
+    """The noise of the host counts with the fraction of the time in which the GPU waits for it; rules apply to both."""
+    replayed, host = PRIORS["replayed"].s0, PRIORS["eager_host"].s0
+    assert prior_of("replayed", idle=0.15).s0 == pytest.approx(math.hypot(replayed, 0.15 * host))
+    assert prior_of("device_memory", idle=0.15) == PRIORS["device_memory"]
+    quiet = NoiseRules(eager_host=NoiseRule(s0=0.001))
+    assert prior_of("replayed", quiet, idle=0.15).s0 == pytest.approx(replayed, rel=0.01)

@@ -203,7 +203,9 @@ def _launches_needed(
     device = regression.metric == "device_time"
     regime = noise_regime.of_device_time(result) if device else noise_regime.of_time(result)
     return noise_model.launches_needed(
-        noise_model.prior_of(regime, policy.noise).calibrated(noise.of(result.key, regression.metric)),
+        noise_model.prior_of(regime, policy.noise, idle=noise_regime.idle_share(result)).calibrated(
+            noise.of(result.key, regression.metric)
+        ),
         slowdown=regression.slowdown,
         threshold=row.threshold,
         family=family,

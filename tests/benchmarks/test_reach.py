@@ -1,0 +1,60 @@
+"""The scripts that estimate the noise of regimes, and that try the gate on recorded launches."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RECORDED = [str(BENCHMARKS / "reports" / f"replayed-7b-gpu-{number}.json.gz") for number in (1, 2)]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Return a function that imports a script of the folder."""
+    monkeypatch.syspath_prepend(BENCHMARKS / "gate")
+    return importlib.import_module
+
+
+@pytest.mark.slow
+def test_recorded_launches_show_what_the_gate_finds(
+    script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One launch finds 2 % where memory limits, names the module, and leaves equal programs alone."""
+    assert script("reach").main([*RECORDED, "--trials=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["launches"] == [12, 12]
+    by_case = {(row["case"], row["slowdown"]): row for row in found["device_time"]}
+    assert by_case["mp-bs1", 0.02]["regime"] == "device_memory"
+    assert by_case["mp-bs1", 0.02]["named"] == 1
+    assert by_case["mp-bs8", 0.02]["smallest_seen"] > 0.02
+    assert by_case["mp-bs8", 0.02]["regressed"] == 0
+    assert found["latencies_twice_without_work"]["exit_statuses"] == [1, 3]
+    assert set(found["same_program"]) == {"1 launches", "2 launches", "3 launches", "5 launches"}
+
+
+@pytest.mark.parametrize(("s0", "df0"), [(0.01, 4.0), (0.002, 20.0)])
+def test_the_prior_of_many_machines_is_recovered(script: Callable[[str], ModuleType], s0: float, df0: float) -> None:
+    """Variances of groups that are drawn from a prior give its deviation and its degrees of freedom."""
+    chance = random.Random(1)
+    groups = []
+    for _ in range(4000):
+        variance = s0**2 * df0 / chance.gammavariate(df0 / 2, 2)
+        groups.append((variance * chance.gammavariate(9 / 2, 2) / 9, 9))
+    found_s0, found_df0 = script("priors").fit(groups)
+    assert found_s0 == pytest.approx(s0, rel=0.05)
+    assert found_df0 == pytest.approx(df0, rel=0.25)
+
+
+def test_groups_of_one_deviation_have_a_prior_that_counts_for_everything(script: Callable[[str], ModuleType]) -> None:
+    """Machines that differ by chance alone have the pooled deviation and the most degrees of freedom."""
+    s0, df0 = script("priors").fit([(0.01**2, 11), (0.0101**2, 11), (0.0099**2, 11)])
+    assert math.isclose(s0, 0.01, rel_tol=0.01)
+    assert df0 == 1000
