@@ -231,7 +231,7 @@ def test_the_rank_that_became_slowest_decides() -> None:
 
 
 def test_other_gpus_of_one_kind_have_a_larger_threshold() -> None:
-    """It has the deviation between GPUs; where computation limits, each time is divided by that of a matrix product."""
+    """It has the deviation between GPUs; where computation limits, a slower GEMM can explain a slower case."""
     others = ("GPU-8", "GPU-9")
     for slower, verdict in ((1.01, "OK"), (1.02, "OK"), (1.05, "REGRESSED")):
         row = _device_row(_worked(1.0), _worked(slower, uuids=others))
@@ -254,6 +254,11 @@ def test_other_gpus_of_one_kind_have_a_larger_threshold() -> None:
     assert "GEMM time" in divided.reason
     raw = _device_row(_worked(1.0), slow_gpu, ceilings=(base_rates, head_rates))
     assert raw.ratio == pytest.approx(1.035), "memory does not slow down with the GEMM"
+    as_fast = _device_row(
+        _worked(1.0), _worked(1.0, uuids=others), regime="device_compute", ceilings=(base_rates, head_rates)
+    )
+    assert as_fast.ratio == pytest.approx(1.0), "a slow GEMM alone is no change"
+    assert as_fast.verdict == "OK"
 
 
 def test_another_day_has_half_a_point_more() -> None:
@@ -376,7 +381,7 @@ def test_unchanged_programs_have_no_regression(regime: str, launches: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("regime", "launches", "slowdown"),
-    [("device_memory", 1, 0.02), ("replayed", 2, 0.03), ("eager_device", 5, 0.05)],
+    [("device_memory", 1, 0.02), ("replayed", 2, 0.04), ("eager_device", 5, 0.05)],
 )
 def test_a_slowdown_of_one_case_of_21_is_found(regime: Any, launches: int, slowdown: float) -> None:
     """In 95 % of the reports, if the machine has the deviation of the prior."""
