@@ -172,7 +172,7 @@ def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float 
         (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
         for work in (*before.works, *after.works)
     }
-    if not before.works or not after.works or len(shapes) != 1:
+    if not before.works or not after.works or len(shapes) != 1 or not before.works[0].ranks:
         return None
     pairs = [_Pair(_rank(before, number), _rank(after, number)) for number in range(len(before.works[0].ranks))]
     timed = all(rank.device_s is not None for pair in pairs for rank in pair)
@@ -219,13 +219,14 @@ def _of_device_time(pairs: Sequence[_Pair]) -> Cause | None:
     before_s, after_s = times[number]
     if after_s <= before_s:
         return None
-    return _timed(
+    found = _timed(
         "device",
         pairs[number],
         rank=_alone(number, [after - before for before, after in times]),
         parts=_Rank.device_parts,
         total=(before_s, after_s),
     )
+    return found if any(part.share > _SMALL for part in found.parts) else None
 
 
 def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:

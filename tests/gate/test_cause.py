@@ -255,6 +255,26 @@ def test_nothing_is_named_where_nothing_changed(metric: MetricName) -> None:
         assert cause.find(metric, healthy, other) is None
     assert cause.find(metric, _measured(_HEALTHY_PROGRAM), slower) is None
     assert cause.find(metric, Measured([], []), slower) is None
+    no_ranks = Measured([msgspec.structs.replace(work, ranks=[])], [])
+    assert cause.find(metric, no_ranks, no_ranks) is None
+    assert cause.find("time", no_ranks, no_ranks, ratio=2.0) is None
+
+
+def test_a_longer_time_without_kernels_has_no_cause() -> None:
+    """A report can lack the rows of the kernels: no family can be named."""
+    before, after = _measured(_HEALTHY_PROGRAM), _measured(_HEALTHY_PROGRAM.slower("", 2.0))
+    bare = [
+        Measured(
+            [
+                msgspec.structs.replace(work, ranks=[msgspec.structs.replace(rank, rows=None) for rank in work.ranks])
+                for work in side.works
+            ],
+            side.kernel_names,
+        )
+        for side in (before, after)
+    ]
+    assert cause.find("device_time", before, after) is not None
+    assert cause.find("device_time", *bare) is None
 
 
 def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
