@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pytest_llmgpu.gate.execution import other_execution
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdict
 
-__all__ = ["Refusal", "Sides", "comparable", "other_execution"]
+__all__ = ["Refusal", "Sides", "comparable"]
 
 _IGNORED_CLOCK = 0.01
 """A relative difference of clocks up to this is ignored: it changes a time by at most half of the default threshold."""
@@ -47,21 +48,6 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
         cause = other_execution(base, head)
         return Refusal("NOT_COMPARABLE", reason if cause is None else f"{reason}\n{cause}")
     return alike
-
-
-def other_execution(base: CaseResult, head: CaseResult) -> str | None:
-    """Return a sentence if one result ran its forwards as CUDA graphs and the other eagerly; else None.
-
-    With `--llmgpu-cuda-graphs=auto` the choice can change between runs.
-    """
-    was, now = base.case.execution, head.case.execution
-    if was == now:
-        return None
-    names = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly"}
-    return (
-        f"The forwards ran {names.get(now, now)}, the baseline's {names.get(was, was)}: measure both with "
-        "--llmgpu-cuda-graphs=on or off."
-    )
 
 
 def _equally_throttled(base: list[Launch], head: list[Launch]) -> Sides | str:
