@@ -35,7 +35,7 @@ def test_pickles_come_through_pipes_only() -> None:
 
 
 def test_code_of_models_is_not_trusted() -> None:
-    """`from_pretrained` and `from_config` of transformers run code of a model only if they are told to."""
+    """`from_pretrained` and `from_config` of transformers run code of a model only if a keyword allows it."""
     values = [keyword.value for _, call in _calls() for keyword in call.keywords if keyword.arg == "trust_remote_code"]
     assert len(values) >= 4
     assert all(isinstance(value, ast.Constant) and value.value is False for value in values)
