@@ -249,7 +249,7 @@ def find(
         history: The bisection.
         measure: The function that runs one launch. Only the test of the case is selected.
         judge: The function that compares two reports.
-        policy: The policy; chance puts a commit nearer to the wrong end with at most 1 minus its confidence.
+        policy: The policy; at each launch of a commit, chance marks it wrongly with at most 1 minus its confidence.
         ends: The reports of the good and of the bad end.
         end: The row of `judge` on the ends that is to be explained.
         launches: The largest number of launches of all commits together.
