@@ -21,7 +21,7 @@ from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult
 from pytest_llmgpu.report.text import listed, percent
-from pytest_llmgpu.report.verdicts import Row, Verdict
+from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Row, Verdict
 
 __all__ = ["Answered", "answered", "below_floor", "predictions_row", "rows"]
 
@@ -95,7 +95,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     if thens and not nows:
         return Row.of(head, "accuracy", "MISSING", "Only the baseline scored items.", gated=rule.gate)
     if not thens or not nows:
-        return "accuracy is new" if nows else "no items were scored"
+        return ONLY_CANDIDATE if nows else "no items were scored"
     then, now = _median(thens, rule.metric), _median(nows, rule.metric)
     befores, afters = ([predictions_of(one, rule.metric) for one in scored] for scored in (thens, nows))
     before, labels = predictions_of(then, rule.metric), now.labels or then.labels

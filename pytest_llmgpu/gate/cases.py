@@ -45,8 +45,8 @@ class Judged(NamedTuple):
     rows: list[Row]
     unarmed: Counter[str]
     """Reason why a metric of a case has no row, to the number of such metrics."""
-    gated_unarmed: int
-    """Number of those metrics that the policy gates."""
+    gaps: Counter[str]
+    """The part of `unarmed` that the policy gates."""
     left_out: Counter[str]
     """Reason why a case has no row at all, to the number of such cases."""
 
@@ -64,7 +64,7 @@ def judged(
         in_turn: True if launches of both reports alternated.
     """
     comparison = _Comparison(base, head, policy, calibration, in_turn=in_turn)
-    return Judged(comparison.rows(), comparison.unarmed, comparison.gated_unarmed, comparison.left_out)
+    return Judged(comparison.rows(), comparison.unarmed, comparison.gaps, comparison.left_out)
 
 
 class _Comparison:
@@ -76,7 +76,7 @@ class _Comparison:
         self.base, self.head, self.policy, self.calibration = base, head, policy, calibration
         self.unarmed: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
-        self.gated_unarmed = 0
+        self.gaps: Counter[str] = Counter()
         self._entries: list[Row | Timed] = []
         self._answered: list[Answered] = []
         self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
@@ -208,7 +208,8 @@ class _Comparison:
     def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):
             self.unarmed[f"{metric}: {found}"] += 1
-            self.gated_unarmed += gated
+            if gated:
+                self.gaps[f"{metric}: {found}"] += 1
         else:
             self._entries.append(found)
 

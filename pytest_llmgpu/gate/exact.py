@@ -15,7 +15,7 @@ from pytest_llmgpu.report.derived import peaks_bytes
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Path, Traffic
 from pytest_llmgpu.report.text import gib, percent, signed_percent
-from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
 
 __all__ = ["memory_row", "path_row", "traffic_row"]
 
@@ -240,7 +240,7 @@ def _missing(head: CaseResult, metric: MetricName, before: object, after: object
         path = head.traffic.path if metric == "path" and head.traffic is not None else None
         why = (path.text if path else None) or head.why.get(metric, "the report has no reason")
         return Row.of(head, metric, "MISSING", f"Only the baseline has {metric}: {why.rstrip('.')}.", gated=gated)
-    return f"{metric} is new" if after else f"{metric} was not measured"
+    return ONLY_CANDIDATE if after else NEITHER
 
 
 def _plans(result: CaseResult) -> set[str | None]:

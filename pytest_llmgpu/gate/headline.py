@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of
-from pytest_llmgpu.report.text import listed, plural, signed_percent
+from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import ALL_CASES, COMPARED, WORSE, Row, SessionState, Verdicts, worst_first
 
 __all__ = ["Headline", "NextSteps", "decide", "describe", "describe_next", "next_steps", "row_in_words", "step_of"]
@@ -62,7 +63,7 @@ class Headline(NamedTuple):
     known: int
     """The number of rows that a `known` entry of the policy accepts."""
     unarmed: dict[str, int]
-    """The reasons why rows were not compared, with their number."""
+    """The reasons why rows were not compared, with their number: where some were, of the gated rows."""
     has_baseline: bool
     """False if the gate had no baseline."""
     limit: float
@@ -108,7 +109,7 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         time=max((value for value in seen["time"] if value <= limit), default=None),
         host_unseen=min(hidden, default=None),
         known=sum(row.known is not None for row in verdicts.rows),
-        unarmed=verdicts.armed.unarmed,
+        unarmed=verdicts.armed.gaps if compared and verdicts.armed.gaps else verdicts.armed.unarmed,
         has_baseline=verdicts.baseline is not None,
         limit=limit,
         # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
@@ -144,7 +145,9 @@ def row_in_words(row: Row, limit: float | None = None) -> str:
     spec = spec_of(row.metric)
     name = row.id if row.metric == "outcome" else f"{row.id} {_metric(row)}"
     if row.unseen and limit is not None and row.smallest_seen is not None:
-        return f"{name}: only slowdowns from {_pct(row.smallest_seen)} would have been seen, allowed is {_pct(limit)}"
+        seen = slowdown(row.smallest_seen)
+        none = f"no slowdown below {seen}" if row.smallest_seen > FACTORS_FROM else f"only slowdowns from {seen}"
+        return f"{name}: {none} would have been seen, allowed is {slowdown(limit)}"
     if row.verdict not in COMPARED or row.base is None or row.head is None or not (spec.points or row.ratio):
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
     change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
@@ -178,7 +181,8 @@ def describe_next(steps: NextSteps) -> str:
     if steps.worst is not None and steps.worst.verdict != "NOT_ENOUGH_DATA":
         if steps.worst.verdict in WORSE and steps.commits is not None:
             good, bad = (commit[:8] for commit in steps.commits)
-            parts.append(f"llmgpu bisect {good} {bad} -- pytest ... finds the commit.")
+            names = f"--metric {steps.worst.metric} --case {shlex.quote(steps.worst.id)}"
+            parts.append(f"llmgpu bisect {good} {bad} {names} -- pytest ... finds the commit, if several are possible.")
         else:
             parts.append(step_of(steps.worst))
     if steps.undecided and steps.launches is not None:
@@ -218,7 +222,7 @@ def _of_pass(headline: Headline) -> str:
         return "there is no baseline to compare with"
     parts = [plural(headline.cases, "case")]
     seen = [
-        f"{_pct(value)} of {name}"
+        f"{slowdown(value)} of {name}"
         for name, value in (("device time", headline.device_time), ("wall time", headline.time))
         if value is not None
     ]
@@ -239,9 +243,3 @@ def _smallest_seen(rows: Sequence[Row], metric: str) -> list[float]:
 
 def _metric(row: Row) -> str:
     return "wall time" if row.metric == "time" else row.metric.replace("_", " ")
-
-
-def _pct(fraction: float) -> str:
-    """Return a percentage with two digits at least and no exponent."""
-    number = 100 * fraction
-    return f"{number:.2g} %" if number < 99.5 else f"{number:,.0f} %"  # noqa: PLR2004 - three digits from here on

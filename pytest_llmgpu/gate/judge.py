@@ -7,6 +7,7 @@ improved.
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -89,12 +90,15 @@ def _judge(
         other = other_devices(base.cases, head.cases)
         warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
     unarmed = judged.unarmed + judged.left_out
-    unarmed.update(f"{row.metric}: {row.verdict}" for row in known if row.verdict not in COMPARED)
+    apart = [row for row in known if row.verdict not in COMPARED]
+    unarmed.update(f"{row.metric}: {row.verdict}" for row in apart)
+    gaps = judged.gaps + Counter(f"{row.metric}: {row.verdict}" for row in apart if row.gated)
     armed = Armed(
         compared=sum(row.verdict in COMPARED for row in known),
         gated=sum(row.verdict in COMPARED and row.gated for row in known),
         unarmed=dict(sorted(unarmed.items())),
-        gated_unarmed=judged.gated_unarmed + sum(row.verdict not in COMPARED and row.gated for row in known),
+        gaps=dict(sorted(gaps.items())),
+        gated_unarmed=gaps.total(),
     )
     return Verdicts(
         baseline=baseline if base is not None else None,

@@ -38,8 +38,8 @@ from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import ALL_CASES, Row, Verdict
+from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, slowdown
+from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Row, Verdict
 from pytest_llmgpu.report.work import Ceilings
 
 __all__ = [
@@ -194,7 +194,7 @@ def wall_times(
     samples = Samples(*([statistics.fmean(map(math.log, one.batches.latency_s)) for one in side] for side in sides))
     base_s, head_s = (statistics.geometric_mean(map(inference_s, side)) for side in sides)
     margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold("time")
-    left_out = _left_out(base, head, sides)
+    left_out = _left_out(base, head, sides, "`profile.invalid`")
     return Timed(
         name=Name(head.key, head.id, head.nodeid, "time"),
         gated=rule.gate,
@@ -270,7 +270,7 @@ def device_times(
     divided = known and _largest_change(by_gemm) < _largest_change(raw)
     ranks = by_gemm if divided else raw
     seconds = [tuple(_mean_s([one.log_s for one in side]) for side in sides) for sides in sides_of_rank]
-    left_out = _left_out(base, head, measured)
+    left_out = _left_out(base, head, measured, "`work`, `profile.invalid`")
     return Timed(
         name=Name(head.key, head.id, head.nodeid, "device_time"),
         gated=rule.gate,
@@ -311,7 +311,10 @@ def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> lis
         most = max(counts, default=None)
         members = [case for case in members if tuple(map(len, case.ranks[0])) == most]
         if len(members) > 1:
-            samples = Samples(*(_mean_of([rank[side] for case in members for rank in case.ranks]) for side in (0, 1)))
+            # First the mean over the ranks: a case counts once, however many ranks it has.
+            samples = Samples(
+                *(_mean_of([_mean_of([rank[side] for rank in case.ranks]) for case in members]) for side in (0, 1))
+            )
             found.append(
                 Timed(
                     name=Name(ALL_CASES, ALL_CASES, None, metric),
@@ -390,7 +393,8 @@ def decide(
     """Return the verdict on one row.
 
     REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
-    direction. OK: the upper end of the interval is below the threshold plus `PROMISED`.
+    direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of other
+    GPUs without the part of the threshold that is for the noise of the launches.
 
     Args:
         case: The times of the row.
@@ -402,9 +406,12 @@ def decide(
     """
     shown = critical_t(estimate.degrees, family * len(case.ranks), confidence) * estimate.error
     limit, error = math.log1p(case.threshold), estimate.error
+    machines = math.sqrt(2) * case.machine_sd
+    # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
+    allowed = max(limit, _GPU_QUANTILE * machines)
     if case.machine_sd:  # The test takes differences between machines for a change: the threshold has to exceed both.
-        limit = max(limit, shown + _GPU_QUANTILE * math.sqrt(2) * case.machine_sd)
-        error = math.hypot(error, math.sqrt(2) * case.machine_sd)
+        limit = max(limit, shown + _GPU_QUANTILE * machines)
+        error = math.hypot(error, machines)
     half = t_quantile(estimate.degrees, _ONE_SIDED) * error
     change, alpha = estimate.change, 1 - confidence
     scattered = estimate.spread >= math.log(case.spread)
@@ -413,7 +420,7 @@ def decide(
         verdict: Verdict = "REGRESSED"
     elif faster <= alpha and change < -limit:
         verdict = "IMPROVED"
-    elif change + half < math.log(math.exp(limit) + PROMISED) and not scattered:
+    elif change + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
         verdict = "OK"
     else:
         verdict = "NOT_ENOUGH_DATA"
@@ -455,7 +462,7 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
     over = f", mean over {plural(case.members, 'case')}" if case.members else ""
     first = (
         f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(_ratio(estimate.change) - 1)} "
-        f"(90 % CI {low:+.1f} to {high:+.1f} %), threshold {100 * decision.threshold:.3g} %: "
+        f"(90 % CI {low:+.1f} to {high:+.1f} %), threshold {_threshold(decision.threshold)}: "
         f"{_seconds(head_s)}, was {_seconds(base_s)}{over}.{_other_gpus(case)}{_of_sums(case, estimate)}{case.left_out}"
     )
     if decision.verdict in {"REGRESSED", "IMPROVED"}:
@@ -511,15 +518,22 @@ def _refused(head: CaseResult, metric: MetricName, why: Refusal, *, gated: bool)
     return why.reason if why.verdict is None else Row.of(head, metric, why.verdict, why.reason, gated=gated)
 
 
-def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]]) -> str:
-    """Return a sentence on the launches that are not used, to be appended; empty if all are used."""
+def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:
+    """Return a sentence on the launches that are not used, to be appended; empty if all are used.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        used: The launches of both that are used.
+        fields: The fields of a launch that show why it is not.
+    """
     counts = [sum(bool(launch.batches.latency_s) for launch in result.launches) for result in (base, head)]
     found = [
         f"{len(side)} of {count} launches of the {name} are used"
         for name, side, count in zip(("baseline", "candidate"), used, counts, strict=True)
         if len(side) < count
     ]
-    return f" {' and '.join(found)} (`profile.invalid`)." if found else ""
+    return f" {' and '.join(found)} ({fields})." if found else ""
 
 
 class _Measured(NamedTuple):
@@ -540,7 +554,7 @@ def _measured(
     """Return the device times that can be compared, or why there are none."""
     then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
     if not then:
-        return "device time is new" if now else "device time was not measured"
+        return ONLY_CANDIDATE if now else NEITHER
     if not now:
         reason = f"Only the baseline has device time: {_why_absent(head)}."
         return Row.of(head, "device_time", "MISSING", reason, gated=gated)
@@ -628,6 +642,11 @@ def _mean_s(log_times: Sequence[float]) -> float:
 def _seconds(value: float) -> str:
     """Return seconds with four digits, as 210.0 s."""
     return f"{value:#.4g} s" if value < _THOUSAND else f"{value:.4g} s"
+
+
+def _threshold(fraction: float) -> str:
+    """Return a threshold with three digits; from 1,000 % on as a factor."""
+    return f"{100 * fraction:.3g} %" if fraction < FACTORS_FROM else slowdown(fraction)
 
 
 def _ratio(log_ratio: float) -> float:

@@ -15,7 +15,7 @@ from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed, percent, signed_percent
-from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
 from pytest_llmgpu.report.work import WORK_OFF, RankWork
 
 __all__ = ["Found", "work_rows"]
@@ -85,7 +85,7 @@ def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Foun
         )
         if not before and not after:
             if rule.gate:
-                yield Found(metric.name, f"{metric.name} was not measured", gap=False)
+                yield Found(metric.name, NEITHER, gap=False)
             continue
         row = _row_or_reason(metric, before, after, head, rule)
         if rule.gate or (isinstance(row, Row) and row.verdict != "OK"):
@@ -101,11 +101,11 @@ def _row_or_reason(
 ) -> Row | str:
     """Judge one metric in the launches that have it."""
     if not before:
-        return f"{metric.name} is new"
+        return ONLY_CANDIDATE
     if not after:
         why = _why(metric, head)
         if why == WORK_OFF or not rule.gate:
-            return f"{metric.name} was not measured: {why}"
+            return f"the candidate lacks it: {why}"
         reason = f"Only the baseline has {metric.name}: {why.rstrip('.')}."
         return Row.of(head, metric.name, "MISSING", reason, gated=rule.gate)
     thens_by, nows_by = (_by_batches(metric, side) for side in (before, after))
@@ -195,7 +195,7 @@ def _changed(metric: _Metric, then: RankWork, now: RankWork) -> str:
 
 
 def _worked(result: CaseResult) -> list[Launch]:
-    return [launch for launch in result.launches if launch.work is not None]
+    return [launch for launch in result.launches if launch.work is not None and launch.work.ranks]
 
 
 def _figures(metric: _Metric, launch: Launch) -> tuple[int | None, ...]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 __all__ = [
+    "FACTORS_FROM",
     "GIB",
     "MIB",
     "byte_size",
@@ -16,6 +17,7 @@ __all__ = [
     "printable",
     "printable_lines",
     "signed_percent",
+    "slowdown",
     "valid",
 ]
 
@@ -26,6 +28,9 @@ GIB = 2**30
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _LARGEST_PLAIN = 1e6
+
+FACTORS_FROM = 10.0
+"""Slowdowns above this fraction are written as factors."""
 
 _STYLE = re.compile(r"(\x1b\[(?:[0-4]|3[0-7])m)")
 """The styles of this package: colours, bold and dim. A report could hide text by others."""
@@ -42,6 +47,14 @@ def signed_percent(change: float, digits: int = 1) -> str:
     """Return a relative change with its sign: 0.05 is `+5.0 %`; beyond a million percent in powers of ten."""
     value = 100 * change
     return f"{value:+.{digits}f} %" if abs(value) < _LARGEST_PLAIN else f"{value:+.1e} %"
+
+
+def slowdown(fraction: float) -> str:
+    """Return a slowdown without an exponent: 0.018 is `1.8 %`, 1.3 is `130 %`, 123.0 is `a factor of 124`."""
+    if fraction > FACTORS_FROM:
+        return f"a factor of {min(1 + fraction, _LARGEST_PLAIN):,.0f}{' or more' if fraction >= _LARGEST_PLAIN else ''}"
+    number = 100 * fraction
+    return f"{number:.2g} %" if number < 99.5 else f"{number:,.0f} %"  # noqa: PLR2004 - three digits from here on
 
 
 def gib(size_bytes: float, digits: int = 2) -> str:

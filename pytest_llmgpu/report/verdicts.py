@@ -17,6 +17,8 @@ __all__ = [
     "BETTER",
     "COMPARED",
     "DIFFERS",
+    "NEITHER",
+    "ONLY_CANDIDATE",
     "SEVERITY",
     "UNCLEAR",
     "WORSE",
@@ -64,6 +66,12 @@ COMPARED: frozenset[Verdict] = WORSE | BETTER | {"NOT_ENOUGH_DATA", "OK"}
 
 DIFFERS = "differs from the baseline: "
 """Start of a warning that lists a difference between the environments of both reports."""
+
+NEITHER = "neither report has it"
+"""Reason why a metric was not compared."""
+
+ONLY_CANDIDATE = "only the candidate has it"
+"""Reason why a metric was not compared."""
 
 ALL_CASES = "all cases"
 """Key and id of a row that is the mean over all cases."""
@@ -173,6 +181,9 @@ class Armed(msgspec.Struct, frozen=True, kw_only=True):
     """Number of compared rows that can fail the gate."""
     unarmed: dict[str, int] = {}
     """Reason why a metric of a case was not compared, mapped to the number of such rows."""
+    gaps: dict[str, int] = {}
+    """The part of `unarmed` that the policy gates, which fails a gate with `require_armed`. Empty in reports of older
+    versions, which have the sum of its numbers only."""
     gated_unarmed: int = 0
     """Number of rows that were not compared although the policy gates them; deselected cases are not counted."""
 

@@ -322,7 +322,7 @@ def test_answers_that_are_gone_or_of_other_items() -> None:
     fewer = answered(_result(), _result(items=10), AccuracyRule())
     assert isinstance(fewer, Row)
     assert fewer.verdict == "NOT_COMPARABLE"
-    assert answered(make_result(), _result(), AccuracyRule()) == "accuracy is new"
+    assert answered(make_result(), _result(), AccuracyRule()) == "only the candidate has it"
     assert answered(make_result(), make_result(), AccuracyRule()) == "no items were scored"
 
 

@@ -113,8 +113,8 @@ def test_a_figure_that_is_gone_is_missing(prose: Prose) -> None:
     row = _row(traffic_row(_sending(make_traffic()), head, AmountRule()))
     assert row.verdict == "MISSING"
     assert prose == row.reason
-    assert traffic_row(head, _sending(make_traffic()), AmountRule()) == "traffic is new"
-    assert traffic_row(head, head, AmountRule()) == "traffic was not measured"
+    assert traffic_row(head, _sending(make_traffic()), AmountRule()) == "only the candidate has it"
+    assert traffic_row(head, head, AmountRule()) == "neither report has it"
 
 
 @pytest.mark.parametrize(
@@ -275,4 +275,4 @@ def test_launches_that_differ_have_not_enough_data() -> None:
     """One of two grew: the range has the margin inside."""
     row = _row(memory_row(_using(16.0, 16.0), _using(16.0, 17.0), MemoryRule()))
     assert (row.verdict, row.n) == ("NOT_ENOUGH_DATA", 2)
-    assert memory_row(make_result(), make_result(), MemoryRule()) == "memory was not measured"
+    assert memory_row(make_result(), make_result(), MemoryRule()) == "neither report has it"

@@ -113,6 +113,33 @@ def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None
     assert prose == describe(found._replace(device_time=0.018))
 
 
+def test_large_slowdowns_that_stay_unseen_are_factors() -> None:
+    """12,197 % is a factor of 123; percentages end at 1,000 %."""
+    row = _row("NOT_ENOUGH_DATA", unseen=True, smallest_seen=121.97)
+    assert _headline(row) == (
+        "NOT ENOUGH DATA: tp-bs8 wall time: no slowdown below a factor of 123 would have been seen, allowed is 50 %"
+    )
+    row = msgspec.structs.replace(row, smallest_seen=9.99)
+    assert "only slowdowns from 999 % would" in _headline(row)
+    assert "a factor of 1,000,000" in _headline(msgspec.structs.replace(row, smallest_seen=1e300))
+
+
+def test_only_gaps_are_named_where_every_gated_row_is_required() -> None:
+    """Metrics that are not gated, or that neither report has, are no reason for the exit status."""
+    policy = Policy(require_armed=True)
+    armed = Armed(
+        compared=1,
+        gated=1,
+        unarmed={"flops: neither report has it": 9, "traffic: only the candidate has it": 1},
+        gaps={"traffic: only the candidate has it": 1},
+        gated_unarmed=1,
+    )
+    found = msgspec.structs.replace(_verdicts(_row("OK")), armed=armed)
+    assert describe(decide(found, policy)) == (
+        "NOTHING COMPARED: the policy requires every gated row (require_armed): 1 x traffic: only the candidate has it"
+    )
+
+
 @pytest.mark.parametrize("state", get_args(SessionState))
 def test_a_doubtful_candidate_is_named(state: SessionState, prose: Prose) -> None:
     """Failed tests are named only where the gate passes: its own items fail as tests."""
@@ -134,7 +161,13 @@ def test_points_and_reasons_are_in_words() -> None:
     ("rows", "text"),
     [
         ([_row("OK")], ""),
-        ([_slower()], "Next: llmgpu bisect aaaaaaaa bbbbbbbb -- pytest ... finds the commit."),
+        (
+            [_slower()],
+            (
+                "Next: llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 -- pytest ... finds the commit, "
+                "if several are possible."
+            ),
+        ),
         (
             [_row("NOT_ENOUGH_DATA", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)],
             "Next: --llmgpu-launches=5 in both reports decides 2 of 3 undecided rows.",

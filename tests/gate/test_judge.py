@@ -188,7 +188,7 @@ def test_new_cases_pass_and_their_answers_are_checked() -> None:
     before.launches[0].accuracy = None
     wrong = _judge([before], [new])
     assert [row.reason for row in wrong.rows if row.metric == "accuracy"] == ["60 points below."]
-    assert wrong.armed.unarmed == {"accuracy: accuracy is new": 1}
+    assert wrong.armed.unarmed == {"accuracy: only the candidate has it": 1}
 
 
 def test_without_a_baseline_nothing_is_green() -> None:
@@ -210,11 +210,11 @@ def test_nothing_compared_is_not_green() -> None:
     assert (found.armed.compared, found.armed.gated) == (1, 0)
     assert found.armed.unarmed == {
         "accuracy: no items were scored": 1,
-        "device_time: device time was not measured": 1,
-        "flops: flops was not measured": 1,
-        "host_syncs: host_syncs was not measured": 1,
-        "memory: memory was not measured": 1,
-        "traffic: traffic was not measured": 1,
+        "device_time: neither report has it": 1,
+        "flops: neither report has it": 1,
+        "host_syncs: neither report has it": 1,
+        "memory: neither report has it": 1,
+        "traffic: neither report has it": 1,
     }
     assert exit_status(found, policy) == 5
 
@@ -224,7 +224,7 @@ def test_a_path_that_counters_cannot_tell_is_no_gap() -> None:
     result = _full()
     result.traffic = make_traffic()
     found = _judge([result], [result], Policy(require_armed=True))
-    assert found.armed.unarmed == {"path: path was not measured": 1}
+    assert found.armed.unarmed == {"path: neither report has it": 1}
     assert exit_status(found, Policy(require_armed=True)) == 0
 
 

@@ -197,6 +197,14 @@ def test_wall_time_of_another_machine_has_a_larger_threshold() -> None:
     assert _judged(with_launches([1.0]), with_launches([1.5]), machine_sd=0.05).verdict == "REGRESSED"
 
 
+def test_noise_of_launches_makes_no_time_of_another_machine_ok() -> None:
+    """The threshold has the noise of one eager launch, a factor of 3; a change up to the threshold is undecided."""
+    row = _judged(with_launches([1.0]), with_launches([1.3]), PRIORS["eager_host"], machine_sd=PRIORS["eager_host"].s0)
+    assert row.threshold is not None
+    assert row.threshold > 1
+    assert row.verdict == "NOT_ENOUGH_DATA"
+
+
 def test_extreme_times_give_finite_ratios() -> None:
     """Ratios beyond the range of a float are limited."""
     for launches in (1, 2):
@@ -274,8 +282,8 @@ def test_device_time_that_cannot_be_compared() -> None:
     """None on a CPU, a phrase where the baseline has none, MISSING with its reason where the candidate lost it."""
     bare, worked = with_launches([1.0]), _worked(1.0)
     assert _device(with_launches([1.0], device="cpu"), with_launches([1.0], device="cpu")) is None
-    assert _device(bare, bare) == "device time was not measured"
-    assert _device(bare, worked) == "device time is new"
+    assert _device(bare, bare) == "neither report has it"
+    assert _device(bare, worked) == "only the candidate has it"
     lost = with_launches([1.0])
     lost.launches[0].why = {"work": "work passes are switched off for this case (--llmgpu-work=off)"}
     gone = _device(worked, lost)
@@ -340,6 +348,17 @@ def test_the_mean_over_all_cases_is_one_row_for_each_metric() -> None:
     assert estimated(mean).change == pytest.approx(0.015)
     assert all_cases(cases[:1], known=set()) == []
     assert all_cases([_timed(1, [0.0], [0.0]), _timed(2, [0.0], [0.0])], known=set()) == [], "two launches are needed"
+
+
+def test_a_case_counts_once_in_the_mean_however_many_ranks_it_has() -> None:
+    """Four ranks that are 8 % slower and one that is not come to 4 %."""
+    name = Name("", "", None, "device_time")
+    cases = [
+        Timed(name, True, [Samples([0.0] * 2, [change] * 2)] * ranks, _QUIET, 0.01, 2.0, [(1.0, 1.0)], whole=True)
+        for change, ranks in ((0.08, 4), (0.0, 1))
+    ]
+    (found,) = all_cases(cases, set())
+    assert estimated(found).change == pytest.approx(0.04)
 
 
 def test_the_noisier_regime_of_two_reports_counts() -> None:

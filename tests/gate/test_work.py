@@ -165,11 +165,19 @@ def test_a_figure_that_a_report_lacks(prose: Prose) -> None:
     row = _rows(head=fused)["flops"]
     assert row.verdict == "MISSING"
     assert prose == row.reason
-    assert _reasons(fused, fused) == {"flops": ("flops was not measured", False)}
-    assert _reasons(fused, _result(make_work())) == {"flops": ("flops is new", True)}
+    assert _reasons(fused, fused) == {"flops": ("neither report has it", False)}
+    assert _reasons(fused, _result(make_work())) == {"flops": ("only the candidate has it", True)}
     nothing = _result(None)
-    assert _reasons(nothing, nothing)["host_syncs"] == ("host_syncs was not measured", False)
+    assert _reasons(nothing, nothing)["host_syncs"] == ("neither report has it", False)
     assert set(_rows(head=nothing)) == {"flops", "host_syncs"}, "metrics that are only shown have no row"
+
+
+def test_work_without_ranks_is_no_work() -> None:
+    """A file can have an empty list of ranks."""
+    empty = _result(make_work(ranks=0))
+    assert _rows(empty, empty) == {}
+    assert _reasons(empty, empty)["flops"] == ("neither report has it", False)
+    assert _rows(head=empty)["flops"].verdict == "MISSING"
 
 
 def test_work_passes_that_the_user_switched_off_are_not_missing() -> None:
