@@ -29,9 +29,9 @@ from pathlib import Path
 from pytest_llmgpu.gate.classify import exit_status
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.file import load
+from pytest_llmgpu.store.references import resolve
 began, cpu = time.perf_counter(), time.process_time()
-base, head = (load(Path(name)) for name in sys.argv[1:])
+base, head = (resolve(name, Path("absent")).report(rows=False) for name in sys.argv[1:])
 read = time.perf_counter()
 policy = Policy()
 verdicts = judge(base, head, policy, today=datetime.date(2026, 1, 1))
@@ -80,10 +80,11 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--items", type=int, default=16)
     parser.add_argument("--launches", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=20, help="rows of the work passes of a launch (20)")
+    parser.add_argument("--rows", type=int, default=20, help="rows of the work passes of a rank (20)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks with work passes in a launch (1)")
     asked = parser.parse_args()
     sizes = {"cases": asked.cases, "batches": asked.batches, "items": asked.items, "launches": asked.launches}
-    sizes["rows_of_work"] = asked.rows
+    sizes |= {"rows_of_work": asked.rows, "ranks_of_work": asked.ranks}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("base.json", "head.json")]
         for seed, path in enumerate(paths):
@@ -107,7 +108,9 @@ def measured(code: str, paths: Sequence[Path]) -> dict[str, Any]:
     return found
 
 
-def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int, rows_of_work: int) -> None:
+def write(
+    path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int, rows_of_work: int, ranks_of_work: int
+) -> None:
     """Write a report whose noise depends on the seed."""
     from pytest_llmgpu.report.case import Case
     from pytest_llmgpu.report.derived import derive, encode
@@ -154,7 +157,7 @@ def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launch
                 ),
                 accuracy=accuracy,
                 memory=[DeviceMemory(index=index, peak_allocated_bytes=2**34) for index in range(4)],
-                work=work(rows_of_work, chance),
+                work=work(rows_of_work, ranks_of_work, chance),
             )
             for _ in range(launches)
         ]
@@ -174,9 +177,17 @@ def write(path: Path, seed: int, *, cases: int, batches: int, items: int, launch
     dump(Report(created="2026-01-02T03:04:05Z", plugin_version=None, environment=machine, cases=results), path)
 
 
-def work(rows: int, chance: random.Random) -> Any:
-    """Return the work passes of a launch on one GPU, with noise of 0.1 %; half of the rows are those of modules."""
-    from pytest_llmgpu.report.work import RankWork, Work, WorkRow
+def work(rows: int, ranks: int, chance: random.Random) -> Any:
+    """Return the work passes of a launch with one GPU a rank."""
+    from pytest_llmgpu.report.work import Work
+
+    of_ranks = [rank_work(rows, rank, chance) for rank in range(ranks)]
+    return Work(batches=[0, 1, 2], eager_batches=[1], passes=3, collectives=[], ranks=of_ranks)
+
+
+def rank_work(rows: int, number: int, chance: random.Random) -> Any:
+    """Return the work passes of a rank, with noise of 0.1 %; half of the rows are those of modules."""
+    from pytest_llmgpu.report.work import RankWork, WorkRow
 
     found = [
         WorkRow(
@@ -189,8 +200,8 @@ def work(rows: int, chance: random.Random) -> Any:
         for number in range(rows)
     ]
     device_time_s = [sum(row.time_s for row in found if row.module is None)] * 3
-    rank = RankWork(
-        uuids=["GPU-0"],
+    return RankWork(
+        uuids=[f"GPU-{number}"],
         device_time_s=device_time_s,
         copy_s=[1e-4] * 3,
         idle_s=[1e-3] * 3,
@@ -203,7 +214,6 @@ def work(rows: int, chance: random.Random) -> Any:
         host_syncs=8,
         rows=found,
     )
-    return Work(batches=[0, 1, 2], eager_batches=[1], passes=3, collectives=[], ranks=[rank])
 
 
 if __name__ == "__main__":

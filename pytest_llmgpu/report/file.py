@@ -29,6 +29,7 @@ from pytest_llmgpu.report.verdicts import with_present_names
 
 __all__ = [
     "CaseTexts",
+    "check",
     "check_writable",
     "dump",
     "encodable",
@@ -220,6 +221,17 @@ def _decode(data: bytes) -> Report:
     _check_version(report.schema_version)
     _compute_keys(report)
     return report
+
+
+def check(report: Report) -> None:
+    """Check a report that was decoded in parts, and compute the keys of its cases; see `parse`.
+
+    Raises:
+        ValueError: the first violation.
+    """
+    validation.check(report.cases)
+    _check_version(report.schema_version)
+    _compute_keys(report)
 
 
 def _compute_keys(report: Report) -> None:

@@ -112,7 +112,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The number of calls in an eager pass over `eager_batches` that make the host wait for the GPU, plus the number of
     copies to the host. A scalar that is read back counts as two: its copy and its synchronization. The pass itself adds
     none. transformers reads one scalar in each forward, to see if a row holds several sequences."""
-    rows: list[WorkRow] | None = None
+    rows: Sequence[WorkRow] | None = None
     """The kernels with the largest times, at most 100 rows. The time of the remaining kernels is summed by family, and
     within a module by module and family. The smallest of very many modules are summed by family as `other`."""
     why: dict[str, str] = {}

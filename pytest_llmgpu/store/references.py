@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.report import decompression, file
+from pytest_llmgpu.report.large_file import LargeFile
 from pytest_llmgpu.report.option_values import LATEST
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
@@ -37,11 +38,11 @@ class AbsentError(ValueError):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of a report, read once, so that hash and verdicts are of the same bytes."""
+    """The bytes of a report, read once or unchanged, so that hash and verdicts are of the same bytes."""
 
     name: str
     """Name of the report: a path, or `git:main:reports/base.json`."""
-    data: bytes
+    data: bytes | LargeFile
     """Content of the file, compressed or not."""
     stored: Stored | None = None
     """Place in the store; None if it is not from the store."""
@@ -49,10 +50,19 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sha256(self) -> str:
         """SHA-256 of the content."""
-        return hashlib.sha256(self.data).hexdigest()
+        return self.data.sha256 if isinstance(self.data, LargeFile) else hashlib.sha256(self.data).hexdigest()
 
-    def report(self) -> Report:
-        """Return the report; ValueError in one line if the content is not a report."""
+    def report(self, *, rows: bool = True) -> Report:
+        """Return the report.
+
+        Args:
+            rows: False to judge it alone: the rows of work passes of a large report are then read when they are used.
+
+        Raises:
+            ValueError: one line: the content is not a report.
+        """
+        if isinstance(self.data, LargeFile):
+            return self.data.report(rows=rows)
         return file.parse(self.data, self.name)
 
     def baseline(self, reference: str, report: Report) -> Baseline:
@@ -154,7 +164,7 @@ def _shown(found: Sequence[Stored]) -> list[str]:
 
 def _of_path(path: Path) -> Source:
     try:
-        return Source(name=str(path), data=decompression.read(path))
+        return Source(name=str(path), data=LargeFile.open(path) or decompression.read(path))
     except FileNotFoundError as error:
         raise AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
     except OSError as error:

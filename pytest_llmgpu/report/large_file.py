@@ -1,0 +1,214 @@
+"""Reading a large report without the rows of its work passes: they are most of it, and few cases need them.
+
+The file stays open, and the rows of a case are read from it when they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+import msgspec
+
+from pytest_llmgpu.report import decompression, file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import with_present_names
+from pytest_llmgpu.report.work import WorkRow
+
+__all__ = ["PART_BYTES", "SMALL_BYTES", "LargeFile", "StoredRows"]
+
+SMALL_BYTES = 2**24
+"""A smaller report is always read as a whole."""
+PART_BYTES = 2**22
+"""A file is read in parts of this size."""
+
+# A report is split where `file.encode` separates its cases. In JSON a line break is never part of a text.
+_FIRST = b'\n  "cases": [\n    {'
+_NEXT = b"\n    },\n    {"
+_LAST = b"\n    }\n  ]"
+
+_ROWS, _SKIPPED = b'"rows": [', b'"skip": ['
+"""A field of an unknown name is skipped without being decoded. Within a text a quote has a backslash before it."""
+
+
+class _Rank(msgspec.Struct):
+    rows: list[WorkRow] | None = None
+
+
+class _Work(msgspec.Struct):
+    ranks: list[_Rank]
+
+
+class _Launch(msgspec.Struct):
+    work: _Work | None = None
+
+
+class _Rows(msgspec.Struct):
+    """The rows of a case; all other fields are skipped."""
+
+    launches: list[_Launch] = []
+
+
+class LargeFile:
+    """A file that is open for reading; its content is not kept in memory."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        self.name = name
+        """Name of the report in messages."""
+        self._descriptor = descriptor
+        self._state = self._present()
+        self._last: tuple[int, _Rows] | None = None
+        """The rows that were read last, and their place: all ranks of a case are used one after the other."""
+
+    @classmethod
+    def open(cls, path: Path) -> LargeFile | None:
+        """Open a report; None where it is to be read as a whole, because it is small, compressed or too large.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        if not path.is_file():
+            return None
+        found = cls(os.open(path, os.O_RDONLY), str(path))
+        size_bytes, _ = found._state
+        plain = found.read(0, 1) == b"{"
+        return found if plain and SMALL_BYTES < size_bytes <= decompression.LIMIT_BYTES else None
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return bytes of the file, fewer at its end.
+
+        Raises:
+            ValueError: one line: the file changed after it was opened, or it cannot be read.
+        """
+        try:
+            data = os.pread(self._descriptor, length, start)
+            if self._present() == self._state:
+                return data
+        except OSError as error:
+            raise ValueError(f"report {self.name}: cannot be read: {file.one_line(error)}") from None
+        raise ValueError(f"report {self.name}: changed while it was read; run the command again")
+
+    def parts(self, start: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of the file from `start` on."""
+        while part := self.read(start, PART_BYTES):
+            start += len(part)
+            yield part
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the content."""
+        digest = hashlib.sha256()
+        for part in self.parts():
+            digest.update(part)
+        return digest.hexdigest()
+
+    def report(self, *, rows: bool = True) -> Report:
+        """Return the report.
+
+        Args:
+            rows: False to read the rows of a case only when they are used, where the file has the form in which reports
+                are written. Such a report cannot be written again. An error in a row is raised when it is read.
+
+        Raises:
+            ValueError: one line with the file, the error and its place.
+        """
+        found = None if rows else self._without_rows()
+        size_bytes, _ = self._state
+        return file.parse(self.read(0, size_bytes), self.name) if found is None else found
+
+    def rows(self, start: int, length: int, *, launch: int, rank: int) -> Sequence[WorkRow]:
+        """Return the rows of one rank in the case at a place of the file.
+
+        Raises:
+            ValueError: one line with the file, the case and the error.
+        """
+        if self._last is None or self._last[0] != start:
+            try:
+                self._last = start, msgspec.json.decode(b"{%b}" % self.read(start, length), type=_Rows)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise ValueError(f"report {self.name}: the case at byte {start}: {file.one_line(error)}") from None
+        work = self._last[1].launches[launch].work
+        return (work.ranks[rank].rows if work is not None else None) or ()
+
+    def _without_rows(self) -> Report | None:
+        """Return the report without rows; None if the file has another form, or an error, which has no place then."""
+        first = self.read(0, PART_BYTES)
+        at = first.find(_FIRST)
+        if at < 0:
+            return None
+        decoder = msgspec.json.Decoder(CaseResult)
+        cases: list[CaseResult] = []
+        try:
+            start, rest = at + len(_FIRST), b""
+            for part in self.parts(start):
+                text, last, _ = (rest + part).partition(_LAST)
+                *whole, rest = text.split(_NEXT)
+                for one in [*whole, rest] if last else whole:
+                    result = decoder.decode(with_present_names(b"{%b}" % one.replace(_ROWS, _SKIPPED)))
+                    cases.append(self._with_stored_rows(result, start, len(one)))
+                    start += len(one) + len(_NEXT)
+                if last:
+                    break
+            else:
+                return None
+            after = b"".join(self.parts(start - len(_NEXT) + len(_LAST)))
+            others = b'%b\n  "cases": []%b' % (first[:at], after)
+            report = msgspec.json.decode(with_present_names(others), type=Report)
+            if report.cases:
+                return None
+            report.cases = cases
+            file.check(report)
+        except (ValueError, RecursionError):
+            return None
+        return report
+
+    def _with_stored_rows(self, result: CaseResult, start: int, length: int) -> CaseResult:
+        for launch_number, launch in enumerate(result.launches):
+            for number, rank in enumerate(launch.work.ranks if launch.work is not None else ()):
+                rows = StoredRows(self, start, length, launch_number, number)
+                msgspec.structs.force_setattr(rank, "rows", rows)
+        return result
+
+    def _present(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
+class StoredRows(Sequence[WorkRow]):
+    """The rows of one rank in a file. They are read each time they are used."""
+
+    __slots__ = ("_file", "_launch", "_length", "_rank", "_start")
+
+    def __init__(self, stored: LargeFile, start: int, length: int, launch: int, rank: int) -> None:
+        """Name the rows.
+
+        Args:
+            stored: the file.
+            start: the byte at which the text of the case starts.
+            length: the number of bytes of that text.
+            launch: the number of the launch in the case.
+            rank: the number of the rank.
+        """
+        self._file, self._start, self._length, self._launch, self._rank = stored, start, length, launch, rank
+
+    def _read(self) -> Sequence[WorkRow]:
+        return self._file.rows(self._start, self._length, launch=self._launch, rank=self._rank)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[WorkRow]: ...
+    def __getitem__(self, index: int | slice) -> WorkRow | Sequence[WorkRow]:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[WorkRow]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
