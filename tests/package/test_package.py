@@ -7,14 +7,11 @@ import pkgutil
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import pytest_llmgpu
-from pytest_llmgpu.report.options import Options
 
-_ROOT = Path(__file__).parents[2]
 _HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pynvml", "deepspeed", "msgspec")
 _MODULES = sorted(module.name for module in pkgutil.walk_packages(pytest_llmgpu.__path__, "pytest_llmgpu."))
 
@@ -69,10 +66,3 @@ def test_the_map_names_every_room() -> None:
     words = set(re.findall(r"\w+", pytest_llmgpu.__doc__ or ""))
     rooms = {name.split(".")[1] for name in _MODULES}
     assert rooms - words == set()
-
-
-def test_the_readme_names_real_flags_only() -> None:
-    """A flag that the README shows exists."""
-    shown = set(re.findall(r"--llmgpu-[a-z-]*[a-z]", (_ROOT / "README.md").read_text("utf-8")))
-    assert shown
-    assert shown <= set(Options().in_force())
