@@ -198,9 +198,14 @@ class _Comparison:
             prior=self._prior(head, "time", regime, idle=noise_regime.idle_share(base, head)),
             regime=regime,
             in_turn=self._in_turn,
-            machine_sd=0.0 if self._same_gpus else prior_of(regime, self.policy.noise).s0,
+            machine_sd=0.0 if self._on_same_gpus(base, head) else prior_of(regime, self.policy.noise).s0,
         )
         self._take("time", wall, rules.time.gate)
+
+    def _on_same_gpus(self, base: CaseResult, head: CaseResult) -> bool:
+        """Return whether both results are of the same GPUs; without a profile, those of the machines count."""
+        then, now = _gpus(base), _gpus(head)
+        return then == now if then and now else self._same_gpus
 
     def _prior(self, head: CaseResult, metric: MetricName, regime: NoiseRegime, *, idle: float = 0.0) -> Prior:
         return prior_of(regime, self.policy.noise, idle=idle).calibrated(self.calibration.of(head.key, metric))
@@ -274,6 +279,12 @@ class _Comparison:
         soft = software_differences(self.base.environment, self.head.environment)
         more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
         return f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
+
+
+def _gpus(result: CaseResult) -> set[str]:
+    """Return the UUIDs of the GPUs that the launches of a result used."""
+    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
+    return {device.uuid for profile in profiles for device in profile.devices}
 
 
 def _device(result: CaseResult) -> str:

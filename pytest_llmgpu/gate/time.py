@@ -308,7 +308,7 @@ def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> lis
             and (case.name.id, metric) not in known
         ]
         counts = Counter(tuple(map(len, case.ranks[0])) for case in members)
-        most = max(counts, default=None)
+        most = max(counts, key=counts.__getitem__, default=None)
         members = [case for case in members if tuple(map(len, case.ranks[0])) == most]
         if len(members) > 1:
             # First the mean over the ranks: a case counts once, however many ranks it has.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import math
@@ -11,6 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.verdicts import WORSE
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORDED = [str(BENCHMARKS / "reports" / f"replayed-7b-gpu-{number}.json.gz") for number in (1, 2)]
@@ -38,6 +44,19 @@ def test_recorded_launches_show_what_the_gate_finds(
     assert by_case["mp-bs8", 0.02]["regressed"] == 0
     assert found["latencies_twice_without_work"]["exit_statuses"] == [1, 3]
     assert set(found["same_program"]) == {"1 launches", "2 launches", "3 launches", "5 launches"}
+
+
+@pytest.mark.slow
+def test_two_gpus_of_one_host_are_other_gpus() -> None:
+    """Both recordings name both GPUs of their host, and each used one. The program is the same: nothing is worse."""
+    one, two = (file.load(Path(path)) for path in RECORDED)
+    assert {gpu.uuid for gpu in one.environment.gpus} == {gpu.uuid for gpu in two.environment.gpus}
+    for base, head in ((one, two), (two, one)):
+        rows = judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
+        times = [row for row in rows if row.metric in {"time", "device_time"}]
+        assert all("other GPUs" in row.reason for row in times)
+        assert len(times) == 8, "no row over all cases"
+        assert not [row for row in rows if row.verdict in WORSE]
 
 
 @pytest.mark.parametrize(("s0", "df0"), [(0.01, 4.0), (0.002, 20.0)])

@@ -31,11 +31,7 @@ def _snippets(language: str) -> list[tuple[str, str]]:
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    [subparsers] = (
-        action
-        for action in cli.parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
+    [subparsers] = (action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction))
     return subparsers.choices
 
 
