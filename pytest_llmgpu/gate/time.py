@@ -414,13 +414,14 @@ def decide(
         error = math.hypot(error, machines)
     half = t_quantile(estimate.degrees, _ONE_SIDED) * error
     change, alpha = estimate.change, 1 - confidence
+    least, most = _both_changes(case, estimate)
     scattered = estimate.spread >= math.log(case.spread)
     needed = None
-    if slower <= alpha and change > limit:
+    if slower <= alpha and least > limit:
         verdict: Verdict = "REGRESSED"
-    elif faster <= alpha and change < -limit:
+    elif faster <= alpha and most < -limit:
         verdict = "IMPROVED"
-    elif change + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
+    elif most + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
         verdict = "OK"
     else:
         verdict = "NOT_ENOUGH_DATA"
@@ -508,7 +509,7 @@ def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Ro
 
 def _p(case: Timed, estimate: Estimate, sign: int) -> float:
     """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
-    distance = sign * estimate.change
+    distance = min(sign * change for change in _both_changes(case, estimate))
     if distance <= 0:
         return 1.0
     return min(1.0, len(case.ranks) * t_tail(distance / estimate.error, estimate.degrees))
@@ -619,6 +620,18 @@ def _other_gpus(case: Timed) -> str:
         return f"{by} (assumed: as launches do)."
     divided = " after division by the GEMM time of each" if case.machine_sd == NORMALIZED_GPU_SD else ""
     return f"{by}{divided} (measured on five GPUs)."
+
+
+def _both_changes(case: Timed, estimate: Estimate) -> tuple[float, float]:
+    """Return the smaller and the larger of two changes: of the mean over the batches and of their sum, as logarithms.
+
+    They are equal for everything but the wall time of one case.
+    """
+    if case.name.metric != "time" or case.members:
+        return estimate.change, estimate.change
+    base_s, head_s = case.seconds[estimate.rank]
+    of_sums = math.log(head_s / base_s)
+    return min(estimate.change, of_sums), max(estimate.change, of_sums)
 
 
 def _of_sums(case: Timed, estimate: Estimate) -> str:

@@ -121,7 +121,7 @@ def machine(
     if device == "auto" and (hidden or not present):
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
     raise ValueError(
-        f"device {device}: {present or 'no GPU'} found, but torch {facts.version} cannot use CUDA ({facts.why}); "
+        f"device {device}: {present or 'no GPU'} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
         f"{_remedy(facts, mask, hidden=hidden)}, or pass --llmgpu-device=cpu to measure the CPU"
     )
 

@@ -26,6 +26,7 @@ from pytest_llmgpu.gate.time import (
     rows,
     wall_times,
 )
+from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import ALL_CASES, Row
 from pytest_llmgpu.report.work import Ceilings, Work
@@ -101,6 +102,29 @@ def test_quiet_launches_are_decided_at_the_threshold(slower: float, verdict: str
     half = 1.6464 * 0.001 * math.sqrt(2)  # the quantile of t with 1,000 degrees of freedom
     assert (row.low, row.high) == pytest.approx((slower * math.exp(-half), slower * math.exp(half)), rel=1e-6)
     assert row.smallest_seen == pytest.approx(0.02 + 1.0234 * 1.645 * 0.001 * math.sqrt(2), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "verdict"),
+    [
+        (4.0, 1.0, "NOT_ENOUGH_DATA"),  # the mean is 2.8 times, the sum 3 % more
+        (1.0, 4.0, "REGRESSED"),  # both grew
+        (0.25, 1.02, "NOT_ENOUGH_DATA"),
+        (4.0, 4.0, "REGRESSED"),
+        (0.25, 0.25, "IMPROVED"),
+    ],
+)
+def test_batches_that_disagree_decide_nothing(small: float, large: float, verdict: str) -> None:
+    """On a busy host small batches can take several times as long as before while the sum hardly changes."""
+    base, head = with_launches([1.0]), with_launches([1.0])
+    base.launches[0].batches.latency_s = [0.01, 0.01, 0.01, 3.0]
+    head.launches[0].batches.latency_s = [0.01 * small] * 3 + [3.0 * large]
+    for result in (base, head):
+        columns = result.launches[0].batches
+        columns.sequences = columns.tokens = columns.padded_tokens = [8] * 4
+        derive(result)
+    prior = Prior(s0=0.05, df0=50.0, source="test")
+    assert _judged(base, head, prior).verdict == verdict
 
 
 def test_the_figures_of_a_row_are_those_of_the_moderated_test() -> None:
