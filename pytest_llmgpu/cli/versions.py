@@ -16,10 +16,24 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.policy import Policy
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["LETTERS", "Version", "add_command", "policy_at"]
+__all__ = ["LETTERS", "Version", "add_command", "policy_at", "prepare"]
 
 LETTERS = 8
 """Digits of a commit in the output."""
+
+
+def prepare(versions: Sequence[Version], setup: str | None) -> None:
+    """Print the commits and create the environment of each worktree."""
+    from pytest_llmgpu.cli import worktrees
+
+    for one in versions:
+        show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
+    if worktrees.changed(Path()):
+        show("note: your uncommitted changes are not measured")
+    for one in versions:
+        one.build(setup)
+    if all(one.shares_environment for one in versions):
+        show("note: the worktrees have no .venv: all commits run in the current environment")
 
 
 class Version:

@@ -11,7 +11,7 @@ from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.gate_arguments import add_rules, describe_noise, rules_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at
+from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 
 if TYPE_CHECKING:
     from pytest_llmgpu.cli.worktrees import Worktree
@@ -68,7 +68,7 @@ class _Ab:
         references = arguments.base_ref, arguments.head_ref
         with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
             job = _Job(arguments, trees)
-            job.prepare()
+            prepare(job.versions, arguments.setup)
             verdicts = job.measured()
             conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
             table = verdict_tables.table(verdicts, job.policy, color())
@@ -88,23 +88,10 @@ class _Job:
         policy, self._policy_in_words = policy_at(trees[0], arguments)
         self.policy = ab.split(policy, len(self._looks))
         self.kept = launches.kept(_KEPT, "_".join(tree.sha[:LETTERS] for tree in trees))
-        self._versions = {side: Version(side, tree, self.kept) for side, tree in zip(ab.SIDES, trees, strict=True)}
+        self.versions = [Version(side, tree, self.kept) for side, tree in zip(ab.SIDES, trees, strict=True)]
+        """The commits in the order of `ab.SIDES`."""
         self.judged_by = ""
         """The lines that name the noise estimate and the policy of the verdicts."""
-
-    def prepare(self) -> None:
-        """Print the commits and create the environment of each worktree."""
-        from pytest_llmgpu.cli import worktrees
-
-        versions = self._versions.values()
-        for one in versions:
-            show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
-        if worktrees.changed(Path()):
-            show("note: your uncommitted changes are not measured")
-        for one in versions:
-            one.build(self._arguments.setup)
-        if all(one.shares_environment for one in versions):
-            show("note: the worktrees have no .venv: both commits run in the current environment")
 
     def measured(self) -> Verdicts:
         """Measure both commits and return the last verdicts; the head's report has them too."""
@@ -117,7 +104,9 @@ class _Job:
         return verdicts
 
     def _measure(self, side: Side, number: int, deselected: Sequence[str]) -> Report:
-        return self._versions[side].launch(self._arguments.command, number, deselected)
+        from pytest_llmgpu.gate import ab
+
+        return self.versions[ab.SIDES.index(side)].launch(self._arguments.command, number, deselected)
 
     def _judge(self, both: Both) -> Verdicts:
         import hashlib
@@ -128,7 +117,7 @@ class _Job:
 
         data = file.encode(both.base, compressed=True)
         file.dump(both.base, self.kept / "base.json.gz")
-        tree = self._versions["base"].tree
+        tree = self.versions[0].tree
         today, noise = rules_of(self._arguments, both.head)
         self.judged_by = f"{describe_noise(self._arguments, both.head)}\n{self._policy_in_words}"
         both.head.verdicts = judge.judge(

@@ -16,7 +16,7 @@ from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
-from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at
+from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.report.text import plural, signed_percent
 
 if TYPE_CHECKING:
@@ -155,14 +155,7 @@ class _Job:
             self._policy, in_words = policy_at(trees[0], self._arguments)
             (self._kept / "policy.toml").write_text(policy_file.dump(self._policy), encoding="utf-8")
             versions = [Version(name, tree, self._kept) for name, tree in zip(self._shas, trees, strict=True)]
-            for one in versions:
-                show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
-            if worktrees.changed(Path()):
-                show("note: your uncommitted changes are not measured")
-            for one in versions:
-                one.build(self._arguments.setup)
-            if all(one.shares_environment for one in versions):
-                show("note: the worktrees have no .venv: all commits run in the current environment")
+            prepare(versions, self._arguments.setup)
             show(in_words)
 
             def measure(side: Side, number: int, deselected: Sequence[str]) -> Report:

@@ -123,7 +123,8 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
 
 def _parse(line: bytes, place: str) -> Any:
     try:
-        return decompression.parse_json(line)
+        # Without its line break: the error of an unfinished object would name the next line.
+        return decompression.parse_json(line.rstrip())
     except ValueError as error:
         raise ValueError(f"{place}: {error}: one object per line is needed") from error
 

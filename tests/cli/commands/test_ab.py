@@ -146,7 +146,7 @@ def test_uncommitted_changes_and_a_shared_environment_are_noted(
     assert _ab("--launches", "1", _quiet(project)) == 0
     out = capsys.readouterr().out
     assert "note: your uncommitted changes are not measured\n" in out
-    assert "both commits run in the current environment" in out
+    assert "all commits run in the current environment" in out
 
 
 @pytest.mark.parametrize(
