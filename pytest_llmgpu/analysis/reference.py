@@ -35,6 +35,7 @@ _DECISIVE = (
     "dtype",
     "dataset_sha256",
     "tokenizer_sha256",
+    "add_bos",
     "limit",
 )
 """Fields of a case that decide its log-likelihoods. The devices and their memory do not."""

@@ -38,7 +38,8 @@ class Request(msgspec.Struct, frozen=True):
     """The tokens of one context and its ending."""
 
     tokens: tuple[int, ...]
-    """The tokens of the context and the ending, not truncated."""
+    """The tokens of the context, then those of the ending, not truncated. A tokenizer may merge letters over the border
+    of both texts: then these are not the tokens of the joined text (see `encode`)."""
     ending: int
     """The number of tokens of the ending, which are the last ones."""
 
@@ -122,37 +123,45 @@ class Plan(msgspec.Struct):
             batch.packed = packed
 
 
-def encode(task: Task, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Requests:
+def encode(
+    task: Task,
+    items: Sequence[Item],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    add_bos: bool | None = None,
+) -> Requests:
     """Tokenise every request of every item.
 
-    Context and ending are tokenised together. They are split at the number of tokens of the context alone, as in
-    lm-evaluation-harness. The tokenizer adds its default special tokens, unless the text begins with one.
+    As in lm-evaluation-harness, the input is the context's own tokens, then the tokens of the joined text from that
+    number on. The tokenizer adds its default special tokens, unless the text begins with one.
 
     Args:
         task: Makes the requests of each item.
         items: The items of the dataset.
-        tokenizer: The model's tokenizer.
+        tokenizer: The model's tokenizer, loaded with the same `add_bos`.
         max_length: The maximum input length in tokens.
+        add_bos: Whether texts begin with the tokenizer's special tokens; None for the tokenizer's own setting.
 
     Raises:
         ValueError: A context or an ending has no token, or an ending has more than `max_length` tokens.
     """
     of_items = [task.requests(item) for item in items]
     pairs = [_spaces_to_ending(*request) for requests in of_items for request in requests]
-    tokens = _tokens({text for context, ending in pairs for text in (context, context + ending)}, tokenizer)
+    tokens = _tokens({text for context, ending in pairs for text in (context, context + ending)}, tokenizer, add_bos)
     requests = []
     for context, ending in pairs:
         if context:
-            whole, border = tokens[context + ending], len(tokens[context])
+            given = tokens[context]
+            asked = tokens[context + ending][len(given) :]
         else:
-            whole, border = _without_context(ending, tokenizer)
-        request = Request(tokens=tuple(whole), ending=len(whole) - border)
-        if border < 1 or not 1 <= request.ending <= max_length:
+            given, asked = _without_context(ending, tokenizer)
+        if not given or not 1 <= len(asked) <= max_length:
             raise ValueError(
-                f"ending {ending!r} after {context[-40:]!r} is {request.ending} tokens after {border} of context: "
+                f"ending {ending!r} after {context[-40:]!r} is {len(asked)} tokens after {len(given)} of context: "
                 f"1 to {max_length} (the model's maximum) after at least 1 are needed"
             )
-        requests.append(request)
+        requests.append(Request(tokens=(*given, *asked), ending=len(asked)))
     return Requests(
         item_ids=tuple(item.id for item in items),
         endings=tuple(map(len, of_items)),
@@ -166,7 +175,7 @@ def _spaces_to_ending(context: str, ending: str) -> tuple[str, str]:
     return kept, context[len(kept) :] + ending
 
 
-def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase, add_bos: bool | None) -> dict[str, list[int]]:
     """Return the tokens of each text. Two calls tokenise all of them: one call per text takes ten times as long."""
     prefix = _prefix(tokenizer)
     start = None if prefix is None else str(tokenizer.decode([prefix]))
@@ -174,19 +183,20 @@ def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, li
     for has_start in (False, True):
         some = sorted(text for text in texts if (start is not None and text.startswith(start)) == has_start)
         # Without the argument the tokenizer adds its special tokens by its own settings.
-        special: dict[str, Any] = {"add_special_tokens": False} if has_start else {}
+        added = False if has_start else add_bos
+        special: dict[str, Any] = {} if added is None else {"add_special_tokens": added}
         if some:
             tokens.update(zip(some, tokenizer(some, return_attention_mask=False, **special)["input_ids"], strict=True))
     return tokens
 
 
-def _without_context(ending: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Return the tokens of an ending after a beginning-of-sequence token, which stands for the empty context."""
+def _without_context(ending: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return a beginning-of-sequence token, which stands for the empty context, and the tokens of an ending."""
     prefix = _prefix(tokenizer)
     tokens = tokenizer.encode(ending, add_special_tokens=False)
     if prefix is None:
         raise ValueError(f"ending {ending!r} has no context, and the tokenizer has no bos or eos token to stand for it")
-    return (tokens if tokens[:1] == [prefix] else [prefix, *tokens]), 1
+    return [prefix], tokens[1:] if tokens[:1] == [prefix] else tokens
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:

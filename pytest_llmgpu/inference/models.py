@@ -153,13 +153,19 @@ def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
     return directory
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model."""
+def load_tokenizer(source: ModelSource, *, add_bos: bool | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Args:
+        source: The source of the model.
+        add_bos: Whether the tokenizer puts its beginning-of-sequence token first; None for its own setting.
+    """
     from transformers import AutoTokenizer
 
     _silence_transformers()
+    own = {} if add_bos is None else {"add_bos_token": add_bos}
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        source.tokenizer_directory, local_files_only=True, trust_remote_code=False
+        source.tokenizer_directory, local_files_only=True, trust_remote_code=False, **own
     )
     return tokenizer
 

@@ -208,8 +208,9 @@ def warm_up(state: RankState, sha256: str, batch_size: int, not_recorded: str | 
     state.graphs.close()  # The case before this one may have been warmed up and never measured.
     state.passes = None
     if sha256 not in state.requests:
-        tokenizer, max_length = models.load_tokenizer(state.source), models.max_length(loaded.config)
-        state.requests[sha256] = scoring.encode(task, items, tokenizer, max_length)
+        tokenizer = models.load_tokenizer(state.source, add_bos=case.add_bos)
+        max_length = models.max_length(loaded.config)
+        state.requests[sha256] = scoring.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
     reset(state)
     began_s = time.monotonic()
     decision = execution.decide(

@@ -71,6 +71,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the items that are scored."""
     tokenizer_sha256: str
     """SHA-256 of the files of the tokenizer."""
+    add_bos: bool | None = None
+    """Whether texts begin with the beginning-of-sequence token; null for the setting of the tokenizer itself."""
     limit: Count | None = None
     """Number of items scored, from the start of the dataset; null for all items."""
     task: str = DEFAULT_TASK

@@ -68,6 +68,13 @@ class Options:
     tokenizer: str | None = _option(
         option_values.text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)"
     )
+    add_bos: str = _option(
+        option_values.one_of("auto", "yes", "no"),
+        "auto",
+        "{auto,yes,no}",
+        "begin texts with the beginning-of-sequence token, as add_bos_token in lm-evaluation-harness; auto: as the "
+        "tokenizer is set",
+    )
     load_format: str = _option(
         option_values.one_of("auto", "dummy"),
         "auto",

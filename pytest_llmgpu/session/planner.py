@@ -25,6 +25,9 @@ __all__ = ["Planner"]
 _EXTRAS = ("deepspeed",)
 """Libraries that an extra of this package installs, in a version that is known to work."""
 
+_ADD_BOS = {"auto": None, "yes": True, "no": False}
+"""Value of `--llmgpu-add-bos` to that of the case."""
+
 
 class Planner:
     """Turns options into requests; looks up each dataset, model and machine once.
@@ -146,6 +149,7 @@ class Planner:
                 dataset=chosen.name,
                 dataset_sha256=chosen.sha256,
                 tokenizer_sha256=source.tokenizer_sha256,
+                add_bos=_ADD_BOS[options.add_bos],
                 limit=limit,
                 task=chosen.task,
             )

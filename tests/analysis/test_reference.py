@@ -155,6 +155,7 @@ def test_cases_that_compute_other_numbers_are_not_compared(field: str) -> None:
     assert reference(_scored("tp"), [_scored(**fields)]) is None
     assert reference(_scored("tp"), [_scored(seed=1)]) is None
     assert reference(_scored("tp"), [_scored(limit=1)]) is None
+    assert reference(_scored("tp"), [_scored(add_bos=False)]) is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ with warnings.catch_warnings():
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval==0.4.13 to compare with")
 
 LONGEST = 64
+Drawn = tuple[Any, models.ModelSource]
+"""A model with random weights, and the source that has its tokenizer."""
+
 TRICKY = [
     Item("longer than the model", "Cooking: " + "stir the soup and wait. " * 30, ("then eat it.", "then wait."), 0),
     Item("one token apart", "Letters: the next one is", ("a", "b", "c", "d"), 0),
@@ -37,8 +40,10 @@ TRICKY = [
 class SideBySide:
     """One model, its tokenizer, and both ways to score with it."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
-        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+    def __init__(self, model: Any, source: models.ModelSource, *, add_bos: bool | None = None) -> None:
+        self.model, self.max_length = model, models.max_length(model.config)
+        self.directory, self.add_bos = source.tokenizer_directory, add_bos
+        self.tokenizer = models.load_tokenizer(source, add_bos=add_bos)
 
     def theirs(self, items: Sequence[Item], batch_size: int) -> tuple[list[list[float]], list[Any]]:
         """Return lm-evaluation-harness's log-likelihoods and the tensors that its model was called with."""
@@ -46,7 +51,8 @@ class SideBySide:
 
         lm = huggingface.HFLM(
             pretrained=self.model,
-            tokenizer=self.tokenizer,
+            tokenizer=self.directory,
+            add_bos_token=self.add_bos,
             backend="causal",
             softmax_dtype="float32",
             batch_size=batch_size,
@@ -69,7 +75,8 @@ class SideBySide:
 
     def ours(self, items: Sequence[Item], batch_size: int) -> tuple[list[list[float]], list[Any]]:
         """Return our log-likelihoods and input tensors."""
-        plan = scoring.plan(scoring.encode(HellaSwag(), items, self.tokenizer, self.max_length), batch_size)
+        requests = scoring.encode(HellaSwag(), items, self.tokenizer, self.max_length, add_bos=self.add_bos)
+        plan = scoring.plan(requests, batch_size)
         scores = scoring.score(self.model, plan, input_device=torch.device("cpu"))
         inputs = [batch.packed.split(batch.sizes)[0].view(batch.rows, batch.width) for batch in plan.batches]
         return scores.loglikelihoods, inputs
@@ -87,16 +94,42 @@ class SideBySide:
 
 
 @pytest.fixture(scope="module")
-def random_llama(tmp_path_factory: pytest.TempPathFactory) -> SideBySide:
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     """Return a small LLaMA with random weights, wide enough apart that endings differ."""
     directory = tmp_path_factory.mktemp("tokenizer")
     texts = [text for item in TRICKY for text in (item.context, *item.endings)]
     texts += ["a b c d"] * 50  # frequent enough that " a" is one token
+    return _random(directory, save_tokenizer(texts, 400, directory))
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    """Return a small LLaMA whose tokenizer merges letters over spaces, and so over the border of context and ending."""
+    from tokenizers import Tokenizer, trainers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    texts = [f"{item.context} {ending}" for item in _bundled_items(30) for ending in item.endings]
+    tokenizer = Tokenizer(BPE(unk_token="<unk>"))
+    special = ["<s>", "</s>", "<unk>"]
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, max_token_length=6, show_progress=False)
+    )
+    directory = tmp_path_factory.mktemp("merging")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(directory)
+    return _random(directory, tokenizer.get_vocab_size())
+
+
+def _bundled_items(number: int) -> Sequence[Item]:
+    return HellaSwag().load("bundled", rootdir=Path.cwd(), limit=number).items
+
+
+def _random(directory: Path, vocabulary: int) -> Drawn:
     source = models.ModelSource(
         name="random",
         directory=None,
         config={
-            "vocab_size": save_tokenizer(texts, 400, directory),
+            "vocab_size": vocabulary,
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
@@ -111,23 +144,42 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> SideBySide:
     )
     model = models.skeleton(source, torch.float32)
     models.materialise(model, lambda _: torch.device("cpu"), seed=0, dtype=torch.float32)
-    return SideBySide(model, models.load_tokenizer(source), models.max_length(model.config))
+    return model, source
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 17])
-def test_tricky_requests_score_as_in_lm_eval(random_llama: SideBySide, batch_size: int) -> None:
+def test_tricky_requests_score_as_in_lm_eval(random_llama: Drawn, batch_size: int) -> None:
     """Truncated, empty, repeated, padded and non-ASCII requests give the same tensors and numbers."""
-    random_llama.compare(TRICKY, batch_size)
+    SideBySide(*random_llama).compare(TRICKY, batch_size)
 
 
-def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: SideBySide) -> None:
+def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: Drawn) -> None:
     """The requests of the comparison above include truncated ones and shared rows."""
-    requests = scoring.encode(HellaSwag(), TRICKY, random_llama.tokenizer, LONGEST)
+    requests = scoring.encode(HellaSwag(), TRICKY, models.load_tokenizer(random_llama[1]), LONGEST)
     plan = scoring.plan(requests, 1)
     assert max(len(request.tokens) for request in requests.requests) > LONGEST + 1
     assert max(batch.width for batch in plan.batches) == LONGEST
     assert {len(batch.requests) for batch in plan.batches} == {1, 2, 4}
     assert max(len(batch.requests) for batch in plan.batches if batch.longest == 1) == 4
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_tokens_merged_over_the_border_score_as_in_lm_eval(merging: Drawn, add_bos: bool | None) -> None:
+    """The context keeps its own tokens where the tokenizer would merge its last letters with the ending."""
+    pair = SideBySide(*merging, add_bos=add_bos)
+    items = _bundled_items(30)
+    pair.compare(items, 8)
+    requests = scoring.encode(HellaSwag(), items, pair.tokenizer, LONGEST, add_bos=add_bos).requests
+    texts = [f"{item.context} {ending}" for item in items for ending in item.endings]
+    joined = [tuple(pair.tokenizer.encode(text)) for text in texts]
+    assert sum(request.tokens != whole for request, whole in zip(requests, joined, strict=True)) > len(texts) / 2
+    assert {request.tokens[0] == pair.tokenizer.bos_token_id for request in requests} == {add_bos is True}
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_the_first_token_is_added_or_left_out_as_in_lm_eval(random_llama: Drawn, add_bos: bool) -> None:
+    """The value of --llmgpu-add-bos gives the inputs of lm-evaluation-harness's add_bos_token."""
+    SideBySide(*random_llama, add_bos=add_bos).compare(TRICKY, 3)
 
 
 @pytest.mark.slow
@@ -190,4 +242,4 @@ def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
 def _bundled(dataset: Dataset) -> SideBySide:
     source = models.resolve("bundled", texts=dataset.texts(), rootdir=Path.cwd())
     model = models.checkpoint(source, torch.float32, device_map={"": "cpu"})
-    return SideBySide(model, models.load_tokenizer(source), models.max_length(model.config))
+    return SideBySide(model, source)

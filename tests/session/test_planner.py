@@ -106,6 +106,15 @@ def test_processes_that_no_strategy_takes_are_refused(tmp_path: Path, choose: Ca
         planner.request(choose(strategy=("mp",)), "mp", 4)
 
 
+def test_the_first_token_is_part_of_the_case_where_it_is_chosen(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """`auto` leaves the choice to the tokenizer, as reports before this option did."""
+    planner = _planner(tmp_path)
+    cases = [planner.request(choose(add_bos=value), "mp", 4).case for value in ("auto", "yes", "no")]
+    assert [case.add_bos for case in cases] == [None, True, False]
+    assert len({case.key for case in cases}) == 3
+    assert cases[0].key == planner.request(choose(), "mp", 4).case.key
+
+
 def test_items_of_a_tests_own_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
     """Items of a test have their own hash and no limit."""
     planner, options = _planner(tmp_path), choose(limit=4)
