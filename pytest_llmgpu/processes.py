@@ -17,8 +17,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["command", "die_with_parent", "end_marked"]
-
 _START = """\
 import runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,19 +22,6 @@ from pytest_llmgpu.report.derived import (
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult
 from pytest_llmgpu.report.text import percent
 
-__all__ = [
-    "Decision",
-    "Mismatch",
-    "baseline",
-    "check",
-    "decide",
-    "decide_dummy",
-    "decide_mismatch",
-    "describe",
-    "describe_mismatch",
-    "smallest_batch_size",
-]
-
 _PUBLISHED = {"7b": ("7B", 0.761), "13b": ("13B", 0.792), "30b": ("33B", 0.828), "65b": ("65B", 0.842)}
 """Size in hub ids to the name and the HellaSwag accuracy in table 3 of "LLaMA: Open and Efficient Foundation Language
 Models", zero-shot, normalised by length. 33B was named 30b when its weights came out."""

@@ -16,8 +16,6 @@ from pytest_llmgpu.report.derived import decode, measured, value_of
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Finding, Launch
 from pytest_llmgpu.report.text import percent
 
-__all__ = ["Decision", "capital", "decide", "describe", "has_finding", "sentence"]
-
 _DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
 _ENOUGH_ITEMS = 50  # on fewer items a trained model may score like guesses
 _NOT_BY_CHANCE = 0.01  # lost and won items are named if their probability is below this

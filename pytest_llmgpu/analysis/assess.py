@@ -28,8 +28,6 @@ from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["Assessment", "assess"]
-
 
 class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The assessment of a case and, with it, of each series."""

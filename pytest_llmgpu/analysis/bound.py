@@ -10,8 +10,6 @@ from typing import Literal
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
 
-__all__ = ["bound", "forward_flops"]
-
 _NO_PEER_CEILING = ("peer_copy", "send", "recv")
 """Traffic that is no collective over all ranks: nothing measured bounds its time, so it counts as 0."""
 

@@ -9,8 +9,6 @@ from pytest_llmgpu.report.capacity import Capacity, Prediction
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["capacities", "next_probe", "search"]
-
 _STEPS = 64  # a first step away from a wrong prediction is this part of it
 
 

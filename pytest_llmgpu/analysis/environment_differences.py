@@ -8,8 +8,6 @@ from typing import Any
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.text import gib
 
-__all__ = ["hardware_differences", "shortened", "software_differences"]
-
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 
 _WIDTH = 40

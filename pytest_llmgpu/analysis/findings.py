@@ -17,8 +17,6 @@ from pytest_llmgpu.report.result import CaseResult, Failure, Finding
 from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.work import TRAFFIC_FAILED
 
-__all__ = ["OutOfMemory", "decide_out_of_memory", "decide_slower_batch", "findings"]
-
 _LONGEST_LOG_LINE = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
 _SLOWER = 0.98  # launches differ by 2 %: a batch size within 2 % of the best is as fast

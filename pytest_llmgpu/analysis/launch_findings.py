@@ -16,8 +16,6 @@ from pytest_llmgpu.report.derived import inference_s, predictions_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Finding, Link
 from pytest_llmgpu.report.text import listed
 
-__all__ = ["Differences", "TimeSpread", "decide", "describe", "disagreements", "far_apart"]
-
 _METRICS = ("acc_norm", "acc")
 
 _TIMES_DIFFER = "launch-times-differ"

@@ -21,8 +21,6 @@ from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding, Laun
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.work import renumbered
 
-__all__ = ["extend", "merge", "merge_results"]
-
 _WORST_FIRST: tuple[Outcome, ...] = (
     *("error", "crashed", "timeout"),
     *("oom", "skipped_after_oom"),

@@ -13,8 +13,6 @@ from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
 from pytest_llmgpu.report.text import MIB
 
-__all__ = ["MemorySplit", "NoPrediction", "describe_missing", "predict", "split"]
-
 _NOT_LINEAR = 0.02  # a peak is not on a line if its distance is more than this part of the growth
 _LEAST_GROWTH_BYTES = 256 * MIB  # if batches add less than this, gaps are rounding of torch's segments
 _ROUNDING = 1e-6  # sequences by which floating point may miss a whole number

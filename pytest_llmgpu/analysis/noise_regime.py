@@ -6,8 +6,6 @@ from typing import Literal, get_args
 
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["REGIMES", "NoiseRegime", "idle_share", "largest_spread", "of_device_time", "of_time"]
-
 NoiseRegime = Literal["device_memory", "device_compute", "replayed", "eager_device", "eager_host", "cpu", "load"]
 """device_memory, device_compute: the time of the kernels, limited by memory or by computation. replayed, eager_device,
 eager_host: wall time of replayed CUDA graphs, and of eager forwards that the GPU or the host limits. cpu: wall time on

@@ -18,8 +18,6 @@ from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult, Finding, Launch, Metric, Profile
 from pytest_llmgpu.report.text import GIB, gib
 
-__all__ = ["Imbalance", "Outlier", "decide_imbalance", "describe_imbalance", "disturbances", "of_profile"]
-
 _MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
 
 _ABOVE = 1.2

@@ -15,17 +15,6 @@ from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
 
-__all__ = [
-    "NoReference",
-    "compare",
-    "decide_missing",
-    "describe_missing",
-    "flipped",
-    "largest_difference",
-    "lost_and_won",
-    "reference",
-]
-
 _DECISIVE = (
     "workload",
     "model",

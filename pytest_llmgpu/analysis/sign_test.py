@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["by_chance", "mcnemar", "written"]
-
 _TINY = 1e-6
 
 

@@ -14,19 +14,6 @@ from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import DeviceProfile, Link, Path, Profile, Traffic
 from pytest_llmgpu.report.text import byte_size, percent, signed_percent
 
-__all__ = [
-    "AGREE",
-    "FASTEST_FIRST",
-    "NAMES",
-    "Decision",
-    "decide",
-    "describe",
-    "describe_move",
-    "has_moved",
-    "of_case",
-    "pcie_bytes",
-]
-
 AGREE = 0.01
 """Counters agree with the bytes that the program sent if they differ by this fraction or less."""
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.work import NO_WORK, WORK_OFF
 
-__all__ = ["of_work"]
-
 _FAILED, _UNRECORDED = "work-passes-failed", "kernels-not-recorded"
 
 

@@ -11,8 +11,6 @@ from typing import NoReturn
 from pytest_llmgpu.cli.commands import commands
 from pytest_llmgpu.cli.output import complain, show
 
-__all__ = ["main", "parser"]
-
 _INTERRUPTED = 130
 _DEBUG = "LLMGPU_DEBUG"
 

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.store.references import Source
 
-__all__ = ["REFERENCE", "add_storage", "source", "storage_of"]
-
 REFERENCE = (
     "a path; a number or a name in the store; latest; the first digits of a commit; MACHINE/ followed by any of these; "
     "or git:REV:PATH"

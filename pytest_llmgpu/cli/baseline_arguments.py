@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Candidate, Verdicts
 
-__all__ = ["Comparison", "add_baseline", "comparison", "read_verdicts", "refuse_rules"]
-
 _RULES = ("policy", "today", "calibration")
 _SHA_DIGITS = 8
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from pytest_llmgpu.cli import worktrees
 from pytest_llmgpu.gate.bisect import Mark
 
-__all__ = ["Bisection", "CommitText", "begun"]
-
 _FIRST_BAD = re.compile(r"^# first bad commit: \[([0-9a-f]+)\]", re.MULTILINE)
 _ONLY_SKIPPED = re.compile(r"^# only skipped commits left to test", re.MULTILINE)
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.verdicts import Baseline, Verdicts
     from pytest_llmgpu.store.references import Source
 
-__all__ = ["Judged", "add_reports", "add_rules", "describe_noise", "judged", "policy_of", "rules_of", "verdicts_of"]
-
 
 class Judged(NamedTuple):
     """The verdicts on two reports."""

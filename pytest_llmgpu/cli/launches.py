@@ -16,8 +16,6 @@ from pytest_llmgpu.cli.output import show
 if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["check", "count", "describe_ending", "kept", "launch"]
-
 _JSON = "--llmgpu-json"
 _COMPLETE = (0, 1)
 """Exit statuses of pytest with a complete report: a failed test has its outcome in it."""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from pytest_llmgpu.report.text import printable_lines
 
-__all__ = ["as_json", "color", "complain", "save", "show", "write_data"]
-
 
 def show(text: str) -> None:
     """Print lines for people to stdout (see `printable_lines` and `write_data`)."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-__all__ = ["Command"]
-
 
 class Command(Protocol):
     """One command. Every `llmgpu` imports its file; heavy modules are therefore imported in `run`."""

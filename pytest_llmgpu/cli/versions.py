@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.policy import Policy
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["LETTERS", "Version", "add_command", "policy_at", "prepare"]
-
 LETTERS = 8
 """Digits of a commit in the output."""
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from pytest_llmgpu.store import git
 
-__all__ = ["Worktree", "changed", "checked_out", "environment", "git_output", "sha_of", "temporary"]
-
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """Variables that a git hook sets for its own repository; git would use that repository in every folder."""
 

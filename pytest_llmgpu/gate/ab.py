@@ -20,21 +20,6 @@ from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
-__all__ = [
-    "LOOKS",
-    "SIDES",
-    "Both",
-    "Judge",
-    "Measure",
-    "Side",
-    "compare",
-    "is_open",
-    "left_out",
-    "looks",
-    "split",
-    "undecided",
-]
-
 Side = Literal["base", "head"]
 """The two versions: the baseline and the candidate."""
 

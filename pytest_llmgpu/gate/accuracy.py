@@ -23,8 +23,6 @@ from pytest_llmgpu.report.result import Accuracy, CaseResult
 from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Row, Verdict
 
-__all__ = ["Answered", "answered", "below_floor", "predictions_row", "rows"]
-
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
 

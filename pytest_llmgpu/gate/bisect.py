@@ -19,24 +19,6 @@ from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import BETTER, SEVERITY, WORSE, Row, Verdicts
 
-__all__ = [
-    "Ends",
-    "Found",
-    "History",
-    "JudgeTwo",
-    "Mark",
-    "MeasureCommit",
-    "NotBuiltError",
-    "Step",
-    "find",
-    "mark_of",
-    "measure_ends",
-    "row_of",
-    "selected",
-    "undecided",
-    "worst",
-]
-
 Mark = Literal["good", "bad", "skip"]
 """The mark of a commit, as git's bisection names it."""
 

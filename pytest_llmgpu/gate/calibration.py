@@ -21,21 +21,6 @@ from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store import store as storage
 
-__all__ = [
-    "ENOUGH",
-    "LEAST",
-    "VERSION",
-    "Calibration",
-    "Measured",
-    "Noise",
-    "default_path",
-    "dump",
-    "in_force",
-    "in_words",
-    "load",
-    "measure",
-]
-
 VERSION = 2
 """Version of the format of `Measured`."""
 

@@ -28,8 +28,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row, Verdict
 
-__all__ = ["Judged", "judged"]
-
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
 
 _NAMED = 3

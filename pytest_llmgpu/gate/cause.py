@@ -22,8 +22,6 @@ from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, UNCLEAR, WORSE, Row
 from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
-__all__ = ["Measured", "describe", "details", "find", "with_cause"]
-
 _EXPLAINED = frozenset(("device_time", "time", "flops", "host_syncs", "kernels", "ops", "runtime_calls", "traffic"))
 """Metrics that work passes can explain."""
 _SMALL, _SMALL_MODULE = 0.05, 0.1

@@ -10,8 +10,6 @@ import msgspec
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.verdicts import ALL_CASES, BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts
 
-__all__ = ["ExitStatus", "RowClass", "classify", "exit_status", "fails", "with_unseen"]
-
 _TIMES = ("device_time", "time")
 """The metrics that show a slowdown, the best first."""
 

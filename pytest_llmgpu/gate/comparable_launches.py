@@ -10,8 +10,6 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdict
 
-__all__ = ["Refusal", "Sides", "comparable"]
-
 _IGNORED_CLOCK = 0.01
 """A relative difference of clocks up to this is ignored: it changes a time by at most half of the default threshold."""
 

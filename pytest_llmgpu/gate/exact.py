@@ -17,8 +17,6 @@ from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Path, 
 from pytest_llmgpu.report.text import gib, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
 
-__all__ = ["memory_row", "path_row", "traffic_row"]
-
 _USED_BYTES = 2**30
 """Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
 

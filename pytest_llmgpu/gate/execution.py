@@ -5,8 +5,6 @@ from __future__ import annotations
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 
-__all__ = ["execution_row", "other_execution"]
-
 _EAGER = "eager"
 
 _NAMES = {"cuda_graphs": "as CUDA graphs", _EAGER: "eagerly", "compile": "compiled"}

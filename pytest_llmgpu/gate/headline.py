@@ -13,8 +13,6 @@ from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import ALL_CASES, COMPARED, WORSE, Row, SessionState, Verdicts, worst_first
 
-__all__ = ["Headline", "NextSteps", "decide", "describe", "describe_next", "next_steps", "row_in_words", "step_of"]
-
 _MOST_LAUNCHES = 16
 """Most launches that are proposed; more would take longer than launches of both versions in turn."""
 

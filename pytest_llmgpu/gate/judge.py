@@ -35,8 +35,6 @@ from pytest_llmgpu.report.verdicts import (
     Verdicts,
 )
 
-__all__ = ["judge"]
-
 _MAY_BE_KNOWN = WORSE | {"NOT_ENOUGH_DATA"}
 
 _CHANGES_ONLY = frozenset(("outcome", "execution", "kernels", "ops", "runtime_calls"))

@@ -12,8 +12,6 @@ from pytest_llmgpu.analysis.environment_differences import shortened
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["Pair", "other_devices", "pairs"]
-
 
 class Pair(NamedTuple):
     """A result of the baseline and one of the candidate; one of them can be absent."""

@@ -21,24 +21,6 @@ import msgspec
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate.stats.distributions import largest_sd, t_quantile
 
-__all__ = [
-    "DAY_SD",
-    "GPU_SD",
-    "NORMALIZED_GPU_SD",
-    "POWER",
-    "PRIORS",
-    "Deviation",
-    "NoiseRule",
-    "NoiseRules",
-    "Prior",
-    "critical_t",
-    "deviation",
-    "launches_needed",
-    "prior_of",
-    "smallest_seen",
-    "smallest_slowdown",
-]
-
 POWER = 0.95
 """Probability with which the smallest slowdown is seen."""
 

@@ -13,23 +13,6 @@ from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, 
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
 
-__all__ = [
-    "AccuracyRule",
-    "AmountRule",
-    "DeviceTimeRule",
-    "ExactRule",
-    "Known",
-    "MemoryRule",
-    "Override",
-    "Policy",
-    "Rules",
-    "TimeRule",
-    "converted",
-    "idle_overrides",
-    "overridden",
-    "switched",
-]
-
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 _ALLOWED = {

@@ -24,8 +24,6 @@ from pytest_llmgpu.report.metrics import METRICS
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git
 
-__all__ = ["dump", "find", "in_words", "load", "policy_of", "sha256"]
-
 _PYPROJECT = "pyproject.toml"
 _LIMIT_BYTES = 2**20
 _MOST_PARTS = 32

@@ -24,20 +24,6 @@ from pytest_llmgpu.store import references
 from pytest_llmgpu.store import store as storage
 from pytest_llmgpu.store.store import Stored
 
-__all__ = [
-    "NAME",
-    "Objection",
-    "Trial",
-    "counted",
-    "current_in",
-    "describe",
-    "describe_trial",
-    "is_same",
-    "keep",
-    "trial",
-    "unfit",
-]
-
 NAME = references.BASELINE
 """Name of the baseline in the store."""
 

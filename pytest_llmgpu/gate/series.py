@@ -18,8 +18,6 @@ from pytest_llmgpu.report.metrics import MetricName, loads_s
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdict
 
-__all__ = ["OUT_OF_MEMORY", "Series", "by_series", "series_of", "series_rows", "settled", "undecided_load_time"]
-
 OUT_OF_MEMORY = frozenset(("oom", "skipped_after_oom"))
 """Outcomes of a batch size that does not fit."""
 

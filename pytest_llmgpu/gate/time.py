@@ -42,24 +42,6 @@ from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, slow
 from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Row, Verdict
 from pytest_llmgpu.report.work import Ceilings
 
-__all__ = [
-    "PROMISED",
-    "Decision",
-    "Estimate",
-    "Name",
-    "Samples",
-    "Timed",
-    "all_cases",
-    "days_apart",
-    "decide",
-    "describe",
-    "device_times",
-    "estimated",
-    "noisier",
-    "rows",
-    "wall_times",
-]
-
 PROMISED = 0.02
 """Distance above the threshold of a slowdown that a row with the verdict OK excludes."""
 

@@ -26,8 +26,6 @@ from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
 
-__all__ = ["Change", "Column", "Figure", "Line", "Trend", "chosen", "trends"]
-
 Change = Literal["worse", "better", "changed"]
 """The change of a figure from the previous one. `changed` is for predictions."""
 

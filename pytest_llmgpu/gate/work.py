@@ -18,8 +18,6 @@ from pytest_llmgpu.report.text import listed, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
 from pytest_llmgpu.report.work import WORK_OFF, RankWork
 
-__all__ = ["Found", "work_rows"]
-
 _NAMED = 3
 """Most calls that a reason names, since it has two lines."""
 

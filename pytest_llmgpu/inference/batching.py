@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batch", "Plan", "Request", "Requests", "cost", "encode", "plan"]
-
 _MOST_PADDING = 0.02
 """Padding to few shapes may add this fraction to the cost of a plan."""
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GraphedDecoder", "RecordingError", "reason_against"]
-
 
 class RecordingError(RuntimeError):
     """A forward could not be recorded; the message names the operation, its line and the error."""

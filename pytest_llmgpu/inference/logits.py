@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FULL_LOGITS", "LEAN", "WORKLOADS", "EndingHead", "FullLogits", "Way", "log_probabilities", "way"]
-
 LEAN, FULL_LOGITS = "loglikelihood", "loglikelihood_full_logits"
 
 WORKLOADS = {"lean": LEAN, "harness": FULL_LOGITS}

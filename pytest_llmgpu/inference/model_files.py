@@ -14,16 +14,6 @@ from typing import Any
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.report import decompression
 
-__all__ = [
-    "check_vocabulary",
-    "check_weights",
-    "config",
-    "fingerprint",
-    "locate",
-    "tokenizer_sha256",
-    "vocabulary_size",
-]
-
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 

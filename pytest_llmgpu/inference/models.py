@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed.configuration_utils import DistributedConfig
 
-__all__ = [
-    "ModelSource",
-    "TokenizerError",
-    "checkpoint",
-    "dummy_tensor",
-    "initializer_range",
-    "is_preset",
-    "load_tokenizer",
-    "materialise",
-    "max_length",
-    "resolve",
-    "skeleton",
-]
-
 _LOAD_FORMATS = ("auto", "dummy")
 
 

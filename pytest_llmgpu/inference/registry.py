@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Registry"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Registry:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["Reader", "filled_in_turn", "reader"]
-
 Reader = Callable[[str, "torch.nn.Parameter"], "torch.Tensor"]
 """Returns all values of a parameter on their device, by its full name and the empty parameter."""
 

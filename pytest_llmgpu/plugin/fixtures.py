@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.session.runner import Request
     from pytest_llmgpu.session.session import BenchmarkSession
 
-__all__ = [
-    "LLM",
-    "OUTCOME",
-    "SESSION",
-    "BatchSize",
-    "Measure",
-    "SessionMaker",
-    "StrategyName",
-    "TaskFixtures",
-    "check_task_names",
-    "make",
-    "options_of",
-    "parametrize_marks",
-]
-
 SESSION = pytest.StashKey["SessionMaker"]()
 """In `config.stash`: returns the benchmark session of the run."""
 OUTCOME = pytest.StashKey[str]()

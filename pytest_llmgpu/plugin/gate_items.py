@@ -20,8 +20,6 @@ from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.render.exports.junit import verdict_properties
 from pytest_llmgpu.report.text import printable_lines
 
-__all__ = ["NAME", "WHOLE_RUN", "GateItem"]
-
 NAME = "llmgpu gate"
 """The ids of the items begin with this."""
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 
-__all__ = ["pytest_llmgpu_strategies", "pytest_llmgpu_tasks"]
-
 
 @pytest.hookspec
 def pytest_llmgpu_strategies(config: pytest.Config) -> Mapping[str, str]:  # type: ignore[empty-body]  # implemented elsewhere

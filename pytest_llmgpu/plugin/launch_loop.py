@@ -21,8 +21,6 @@ from _pytest.runner import runtestprotocol
 from pytest_llmgpu.plugin import options, selection
 from pytest_llmgpu.plugin.fixtures import SESSION
 
-__all__: list[str] = []
-
 _ENDED = pytest.StashKey[set[str]]()
 """In `config.stash` until the last launch: the ids of the tests that were reported before it."""
 

@@ -15,8 +15,6 @@ from pytest_llmgpu.report import option_values
 from pytest_llmgpu.report.option_values import check_name_is_free
 from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
 
-__all__ = ["EXPECT_OOM", "check_gate_flags", "check_save_name", "check_strategy_flags", "declare", "resolve"]
-
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 

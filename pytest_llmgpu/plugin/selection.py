@@ -11,21 +11,6 @@ from pytest_llmgpu.plugin import fixtures
 from pytest_llmgpu.plugin.fixtures import BatchSize, StrategyName
 from pytest_llmgpu.report.options import Options
 
-__all__ = [
-    "DESELECTED",
-    "ascending",
-    "batch_size_of",
-    "fixture_names",
-    "group_of",
-    "idle_marker",
-    "is_ours",
-    "limits_of_selection",
-    "measures",
-    "parameter",
-    "run_order",
-    "runs_nothing",
-]
-
 DESELECTED = pytest.StashKey[list[str]]()
 """In `config.stash`: the limits of the selection (see `limits_of_selection`), then the ids of our deselected tests."""
 

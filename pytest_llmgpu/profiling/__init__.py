@@ -6,7 +6,3 @@ of `stream` to its stdout. `recording` keeps them and cuts a profile out of them
 out of `sources`, `cumulative` and `calls`; `sampling` makes one round of readings; `deadlines` has the times of the
 rounds; `marking` reads the counters of `cumulative` between rounds.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from pytest_llmgpu.profiling.sampler.cumulative import THROTTLED, Cumulative
 from pytest_llmgpu.report.result import Metric
 
-__all__ = ["Mark", "window_counts"]
-
 _MARK_NEAR_S = 0.1
 _MARK_NEAR = 0.01
 """A mark counts as the end of a window within this many seconds, or within this fraction of the window's length."""

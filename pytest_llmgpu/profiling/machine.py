@@ -24,8 +24,6 @@ from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.machine import Environment, Gpu
 from pytest_llmgpu.report.privacy import anonymous, is_secret
 
-__all__ = ["Machine", "TorchDevice", "TorchFacts", "fingerprint", "installed_version", "machine", "probe"]
-
 _DISTRIBUTIONS = (
     *("pytest-llmgpu", "pytest", "torch", "transformers", "accelerate", "deepspeed", "ray", "datasets"),
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),

@@ -15,8 +15,6 @@ import msgspec
 
 from pytest_llmgpu.report.machine import Gpu
 
-__all__ = ["Inventory", "NvmlMissingError", "Query", "inventory", "is_permanent", "memory_v2", "session", "used_bytes"]
-
 _PERMANENT = (
     "NVML_ERROR_NOT_SUPPORTED",
     "NVML_ERROR_NO_PERMISSION",

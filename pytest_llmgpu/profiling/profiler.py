@@ -26,8 +26,6 @@ from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import Profile
 
-__all__ = ["Profiler", "Window"]
-
 _HEADER_S = 5.0
 """`start` waits this long for the sampler's first line. With a slow driver it comes later and is used from then on."""
 _STREAM_S = 2.0

@@ -13,8 +13,6 @@ from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, Tic
 from pytest_llmgpu.report.profile_figures import Span, moments, spans
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
-__all__ = ["HISTORY_BYTES", "SERIES_POINTS", "Reading", "Recording"]
-
 HISTORY_BYTES = 64 << 20
 """The oldest readings beyond this size are dropped, unless an open window needs them. It holds 2 hours of 8 GPUs."""
 _READING_BYTES = 200

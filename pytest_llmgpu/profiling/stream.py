@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Header", "HeaderDevice", "MarkRecord", "TickRecord"]
-
 
 class HeaderDevice(msgspec.Struct, frozen=True):
     """One GPU that the sampler reads."""

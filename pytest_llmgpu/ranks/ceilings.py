@@ -18,8 +18,6 @@ from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Wanted", "measure", "merged"]
-
 _SIZE = 8192
 _REPEATS = 20
 _WARMING_S = 0.5

@@ -14,8 +14,6 @@ from pytest_llmgpu.report.text import gib
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceUse", "allocated", "hold", "peaks", "reset", "usage"]
-
 _CUDA_SUCCESS = 0
 _NOT_LOADED = "the model was not loaded"
 _ON_CPU = "torch does not count memory on a CPU"

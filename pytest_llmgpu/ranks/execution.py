@@ -17,8 +17,6 @@ from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, typical_diffe
 from pytest_llmgpu.report.text import percent, plural
 from pytest_llmgpu.strategies.protocol import Loaded
 
-__all__ = ["MOST_TOKENS", "Decision", "check_answers", "decide", "describe"]
-
 MOST_TOKENS = 8192
 """With `auto`, forwards of more tokens, padding included, run eagerly."""
 

@@ -17,8 +17,6 @@ import msgspec
 from pytest_llmgpu.ranks.protocol import FinishedBatch, Launcher, RankFailedError
 from pytest_llmgpu.report.result import Batches, Failure, Phase
 
-__all__ = ["RankGroup", "most_specific", "slowest"]
-
 _TICK_S = 0.25
 _OTHER_RANKS_S = 2.0
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|ncclRemoteError|remote process exited")

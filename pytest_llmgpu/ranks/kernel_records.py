@@ -18,22 +18,6 @@ from typing import Any, NamedTuple, get_args
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.work import KERNEL_NAME_LENGTH, OTHER_MODULE, KernelFamily
 
-__all__ = [
-    "OUTSIDE",
-    "RANGE_PREFIX",
-    "Calls",
-    "Modules",
-    "NamedRow",
-    "PassKernels",
-    "Record",
-    "folded",
-    "kernels_sha256",
-    "modules",
-    "of_pass",
-    "read",
-    "rows",
-]
-
 RANGE_PREFIX = "llmgpu:"
 """Begin of the name of a range that a work pass opens; the rest is the module's name."""
 

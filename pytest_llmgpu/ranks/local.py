@@ -32,8 +32,6 @@ from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFaile
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
 
-__all__ = ["LocalLauncher", "LocalRank"]
-
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MARK = "LLMGPU_RANK_OF"
 """This variable of a rank is inherited by every process that the rank starts."""

@@ -17,8 +17,6 @@ import msgspec
 from pytest_llmgpu.report.text import GIB, MIB
 from pytest_llmgpu.strategies.errors import DeviceMapSpillError, WorkspaceError
 
-__all__ = ["Death", "OutOfMemory", "decide_out_of_memory", "host_kills"]
-
 # Sources: torch's CUDACachingAllocator; the error strings of CUDA, Triton, cuBLAS, cuDNN and NCCL.
 _MESSAGES = {
     "torch's allocator": r"(CUDA|HIP|XPU) out of memory",

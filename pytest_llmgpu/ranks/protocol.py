@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.report.result import Failure, Outcome
 
-__all__ = ["BatchListener", "FinishedBatch", "Launcher", "Rank", "RankFailedError"]
-
 
 class FinishedBatch(NamedTuple):
     """One batch, sent by a rank as soon as the batch is finished."""

@@ -27,8 +27,6 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.text import listed, plural, printable
 
-__all__ = ["BatchPrinter", "Rerun", "find", "main"]
-
 _DESCRIPTION = """\
 Run one case of a report again, for example under a debugger. Batches are printed on stderr, the result as JSON on
 stdout. Start a case of several processes with torchrun --nproc-per-node=N -m pytest_llmgpu.ranks; the first process

@@ -19,8 +19,6 @@ from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 
-__all__ = ["FLAG", "NOT_RECORDED", "failure_of", "main", "serve"]
-
 FLAG = "--serve"
 """`python -m pytest_llmgpu.ranks` starts a rank if this is its first argument."""
 

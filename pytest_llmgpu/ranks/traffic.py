@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from pytest_llmgpu.strategies.protocol import Loaded
 
-__all__ = ["MOST_ROWS", "PAYLOADS", "between_gpus", "check", "count", "of_plan", "wire_bytes_per_sequence"]
-
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 """Namespaces of ops that communicate. An op of them that is not in the tables below is an error."""
 

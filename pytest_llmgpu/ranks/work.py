@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from pytest_llmgpu.strategies.protocol import Loaded
 
-__all__ = ["PASSES", "Passes", "WorkReply", "batches_used", "join", "measure", "model_size", "record"]
-
 PASSES = 3
 """Profiled passes in the execution of the case."""
 

@@ -32,24 +32,6 @@ if TYPE_CHECKING:
 
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
-__all__ = [
-    "RankState",
-    "ScoreReply",
-    "TrafficReply",
-    "account",
-    "call",
-    "give",
-    "load",
-    "measure",
-    "measure_ceilings",
-    "model_size",
-    "record_work",
-    "reset",
-    "run_eager_passes",
-    "score",
-    "warm_up",
-]
-
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """The measurement of one case by one rank."""

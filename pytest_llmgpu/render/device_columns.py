@@ -14,8 +14,6 @@ from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult, CollectiveKind
 from pytest_llmgpu.report.text import GIB
 
-__all__ = ["COMMUNICATION", "MEMORY", "Column", "collectives", "device_values", "digits", "mean_and_largest", "missing"]
-
 
 class Column(msgspec.Struct, frozen=True):
     """A column of a per-device table."""

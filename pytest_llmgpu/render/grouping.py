@@ -15,8 +15,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import gib
 
-__all__ = ["blocks", "capacities", "caption", "captions", "dataset", "differing_parts", "model", "unique"]
-
 _DEFAULT_WORDS = {"gpu_memory_bytes": "no memory limit", "workload": "logits of the endings only"}
 """A caption leaves these defaults out. They are written where another block has another value."""
 

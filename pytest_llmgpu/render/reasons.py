@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from pytest_llmgpu.report.verdicts import Row, worst_first
 
-__all__ = ["by_cause"]
-
 # A number within a name, as in float16 or mp-bs8, is part of the name.
 _NUMBER = re.compile(r"(?<![\w.-])[-+]?\d[\d,.]*(?:e[-+]?\d+)?(?!\w)")
 

@@ -17,8 +17,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 
-__all__ = ["Conclusion", "Problem", "conclude", "describe", "finding_problems"]
-
 Status = Literal["pass", "unclear", "fail"]
 
 _MOST_TEXTS = 3  # cases of a problem whose text is shown

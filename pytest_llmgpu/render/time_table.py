@@ -13,8 +13,6 @@ from pytest_llmgpu.report.derived import measured
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import percent
 
-__all__ = ["LEGEND", "Cell", "Kind", "Rows", "TimeTable", "layout", "make_time_table", "row_name", "wrong"]
-
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """The state that a cell is marked with."""
 

@@ -11,8 +11,6 @@ from pytest_llmgpu.render.time_table import layout, row_name
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["WORK", "WorkColumn", "WorkTable", "make_work_table"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkColumn:

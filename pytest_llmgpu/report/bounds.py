@@ -9,8 +9,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = ["Amount", "Count", "Fraction", "Moment", "Positive", "Seconds"]
-
 _LARGEST_INT = 2**63 - 1
 _LARGEST_S = 1e12  # 30,000 years
 

@@ -6,8 +6,6 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Count, Positive
 
-__all__ = ["Capacity", "Prediction"]
-
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The largest batch size that should fit, by a line through the memory peaks of smaller batch sizes."""

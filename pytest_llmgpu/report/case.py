@@ -15,8 +15,6 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Count, Positive
 
-__all__ = ["DEFAULT_TASK", "REFERENCE_STRATEGY", "Case"]
-
 REFERENCE_STRATEGY = "mp"
 """Strategy that other strategies are compared with."""
 

@@ -9,8 +9,6 @@ import msgspec
 from pytest_llmgpu.report.bounds import Count, Seconds
 from pytest_llmgpu.report.work import KernelFamily
 
-__all__ = ["CallsChange", "Cause", "Place", "TimeChange"]
-
 Place = Literal["device", "transfer", "waiting", "copies", "host", "program"]
 """The place of a difference. device: kernels that are no collective. transfer: collectives while all ranks are inside.
 waiting: collectives of ranks that wait for another one. copies: copies and memsets. host: the GPU is idle and waits for

@@ -11,8 +11,6 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["LIMIT_BYTES", "parse_json", "read", "unpack"]
-
 LIMIT_BYTES = 384 * 2**20
 """Default limit, after decompression. It is about twice 40 launches of all of HellaSwag in 21 cases."""
 

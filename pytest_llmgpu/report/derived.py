@@ -12,23 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
 
-__all__ = [
-    "LOGLIKELIHOOD_TOLERANCES",
-    "decode",
-    "derive",
-    "device_times_s",
-    "encode",
-    "explained",
-    "inference_s",
-    "measured",
-    "peaks_bytes",
-    "predictions_of",
-    "proportion_stderr",
-    "typical_difference",
-    "upper_bound",
-    "value_of",
-]
-
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest rounding difference that padding and other kernels may cause, as a fraction of the log-likelihood."""
 

@@ -12,20 +12,6 @@ import msgspec
 from pytest_llmgpu.report.result import DeviceProfile, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
 
-__all__ = [
-    "TITLES",
-    "Disturbance",
-    "Kind",
-    "clock_reference",
-    "clocks_mhz",
-    "describe",
-    "disturbed",
-    "find",
-    "is_power",
-    "slowest_mhz",
-    "untimed",
-]
-
 _THROTTLED = 0.005
 """Throttling up to this fraction of a window is ignored. NVML also counts the milliseconds of power capping with which
 many steps from idle to busy begin, and a time changes by no more than this fraction, a quarter of the 2 % by which

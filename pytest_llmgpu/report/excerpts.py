@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["MESSAGE_LETTERS", "beginning", "log_tail"]
-
 MESSAGE_LETTERS = 2_000
 """Most letters of a message that are kept."""
 

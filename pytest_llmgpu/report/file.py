@@ -27,21 +27,6 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import with_present_names
 
-__all__ = [
-    "CaseTexts",
-    "check",
-    "check_writable",
-    "dump",
-    "encodable",
-    "encode",
-    "load",
-    "one_line",
-    "parse",
-    "paused",
-    "readable_version",
-    "write",
-]
-
 _Record = TypeVar("_Record")
 
 _SUFFIXES = (".json", ".json.gz")

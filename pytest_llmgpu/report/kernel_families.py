@@ -7,8 +7,6 @@ from functools import lru_cache
 
 from pytest_llmgpu.report.work import KernelFamily
 
-__all__ = ["collective_of", "family_of"]
-
 _FAMILIES: tuple[tuple[KernelFamily, tuple[str, ...]], ...] = (
     # NCCL; torch's symmetric memory.
     ("collective", (r"^nccl", r"(one|two)_shot_all_", r"multimem_all_")),

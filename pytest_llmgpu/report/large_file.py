@@ -20,8 +20,6 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import with_present_names
 from pytest_llmgpu.report.work import WorkRow
 
-__all__ = ["PART_BYTES", "SMALL_BYTES", "LargeFile", "StoredRows"]
-
 SMALL_BYTES = 2**24
 """A smaller report is always read as a whole."""
 PART_BYTES = 2**22

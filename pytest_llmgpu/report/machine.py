@@ -7,8 +7,6 @@ import msgspec
 from pytest_llmgpu.report.bounds import Amount, Count
 from pytest_llmgpu.report.work import Ceilings
 
-__all__ = ["Commit", "Environment", "Gpu"]
-
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as NVML describes it, independent of CUDA_VISIBLE_DEVICES."""

@@ -19,21 +19,6 @@ from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.work import Work
 
-__all__ = [
-    "JUDGED",
-    "METRICS",
-    "Exported",
-    "Figure",
-    "MetricName",
-    "MetricSpec",
-    "Trended",
-    "accuracy_metric",
-    "default_threshold",
-    "launches_s",
-    "loads_s",
-    "spec_of",
-]
-
 Kind = Literal["exact", "quiet", "noisy"]
 """How a metric behaves between launches of one program.
 

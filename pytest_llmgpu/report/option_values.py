@@ -7,24 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = [
-    "LATEST",
-    "LONGEST_NAME",
-    "batch_sizes",
-    "check_name",
-    "check_name_is_free",
-    "fraction",
-    "memory_size",
-    "names",
-    "one_of",
-    "positive",
-    "save_name",
-    "seconds",
-    "switch",
-    "text",
-    "whole",
-]
-
 LATEST = "latest"
 """Name of the report that was measured last. No report can be saved under it."""
 

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from pytest_llmgpu.report import option_values
 
-__all__ = ["Options", "flag_of", "ini_key_of"]
-
 
 def _option(
     parse: Callable[[str], Any],

@@ -9,8 +9,6 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["anonymous", "is_secret", "public_arguments", "short_paths"]
-
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(
     r"""(?<=://)[^/\s@'"]{1,500}(?=@)  # user and password in a URL

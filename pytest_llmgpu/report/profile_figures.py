@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile
 
-__all__ = ["Span", "moments", "of_window", "spans"]
-
 
 class Span(NamedTuple):
     """A reading that covers the period before it."""

@@ -11,8 +11,6 @@ from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Verdicts
 
-__all__ = ["SCHEMA_VERSION", "OptionValue", "Report", "Session", "next_id"]
-
 SCHEMA_VERSION = 2
 """Version of the report's format. It grows by optional fields; a reader ignores fields that it does not know."""
 

@@ -15,29 +15,6 @@ from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Moment, Seconds
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.work import Bound, Work
 
-__all__ = [
-    "Accuracy",
-    "AccuracyCheck",
-    "Batches",
-    "CaseResult",
-    "Collective",
-    "CollectiveKind",
-    "Comparison",
-    "DeviceMemory",
-    "DeviceProfile",
-    "Failure",
-    "Finding",
-    "Launch",
-    "Link",
-    "Metric",
-    "Outcome",
-    "Path",
-    "Phase",
-    "Profile",
-    "Series",
-    "Traffic",
-]
-
 Outcome = Literal["completed", "oom", "skipped_after_oom", "timeout", "crashed", "error", "interrupted"]
 """How a case ended. A case that did not complete stays in the report."""
 

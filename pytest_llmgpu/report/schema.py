@@ -12,8 +12,6 @@ import msgspec
 
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 
-__all__ = ["schema"]
-
 
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of a report as this version writes it. `load` reads older reports too.

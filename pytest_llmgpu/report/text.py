@@ -5,22 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = [
-    "FACTORS_FROM",
-    "GIB",
-    "MIB",
-    "byte_size",
-    "gib",
-    "listed",
-    "percent",
-    "plural",
-    "printable",
-    "printable_lines",
-    "signed_percent",
-    "slowdown",
-    "valid",
-]
-
 MIB = 2**20
 """Bytes in a mebibyte."""
 GIB = 2**30

@@ -17,8 +17,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
 from pytest_llmgpu.report.work import Work
 
-__all__ = ["check", "check_names", "explain"]
-
 _FLOAT32_BYTES = 4
 _ROUNDING = 1e-6
 _EXPLAINED_BYTES = 2**24

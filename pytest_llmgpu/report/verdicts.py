@@ -11,28 +11,6 @@ from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = [
-    "ALL_CASES",
-    "ALSO_CHANGED",
-    "BETTER",
-    "COMPARED",
-    "DIFFERS",
-    "NEITHER",
-    "ONLY_CANDIDATE",
-    "SEVERITY",
-    "UNCLEAR",
-    "WORSE",
-    "Armed",
-    "Baseline",
-    "Candidate",
-    "Row",
-    "SessionState",
-    "Verdict",
-    "Verdicts",
-    "with_present_names",
-    "worst_first",
-]
-
 Verdict = Literal[
     "FAILED",
     "CAPACITY_REGRESSED",

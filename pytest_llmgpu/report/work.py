@@ -14,24 +14,6 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
 
-__all__ = [
-    "KERNEL_NAME_LENGTH",
-    "NO_WORK",
-    "OTHER_MODULE",
-    "TRAFFIC_FAILED",
-    "WORK_OFF",
-    "Bound",
-    "Ceilings",
-    "CollectiveWork",
-    "DeviceCeilings",
-    "KernelFamily",
-    "ModelSize",
-    "RankWork",
-    "Work",
-    "WorkRow",
-    "renumbered",
-]
-
 KERNEL_NAME_LENGTH = 120
 """Names of kernels are cut to this number of characters: C++ templates make some of them thousands long."""
 

@@ -10,8 +10,6 @@ from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous
 from pytest_llmgpu.store import git
 
-__all__ = ["commit"]
-
 _TIMEOUT_S = 5.0
 
 _NOT_STORED = ":(exclude,top,glob)**/.llmgpu/**"

@@ -27,8 +27,6 @@ from pytest_llmgpu.report.verdicts import BETTER, Baseline, Row, Verdict, Verdic
 from pytest_llmgpu.store import references, store
 from pytest_llmgpu.store.references import Source
 
-__all__ = ["Judge", "Ruling"]
-
 _SHOWN = 3  # rows or reasons in a message; the table has all of them
 
 _GOOD = BETTER | {"OK"}

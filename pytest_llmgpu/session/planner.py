@@ -20,8 +20,6 @@ from pytest_llmgpu.report.text import gib
 from pytest_llmgpu.session.runner import Request
 from pytest_llmgpu.strategies.protocol import Strategy
 
-__all__ = ["Planner"]
-
 _EXTRAS = ("deepspeed",)
 """Libraries that an extra of this package installs, in a version that is known to work."""
 

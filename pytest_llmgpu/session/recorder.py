@@ -25,8 +25,6 @@ from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session.commit import commit
 from pytest_llmgpu.store import store
 
-__all__ = ["Recorder"]
-
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
 

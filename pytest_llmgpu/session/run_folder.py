@@ -9,8 +9,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["RunFolder"]
-
 _PREFIX = "llmgpu-run-"
 _LOCK = "lock"
 

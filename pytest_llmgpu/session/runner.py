@@ -30,8 +30,6 @@ from pytest_llmgpu.report.text import percent
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 
-__all__ = ["Progress", "Request", "Runner"]
-
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
 

@@ -26,8 +26,6 @@ from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.session.run_folder import RunFolder
 from pytest_llmgpu.session.runner import Runner
 
-__all__ = ["BenchmarkSession", "Group"]
-
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
 

@@ -12,8 +12,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["AbsentError", "content", "is_reference", "output"]
-
 _REFERENCE = "git:"
 _FETCH_TIMEOUT_S = 120.0  # a partial clone fetches the file from its remote
 

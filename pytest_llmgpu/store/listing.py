@@ -15,8 +15,6 @@ from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.result import Outcome
 from pytest_llmgpu.store.store import Stored
 
-__all__ = ["Summary", "commit", "summarise", "table"]
-
 _SHA_LETTERS = 8
 
 

@@ -18,8 +18,6 @@ from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import Stored, stored
 
-__all__ = ["BASELINE", "AbsentError", "Source", "public", "resolve"]
-
 BASELINE = "baseline"
 """Name of the baseline in the store, which `llmgpu promote` saves as a copy of a report."""
 

@@ -19,8 +19,6 @@ from pytest_llmgpu.report.option_values import LONGEST_NAME, check_name
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import gib
 
-__all__ = ["DEFAULT", "Stored", "hardware", "save", "stored"]
-
 DEFAULT = Path(".llmgpu")
 """Default folder of the store, relative to the working directory."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from pytest_llmgpu.inference.registry import Registry
 from pytest_llmgpu.strategies.protocol import Strategy
 
-__all__ = ["BUILT_IN", "find", "make", "merge"]
-
 BUILT_IN = {
     "mp": "pytest_llmgpu.strategies.mp:LayerParallel",
     "tp": "pytest_llmgpu.strategies.tp:TensorParallel",

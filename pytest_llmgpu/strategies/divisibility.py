@@ -11,8 +11,6 @@ import msgspec
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 
-__all__ = ["Indivisible", "architecture", "check_divisible", "find_indivisible"]
-
 _SPLIT = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key and value heads",

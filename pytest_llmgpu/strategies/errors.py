@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DeviceMapSpillError", "WorkspaceError"]
-
 
 class DeviceMapSpillError(RuntimeError):
     """The layers do not fit on the devices: accelerate would put some on the CPU or on disk."""

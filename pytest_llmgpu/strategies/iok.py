@@ -24,8 +24,6 @@ from pytest_llmgpu.strategies.protocol import Loaded, Workspace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KernelInjection"]
-
 _LEAST_HEAD_DIM = 32
 _MOST_TOKENS = 8192  # The limit of the softmax kernel.
 _DEFAULT_MAX_OUT_TOKENS = 1024  # DeepSpeed's default.

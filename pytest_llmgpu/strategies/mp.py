@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["LayerParallel", "device_of", "layer_map"]
-
 
 class LayerParallel:
     """Layer-wise model parallelism: hidden states move from device to device, weights stay."""

@@ -11,8 +11,6 @@ from pytest_llmgpu.report.text import plural
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Member", "join"]
-
 
 class Member(NamedTuple):
     """This rank as a member of its group."""

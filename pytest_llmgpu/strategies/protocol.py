@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-__all__ = ["Loaded", "Strategy", "Workspace"]
-
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that a strategy reserves for one batch size, outside torch's allocator."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["TensorParallel"]
-
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _CPU_SUMS = "deepspeed_shm_comm"
 _ON_CPU = " (on a CPU, --llmgpu-devices=2 starts two processes)"

@@ -7,8 +7,6 @@ import pkgutil
 
 from pytest_llmgpu.cli.protocol import Command
 
-__all__ = ["commands"]
-
 
 def commands() -> list[Command]:
     """Return all commands, sorted by name."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Verdicts
 
-__all__ = ["COMMAND"]
-
 _EPILOG = """\
 Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
 head, base, head. Both commits are compared after 1, 3, 5 and 8 launches of each, until every gated row is decided or a

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Row, Verdicts
 
-__all__ = ["COMMAND"]
-
 _EPILOG = """\
 git bisect chooses the commits. Its state and each commit are in temporary git worktrees under TMPDIR: your working
 tree, its index, its HEAD and a bisection of your own are not changed. First GOOD and BAD are launched alternately. Then

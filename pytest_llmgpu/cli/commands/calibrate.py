@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.noise_model import Deviation
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["COMMAND"]
-
 _EPILOG = """\
 Use launches of one commit on an idle machine: their differences are noise. The gate reads the result from the store for
 reports of the same machine and adds these launches to its built-in priors. Reports of one day are one session; only

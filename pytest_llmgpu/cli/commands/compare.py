@@ -8,8 +8,6 @@ from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, pol
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
 
-__all__ = ["COMMAND"]
-
 
 class _Compare:
     name = "compare"

@@ -12,8 +12,6 @@ from pytest_llmgpu.cli.output import save, write_data
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.render.exports import FORMATS
 
-__all__ = ["COMMAND"]
-
 _STDOUT = "-"
 
 

@@ -10,8 +10,6 @@ from pytest_llmgpu.cli.output import as_json, color, save, show, write_data
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report import option_values
 
-__all__ = ["COMMAND"]
-
 _STATUSES = (
     "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data: a large slowdown "
     "would not have been seen, or the policy fails on it; 4 not comparable, 5 nothing compared"

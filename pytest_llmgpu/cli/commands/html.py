@@ -10,8 +10,6 @@ from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
-__all__ = ["COMMAND", "page_name"]
-
 
 class _Html:
     name = "html"

@@ -8,8 +8,6 @@ from pytest_llmgpu.cli.arguments import add_storage, storage_of
 from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.cli.protocol import Command
 
-__all__ = ["COMMAND"]
-
 
 class _List:
     name = "list"

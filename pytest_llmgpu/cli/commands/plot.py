@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.render.charts import Chart
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["COMMAND"]
-
 
 class _Plot:
     name = "plot"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.promotion import Trial
     from pytest_llmgpu.store.references import Source
 
-__all__ = ["COMMAND"]
-
 _REFUSED = 1
 _SHOWN = 10
 """Most objections that are printed."""

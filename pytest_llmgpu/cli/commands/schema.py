@@ -7,8 +7,6 @@ import argparse
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.protocol import Command
 
-__all__ = ["COMMAND"]
-
 
 class _Schema:
     name = "schema"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.selftest.injected_regressions import Regression
     from pytest_llmgpu.gate.selftest.selftest import Missed, SelfTest, Trial
 
-__all__ = ["COMMAND"]
-
 _NAMES = ("time", "device-time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
 _SHOWN = 3
 """Most reasons per regression."""

@@ -8,8 +8,6 @@ from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.protocol import Command
 
-__all__ = ["COMMAND"]
-
 
 class _Show:
     name = "show"

@@ -9,8 +9,6 @@ from pytest_llmgpu.cli.output import color, save, show
 from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.text import plural
 
-__all__ = ["COMMAND"]
-
 _LAST = 8
 
 

@@ -21,8 +21,6 @@ from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collectiv
 from pytest_llmgpu.report.text import GIB
 from pytest_llmgpu.report.work import RankWork
 
-__all__ = ["SLOWDOWN", "Regression", "regressions"]
-
 SLOWDOWN = 0.05
 """The default slowdown, as a fraction."""
 

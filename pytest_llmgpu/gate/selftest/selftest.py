@@ -25,8 +25,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import WORSE, Row, Verdict, Verdicts
 
-__all__ = ["Missed", "SelfTest", "Trial", "selftest"]
-
 _Cause = Literal["not injected", "not compared", "not gated", "known", "too few launches", "not worse"]
 """Why a regression is not detected in a case."""
 

@@ -10,8 +10,6 @@ import math
 import statistics
 from collections.abc import Callable
 
-__all__ = ["beta", "largest_sd", "least_share", "net_loss", "t_quantile", "t_tail"]
-
 _TERMS = 40
 """Largest number of terms of the continued fraction; distributions with many degrees of freedom need more."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-__all__ = ["holm"]
-
 
 def holm(probabilities: Sequence[float], families: Sequence[Hashable] | None = None) -> list[float]:
     """Return the probabilities of tests adjusted by Holm's method, in the same order.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PRESETS"]
-
 _LLAMA: dict[str, object] = {
     "vocab_size": 32_000,
     "max_position_embeddings": 2048,

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["BOS", "EOS", "save_tokenizer"]
-
 BOS = "<|bos|>"
 """The first token of every sequence, as in LLaMA; its id is 0."""
 

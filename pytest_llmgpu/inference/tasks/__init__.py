@@ -10,8 +10,6 @@ from pytest_llmgpu.inference.registry import Registry
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Task
 
-__all__ = ["BUILT_IN", "find", "make", "merge"]
-
 BUILT_IN = {"hellaswag": "pytest_llmgpu.inference.tasks.hellaswag:HellaSwag"}
 """Name to `module:attribute`. pytest reads it at every start, so a task is imported only when a test uses it."""
 

@@ -13,8 +13,6 @@ from typing import Any
 from pytest_llmgpu.inference.tasks.multiple_choice import MultipleChoice
 from pytest_llmgpu.inference.tasks.protocol import Item
 
-__all__ = ["HellaSwag", "preprocess"]
-
 _HUB = "Rowan/hellaswag"
 
 

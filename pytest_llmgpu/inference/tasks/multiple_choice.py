@@ -16,8 +16,6 @@ from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.derived import encode, proportion_stderr
 from pytest_llmgpu.report.result import Accuracy
 
-__all__ = ["MultipleChoice"]
-
 _LINE_BYTES = 2**24
 
 

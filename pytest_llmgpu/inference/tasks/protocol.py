@@ -12,8 +12,6 @@ import msgspec
 from pytest_llmgpu.report.case import DEFAULT_TASK
 from pytest_llmgpu.report.result import Accuracy
 
-__all__ = ["Dataset", "Item", "Task", "TextRequest"]
-
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """One question: a context, the endings to choose from, and the index of the right one.

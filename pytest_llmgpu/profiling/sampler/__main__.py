@@ -29,8 +29,6 @@ from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, cho
 from pytest_llmgpu.profiling.sampler.marking import Marking
 from pytest_llmgpu.profiling.sampler.sampling import Sampler
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Sample until stdin closes; return the exit status."""

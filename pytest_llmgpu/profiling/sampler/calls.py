@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.nvml import memory_v2
 
-__all__ = ["CALLS", "FALLBACKS", "POLLED", "Call"]
-
 _PCIE_KB = 1000
 """The unit of NVML's PCIe throughput in bytes. NVIDIA does not document whether it is 1000 or 1024."""
 _PCIE_WINDOW_S = 0.020

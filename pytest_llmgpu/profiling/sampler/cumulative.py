@@ -7,8 +7,6 @@ from typing import Any
 from pytest_llmgpu.profiling.nvml import Query
 from pytest_llmgpu.profiling.sampler.sources import field_values
 
-__all__ = ["THROTTLED", "Cumulative"]
-
 THROTTLED = {"throttled_power_s": 74, "throttled_heat_s": 75}
 """Name to the field with the nanoseconds below the requested clock. A device may have only one of them."""
 

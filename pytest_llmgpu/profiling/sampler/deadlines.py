@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Tick", "ticks"]
-
 
 class Tick(NamedTuple):
     """The begin of one round of readings."""

@@ -16,8 +16,6 @@ from pytest_llmgpu.profiling.sampler.calls import CALLS, FALLBACKS, POLLED, Call
 from pytest_llmgpu.profiling.sampler.cumulative import Cumulative
 from pytest_llmgpu.profiling.sampler.sources import SOURCES, Average, NvLink, Source
 
-__all__ = ["METRICS", "Device", "Method", "check_period", "choose", "open_devices"]
-
 Method = Literal["auto", "polling"]
 """`auto`: the best source of each metric on each device. `polling`: the calls of Shin et al. 2024, in their order."""
 

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Marking"]
-
 _DECAY = 0.8
 """The time expected for a device falls to this fraction of itself at most, if the next reading takes less."""
 

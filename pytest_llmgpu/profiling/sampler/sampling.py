@@ -12,8 +12,6 @@ from typing import NamedTuple
 from pytest_llmgpu.profiling.sampler.calls import CALLS, POLLED, Call
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
 
-__all__ = ["BlockingCall", "Round", "Sampler"]
-
 _GIVE_UP_S = 1.0
 """A blocking call that takes longer counts as hung. Its metric is null until it returns."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["SOURCES", "Average", "ByteCounters", "Clock", "Gpm", "NvLink", "SampleRing", "Source", "field_values"]
-
 _GPM_APART_S = 0.1
 """The minimum time between two GPM samples: closer ones give no reliable average (NVIDIA's NVML reference)."""
 _POLL_S = 0.040

@@ -10,8 +10,6 @@ from pytest_llmgpu.render.charts.panels import Entry, Panel
 from pytest_llmgpu.report.derived import measured, upper_bound, value_of
 from pytest_llmgpu.report.text import plural
 
-__all__ = ["charts"]
-
 _Z = 1.96
 """Quantile of the normal distribution for a two-sided interval of 95 %."""
 

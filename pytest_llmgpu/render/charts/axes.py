@@ -8,23 +8,6 @@ from pytest_llmgpu.render.charts.chart import Spec, rounded
 from pytest_llmgpu.render.charts.panels import Entry, Panel
 from pytest_llmgpu.render.time_table import wrong
 
-__all__ = [
-    "HEIGHT",
-    "LINE",
-    "PADDING",
-    "batch_sizes",
-    "curves",
-    "failures",
-    "layered",
-    "levels",
-    "limit",
-    "notes",
-    "number",
-    "offset",
-    "ordinal_batch_sizes",
-    "text",
-]
-
 HEIGHT = 300
 """Height of a plot in pixels."""
 

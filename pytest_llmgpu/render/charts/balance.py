@@ -11,8 +11,6 @@ from pytest_llmgpu.render.charts.panels import Panel, device_means, memory_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
 
-__all__ = ["charts"]
-
 
 class _Figure(NamedTuple):
     slug: str

@@ -8,8 +8,6 @@ from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
 from pytest_llmgpu.report.verdicts import ALL_CASES, Row, Verdicts
 
-__all__ = ["charts"]
-
 _STEP = 20
 """Pixels of each case."""
 

@@ -10,9 +10,6 @@ from pytest_llmgpu.render.charts.chart import Spec, formatted, rounded
 from pytest_llmgpu.render.charts.panels import Entry, Panel
 from pytest_llmgpu.render.time_table import wrong
 
-__all__ = ["Figure", "Point", "curves_of", "points", "table"]
-
-
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Chart", "Charts", "Spec", "formatted", "rounded", "value_range"]
-
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
 

@@ -9,8 +9,6 @@ from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points, 
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.panels import Entry, Panel, covers_traffic, device_means, fmean, link_rates
 
-__all__ = ["charts"]
-
 _GB = 1e9
 _MB = 1e6
 _HEIGHT = 220

@@ -11,8 +11,6 @@ from pytest_llmgpu.render.charts.chart import Chart, Spec
 from pytest_llmgpu.render.charts.theme import theme
 from pytest_llmgpu.report.text import printable
 
-__all__ = ["Format", "formats", "image", "write"]
-
 Format = Literal["png", "svg"]
 """The format of an image."""
 

@@ -10,8 +10,6 @@ from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted
 from pytest_llmgpu.render.charts.panels import Entry, Panel, fmean, memory_of
 from pytest_llmgpu.report.text import GIB
 
-__all__ = ["charts"]
-
 _FAR = 2.5
 """A capacity above this multiple of the memory in use is not drawn: it would flatten the curves."""
 

@@ -14,19 +14,6 @@ from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Link
 
-__all__ = [
-    "LINKS",
-    "Entry",
-    "LinkName",
-    "Panel",
-    "covers_traffic",
-    "device_means",
-    "fmean",
-    "link_rates",
-    "memory_of",
-    "panels",
-]
-
 LinkName = Literal["nvlink", "pcie"]
 """The name of a link whose bytes NVML counts."""
 

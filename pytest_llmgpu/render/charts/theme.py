@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from pytest_llmgpu.render.charts.chart import Spec
 
-__all__ = ["domain", "theme"]
-
 _FIRST = ("mp", "tp", "iok")
 """Strategies that have the same colours and shapes in every chart of every report."""
 

@@ -13,8 +13,6 @@ from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Profile, Series
 from pytest_llmgpu.report.text import GIB
 
-__all__ = ["charts"]
-
 _POINTS = 200
 """Most points of a line: more cannot be distinguished, and a page with many cases would become large."""
 _LINES = 20

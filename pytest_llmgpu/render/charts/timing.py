@@ -9,8 +9,6 @@ from pytest_llmgpu.render.charts.chart import Chart, formatted
 from pytest_llmgpu.render.charts.panels import Panel
 from pytest_llmgpu.render.time_table import wrong
 
-__all__ = ["charts"]
-
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's time and throughput, or a sentence with the reason why there is none."""

@@ -15,8 +15,6 @@ from pytest_llmgpu.render.terminal.trends import before, cell
 from pytest_llmgpu.report.metrics import METRICS
 from pytest_llmgpu.report.text import plural
 
-__all__ = ["MARKS", "of_trends"]
-
 MARKS: dict[Change, str] = {
     "worse": "\N{BLACK UP-POINTING TRIANGLE}",
     "better": "\N{BLACK DOWN-POINTING TRIANGLE}",

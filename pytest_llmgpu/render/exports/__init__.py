@@ -7,8 +7,6 @@ from typing import cast
 
 from pytest_llmgpu.render.exports.protocol import Export
 
-__all__ = ["FORMATS", "export"]
-
 FORMATS = {
     "bencher": "bencher:EXPORT",
     "csv": "csv_table:EXPORT",

@@ -16,8 +16,6 @@ from pytest_llmgpu.report.metrics import Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["EXPORT"]
-
 _LONGEST_BYTES = 1024
 """Most bytes of a benchmark's name."""
 _HASHED = 8

@@ -16,8 +16,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 
-__all__ = ["COLUMNS", "EXPORT"]
-
 _CASE = (
     "strategy",
     "batch_size",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["code", "command_property", "command_value", "markdown", "one_line", "spreadsheet"]
-
 _LONGEST = 500
 """Most characters of a line."""
 

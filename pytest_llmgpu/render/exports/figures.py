@@ -13,8 +13,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
 
-__all__ = ["describe", "exported", "figures", "largest_batches", "names"]
-
 
 def figures(result: CaseResult) -> dict[str, Figure]:
     """Return the exported figures of a case by metric; none if it did not complete."""

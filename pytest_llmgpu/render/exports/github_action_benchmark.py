@@ -22,8 +22,6 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.verdicts import Row
 
-__all__ = ["BIGGER", "SMALLER"]
-
 _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 """A comment has the name in backticks in a table; these two characters would end it."""
 

@@ -10,8 +10,6 @@ from pytest_llmgpu.render.exports.notices import Notice, notices
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.report import Report
 
-__all__ = ["EXPORT", "LIMIT"]
-
 LIMIT = 10
 """Most annotations of one step."""
 

@@ -27,8 +27,6 @@ from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store.listing import commit
 from pytest_llmgpu.store.store import hardware
 
-__all__ = ["EXPORT", "LIMIT_BYTES"]
-
 LIMIT_BYTES = 1000 * 1024
 """Most bytes of the page: 24 KiB less than GitHub allows, for other output of the step."""
 

@@ -9,8 +9,6 @@ from pytest_llmgpu.render.exports.figures import figures
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 
-__all__ = ["properties", "verdict_properties"]
-
 
 def properties(result: CaseResult) -> list[tuple[str, str]]:
     """Return names and values of a case's outcome and figures: `("llmgpu.time_s", "60.0")`.

@@ -14,8 +14,6 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.verdicts import Row
 
-__all__ = ["EXPORT", "HEADER", "case_lines", "line", "quantity"]
-
 _MB = 10**6
 _MESSAGE = 120
 """Most characters of a failure's message; its numbers come first."""

@@ -15,8 +15,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-__all__ = ["Level", "Notice", "level", "notices", "other_notices", "rows_by_id"]
-
 Level = Literal["failure", "warning", "info"]
 """The severity of a notice."""
 

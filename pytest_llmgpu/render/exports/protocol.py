@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
 
-__all__ = ["Export"]
-
 
 class Export(Protocol):
     """One format."""

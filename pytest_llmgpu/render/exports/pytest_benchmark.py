@@ -22,8 +22,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
 
-__all__ = ["EXPORT"]
-
 _LAYOUT = "5.3.1"
 """The version of pytest-benchmark that writes such files."""
 

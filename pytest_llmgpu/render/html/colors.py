@@ -9,8 +9,6 @@ import msgspec
 
 from pytest_llmgpu.render.charts.theme import theme
 
-__all__ = ["config_and_style"]
-
 _COLOR = re.compile(r'(?<=")#[0-9a-f]{6}(?=")', re.IGNORECASE)
 
 

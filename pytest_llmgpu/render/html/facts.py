@@ -10,8 +10,6 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib
 
-__all__ = ["Fact", "libraries", "machine", "options"]
-
 _ABSENT = "-"
 _DEFAULT = "default"
 _BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes

@@ -32,8 +32,6 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
-__all__ = ["check", "render", "write"]
-
 _LIBRARIES = ("jinja2", "vl_convert")
 _SUFFIXES = (".html", ".htm")
 _OPEN_PROBLEMS = 3  # the other problems are in a closed element

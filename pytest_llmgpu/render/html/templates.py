@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment as Templates
     from markupsafe import Markup
 
-__all__ = ["MISSING", "asset", "templates", "vega"]
-
 MISSING = "the page needs the extra report: pip install 'pytest-llmgpu[report]'"
 """The message if a library of the page is not installed."""
 

@@ -12,8 +12,6 @@ from pytest_llmgpu.render.charts.trends import MARKS, of_trends
 from pytest_llmgpu.render.html.templates import asset, templates
 from pytest_llmgpu.render.terminal.trends import changes
 
-__all__ = ["render"]
-
 _NARROW_PX = 240  # width of a plot that fits on the screen of a phone, with its axis and names
 
 

@@ -12,8 +12,6 @@ from pytest_llmgpu.render.reasons import by_cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdict, Verdicts, worst_first
 
-__all__ = ["Group", "Line", "Part", "grouped"]
-
 _MARKS = {RowClass.FAILS: "failure", RowClass.BETTER: "ok", RowClass.UNCHANGED: "ok"}
 
 

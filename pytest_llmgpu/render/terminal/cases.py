@@ -23,8 +23,6 @@ from pytest_llmgpu.render.work_table import WorkColumn, make_work_table
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
-__all__ = ["WIDTH", "Painter", "device_tables", "painter", "time_table", "work_table"]
-
 WIDTH = 100
 """The largest width of a table or message, in columns of the terminal; three strategies fit."""
 

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 
 from pytest_llmgpu.report.text import printable, printable_lines
 
-__all__ = ["LiveLine"]
-
 _SAVE, _RESTORE, _CLEAR_TO_END = "\x1b7", "\x1b8", "\x1b[K"
 _SMALLEST_WIDTH = 12
 

@@ -15,8 +15,6 @@ from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
 
-__all__ = ["headline", "progress", "tables"]
-
 _RED, _YELLOW, _BOLD = "31", "33", "1"
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 

@@ -8,8 +8,6 @@ from tabulate import tabulate
 
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
 
-__all__ = ["before", "cell", "changes", "head", "tables"]
-
 _STYLES: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "changed": ("~", "33")}
 """The mark before a figure that changed, and its ANSI style."""
 

@@ -15,8 +15,6 @@ from pytest_llmgpu.report.metrics import JUDGED, spec_of
 from pytest_llmgpu.report.text import listed, plural, printable, signed_percent
 from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
 
-__all__ = ["MOST_CASES", "conclusion", "notes", "table"]
-
 MOST_CASES = 50
 """The default limit on the cases of a table, and on its reasons."""
 

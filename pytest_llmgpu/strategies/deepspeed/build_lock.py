@@ -14,8 +14,6 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["is_held", "shared"]
-
 _OURS, _TORCHS = "llmgpu.lock", "lock"
 
 

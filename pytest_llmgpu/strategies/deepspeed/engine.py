@@ -19,8 +19,6 @@ from pytest_llmgpu.strategies.protocol import Loaded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["inject"]
-
 
 def inject(
     case: Case, source: ModelSource, *, on_layer: Callable[[torch.nn.Module], None] = lambda _: None, **settings: Any

@@ -29,8 +29,6 @@ from pytest_llmgpu import processes
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.strategies.deepspeed import build_lock
 
-__all__ = ["DEFAULT_CUDA_HOME", "build", "check", "is_compiled", "load", "search_path"]
-
 _OP = "transformer_inference"
 _NEEDS = "strategy iok has to compile DeepSpeed's kernels"
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["allocate", "grantable", "size_bytes"]
-
 _PROBE_TOKENS = 2  # The kernels take a single token as the continuation of a text.
 
 
