@@ -124,7 +124,7 @@ def decide(
     Raises:
         ValueError: The metric is unknown.
     """
-    accuracies = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+    accuracies = result.accuracies
     if result.outcome != "completed" or not accuracies:
         return None
     case = result.case
@@ -293,7 +293,7 @@ def decide_mismatch(result: CaseResult, mp: CaseResult | None) -> Mismatch | Non
     Returns:
         None where rounding explains the difference, and where there is nothing to compare with.
     """
-    case, accuracies = result.case, [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+    case = result.case
     if case.load_format == "dummy":
         return None
     of_mp = measured(mp) if mp is not None else None
@@ -306,7 +306,7 @@ def decide_mismatch(result: CaseResult, mp: CaseResult | None) -> Mismatch | Non
     else:
         return None
     allowed = explained(case.dtype)
-    for accuracy in accuracies:
+    for accuracy in result.accuracies:
         values = decode(accuracy.loglikelihoods)
         if len(values) > len(expected):
             return None  # another file than the bundled one is named `bundled`

@@ -101,8 +101,7 @@ def decide_slower_batch(result: CaseResult, series: Sequence[CaseResult]) -> Cas
         and other.case.batch_size < result.case.batch_size
         and other.case.execution == result.case.execution
     ]
-    wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
-    if not smaller or wrong or result.sequences_per_s is None or result.case.device == "cpu":
+    if not smaller or result.has_wrong_answers or result.sequences_per_s is None or result.case.device == "cpu":
         return None
     if has_finding("batching-stopped-paying", series):
         return None

@@ -74,7 +74,7 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
 def decide(launches: Sequence[CaseResult]) -> Differences:
     """Compare the launches of one case; a launch that failed is counted, but not compared."""
     completed = [result for result in launches if result.outcome == "completed"]
-    accuracies = [launch.accuracy for result in completed for launch in result.launches if launch.accuracy is not None]
+    accuracies = [accuracy for result in completed for accuracy in result.accuracies]
     differing = {metric: count for metric in _METRICS if (count := _count_differing(accuracies, metric))}
     metric, answers = next(iter(differing.items()), ("", 0))
     traffic = [result.traffic for result in completed if result.traffic is not None]

@@ -203,10 +203,9 @@ def _points(completed: Sequence[CaseResult]) -> _Points:
             for memory in launch.memory:
                 parts = split(memory)
                 points.why.update(memory.why | parts.why)
-                if memory.peak_allocated_bytes is None:
+                if (peak := memory.peak_bytes) is None:
                     continue
                 peaks = points.peaks.setdefault(memory.index, {})
-                peak = memory.peak_allocated_bytes + (memory.workspace_bytes or 0)
                 if peak > peaks.get(tokens, 0):
                     peaks[tokens] = peak
                     points.cached.setdefault(memory.index, {})[tokens] = parts.cached_bytes or 0

@@ -37,7 +37,7 @@ def of_time(result: CaseResult) -> NoiseRegime:
         return "cpu"
     if result.case.execution == "cuda_graphs":
         return "replayed"
-    ranks = [rank for launch in result.launches if launch.work is not None for rank in launch.work.ranks]
+    ranks = [rank for launch in result.launches for rank in launch.ranks]
     busy = bool(ranks) and all(rank.busy is not None and rank.busy >= _BUSY for rank in ranks)
     return "eager_device" if busy else "eager_host"
 
@@ -46,7 +46,7 @@ def idle_share(*results: CaseResult) -> float:
     """Return the largest fraction of a pass in which a rank's GPUs wait for the host; 0.2 where it is not known."""
     shares = []
     for result in results:
-        ranks = [rank for launch in result.launches if launch.work is not None for rank in launch.work.ranks]
+        ranks = [rank for launch in result.launches for rank in launch.ranks]
         busy = [rank.busy for rank in ranks if rank.busy is not None]
         shares.append(1 - min(busy) if busy else _UNKNOWN_IDLE)
     return max(shares)

@@ -52,10 +52,9 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
     size = result.case.batch_size
 
     def distance(other: CaseResult) -> tuple[bool, bool, int, bool, bool]:
-        case, check = other.case, other.accuracy_check
-        wrong = check is not None and check.ok is False
+        case = other.case
         moved = (case.device != result.case.device, case.devices != result.case.devices)
-        return (wrong, case.batch_size > size, abs(case.batch_size - size), *moved)
+        return (other.has_wrong_answers, case.batch_size > size, abs(case.batch_size - size), *moved)
 
     return min(filter(_scored, _of_reference_strategy(result, earlier)), key=distance, default=None)
 
@@ -88,7 +87,7 @@ def compare(result: CaseResult, reference: CaseResult, metric: str) -> Compariso
         ValueError: The metric is unknown.
     """
     before = measured(reference)
-    accuracies = [launch.accuracy for launch in result.launches if launch.accuracy is not None]
+    accuracies = result.accuracies
     assert before is not None, "a reference is a scored result"
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
     lost, won = lost_and_won(worst, before, metric) or (None, None)

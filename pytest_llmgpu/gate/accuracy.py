@@ -89,7 +89,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     Returns:
         The input of `rows`; a row where no comparison is possible; or the reason why there is nothing to compare.
     """
-    thens, nows = _scored(base), _scored(head)
+    thens, nows = base.accuracies, head.accuracies
     if thens and not nows:
         return Row.of(head, "accuracy", "MISSING", "Only the baseline scored items.", gated=rule.gate)
     if not thens or not nows:
@@ -132,7 +132,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
 
 def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
     """Return why the answers are wrong whatever the baseline's are; None where they are not."""
-    values = [value_of(accuracy, rule.metric) for accuracy in _scored(result)]
+    values = [value_of(accuracy, rule.metric) for accuracy in result.accuracies]
     if values and rule.floor is not None and result.case.load_format != "dummy":
         worst = min(values)
         if worst < rule.floor - _ROUNDING:
@@ -419,10 +419,8 @@ def _typically_differ(case: Answered) -> bool:
 
 def _verdict_on_numbers(case: Answered) -> Verdict:
     """Return the verdict on log-likelihoods that differ: a baseline that failed its own check was the wrong one."""
-    wrong, still_wrong = (
-        result.accuracy_check is not None and result.accuracy_check.ok is False for result in (case.before, case.result)
-    )
-    return "IMPROVED" if wrong and not still_wrong else "REGRESSED"
+    fixed = case.before.has_wrong_answers and not case.result.has_wrong_answers
+    return "IMPROVED" if fixed else "REGRESSED"
 
 
 def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
@@ -443,10 +441,6 @@ def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
         f"Log-likelihoods {how} {100 * difference:.2g} % from the baseline's{where}; "
         f"{threshold} {100 * allowed:.2g} %{wrong}."
     )
-
-
-def _scored(result: CaseResult) -> list[Accuracy]:
-    return [launch.accuracy for launch in result.launches if launch.accuracy is not None]
 
 
 def _median(scored: Sequence[Accuracy], metric: str) -> Accuracy:

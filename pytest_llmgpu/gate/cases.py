@@ -20,12 +20,12 @@ from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.noise_model import Prior, prior_of
 from pytest_llmgpu.gate.policy import Policy, Rules
-from pytest_llmgpu.gate.series import OUT_OF_MEMORY, by_series, series_of, series_rows, settled, undecided_load_time
+from pytest_llmgpu.gate.series import by_series, series_of, series_rows, settled, undecided_load_time
 from pytest_llmgpu.gate.time import Timed
 from pytest_llmgpu.gate.work import work_rows
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row, Verdict
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
@@ -281,8 +281,7 @@ class _Comparison:
 
 def _gpus(result: CaseResult) -> set[str]:
     """Return the UUIDs of the GPUs that the launches of a result used."""
-    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-    return {device.uuid for profile in profiles for device in profile.devices}
+    return {device.uuid for profile in result.profiles for device in profile.devices}
 
 
 def _device(result: CaseResult) -> str:

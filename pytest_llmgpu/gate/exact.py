@@ -217,7 +217,7 @@ def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> st
 
 
 def _tensors_bytes(_: Launch, device: DeviceMemory) -> int | None:
-    return device.peak_allocated_bytes + (device.workspace_bytes or 0) if device.peak_allocated_bytes else None
+    return device.peak_bytes
 
 
 def _reserved_bytes(_: Launch, device: DeviceMemory) -> int | None:

@@ -41,6 +41,7 @@ _CHANGES_ONLY = frozenset(("outcome", "execution", "kernels", "ops", "runtime_ca
 """Metrics that a completed case may have no row of: the absence of a row means no change."""
 
 
+@paused()
 def judge(
     base: Report | None,
     head: Report,
@@ -62,20 +63,7 @@ def judge(
         baseline: Where `base` came from; None: only its commit is named.
         in_turn: True if launches of both reports alternated.
     """
-    with paused():
-        return _judge(base, head, policy, today, calibration or Calibration(), baseline, in_turn=in_turn)
-
-
-def _judge(
-    base: Report | None,
-    head: Report,
-    policy: Policy,
-    today: datetime.date,
-    calibration: Calibration,
-    baseline: Baseline | None,
-    *,
-    in_turn: bool,
-) -> Verdicts:
+    calibration = calibration or Calibration()
     judged = cases.judged(base, head, policy, calibration, in_turn=in_turn)
     results = [*(base.cases if base is not None else []), *head.cases]
     known, warnings = _known(judged.rows, policy, today)

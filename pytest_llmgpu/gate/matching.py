@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -30,7 +31,7 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
     """
     left = list(base)
     matched: dict[int, CaseResult] = {}
-    for name_of in (_key_and_test, _key, _id):
+    for name_of in (attrgetter("key", "nodeid"), attrgetter("key"), attrgetter("id")):
         waiting = [number for number in range(len(head)) if number not in matched]
         there = dict(zip(_numbered(left, name_of), left, strict=True))
         names = _numbered([head[number] for number in waiting], name_of)
@@ -53,18 +54,6 @@ def other_devices(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> lis
         return []
     was, is_now = (" and ".join(sorted(devices)) for devices in (then, now))
     return [f"the baseline was measured on {was} and the candidate on {is_now}: they cannot be compared"]
-
-
-def _key_and_test(result: CaseResult) -> Hashable:
-    return result.key, result.nodeid
-
-
-def _key(result: CaseResult) -> Hashable:
-    return result.key
-
-
-def _id(result: CaseResult) -> Hashable:
-    return result.id
 
 
 def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:

@@ -93,7 +93,7 @@ def unfit(candidate: Report) -> list[Objection]:
         found.append(Objection("nothing completed"))
     cases: dict[_Kind, list[str]] = {
         "failed cases": [f"{result.id} {result.outcome}" for result in candidate.cases if result.outcome in _BAD],
-        "wrong answers": [one.id for one in candidate.cases if one.accuracy_check and one.accuracy_check.ok is False],
+        "wrong answers": [one.id for one in candidate.cases if one.has_wrong_answers],
         "disturbed": [f"{one.id} ({cause})" for one in candidate.cases if (cause := _disturbed(one)) is not None],
     }
     return found + [Objection(kind, values) for kind, values in cases.items() if values]

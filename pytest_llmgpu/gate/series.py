@@ -15,11 +15,8 @@ from pytest_llmgpu.gate.policy import LoadTimeRule, Rules
 from pytest_llmgpu.gate.time import Name, Samples, Timed
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import MetricName, loads_s
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdict
-
-OUT_OF_MEMORY = frozenset(("oom", "skipped_after_oom"))
-"""Outcomes of a batch size that does not fit."""
 
 
 class Series(msgspec.Struct, kw_only=True):

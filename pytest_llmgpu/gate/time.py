@@ -561,11 +561,9 @@ def _measured(
 
 def _rank_times(launch: Launch, dtype: str, ceilings: Ceilings | None) -> list[_RankTime]:
     """Return the device time of each rank; empty if it was not measured."""
-    times = device_times_s(launch)
-    ranks = launch.work.ranks if launch.work is not None else []
     rates = {} if ceilings is None else {one.uuid: one.gemm_flops_per_s.get(dtype) for one in ceilings.devices}
     found = []
-    for rank, time_s in zip(ranks, times or [], strict=False):
+    for rank, time_s in zip(launch.ranks, device_times_s(launch) or [], strict=False):
         known = [rate for uuid in rank.uuids if (rate := rates.get(uuid))]
         gemm_s = statistics.fmean(1 / rate for rate in known) if known and len(known) == len(rank.uuids) else None
         found.append(_RankTime(tuple(rank.uuids), math.log(time_s), gemm_s))

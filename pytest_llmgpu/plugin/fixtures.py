@@ -334,8 +334,10 @@ def _check_arguments(items: object, batch_size: object) -> None:
 def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
     """Skip a test whose case ran out of memory, fail a test whose case failed, and return if the case completed."""
     __tracebackhide__ = True
+    from pytest_llmgpu.report.result import OUT_OF_MEMORY
+
     failures = [f"{finding.text} {finding.next_step}" for finding in result.findings if finding.severity == "failure"]
-    if result.outcome in ("oom", "skipped_after_oom"):
+    if result.outcome in OUT_OF_MEMORY:
         if not nothing_fits:
             # A skip: the outcome was measured and is neither passed nor failed. The plugin shows it as OOM.
             pytest.skip(printable_lines(_describe_oom(result)))

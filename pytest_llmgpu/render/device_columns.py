@@ -67,8 +67,7 @@ def device_values(result: CaseResult, column: Column) -> list[float]:
         memories = [memory for launch in result.launches for memory in launch.memory]
         found = [getattr(memory if hasattr(memory, column.key) else split(memory), column.key) for memory in memories]
     else:
-        profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-        metrics = [of_window(profile, device, column.key) for profile in profiles for device in profile.devices]
+        metrics = [of_window(profile, device, column.key) for profile in result.profiles for device in profile.devices]
         found = [metric.mean for metric in metrics if not isinstance(metric, str)]
     return [value / column.unit for value in found if value is not None]
 

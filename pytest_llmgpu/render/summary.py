@@ -14,14 +14,13 @@ from pytest_llmgpu.gate.headline import Headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Finding
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Finding
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 
 Status = Literal["pass", "unclear", "fail"]
 
 _MOST_TEXTS = 3  # cases of a problem whose text is shown
 _SEVERITIES = ("failure", "warning", "info")  # worst first
-_OUT_OF_MEMORY = frozenset(("oom", "skipped_after_oom"))
 _OUTCOMES = {
     "oom": "out of memory",
     "skipped_after_oom": "not run after out of memory",
@@ -97,7 +96,7 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
             broken=any(problem.severity == "failure" for problem in found),
         ),
         outcomes=collections.Counter(result.outcome for result in report.cases),
-        wrong=sum(result.accuracy_check is not None and result.accuracy_check.ok is False for result in report.cases),
+        wrong=sum(result.has_wrong_answers for result in report.cases),
         complete=report.session.complete,
         pytest_exit_status=report.session.exit_status,
         compared=None if verdicts is None or verdicts.baseline is None else verdicts.armed.compared,
@@ -175,7 +174,7 @@ def _unfit(report: Report) -> list[_Unfit]:
     by_series: dict[str, list[CaseResult]] = {}
     for result in report.cases:
         by_series.setdefault(result.case.series, []).append(result)
-    unfit = [found for found in by_series.values() if {result.outcome for result in found} <= _OUT_OF_MEMORY]
+    unfit = [found for found in by_series.values() if {result.outcome for result in found} <= OUT_OF_MEMORY]
     return [_memory_finding(found) for found in unfit] if report.session.exit_status == 1 else []
 
 

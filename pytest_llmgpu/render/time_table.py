@@ -120,11 +120,6 @@ def row_name(row: tuple[int, int]) -> str:
     return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"
 
 
-def wrong(result: CaseResult) -> bool:
-    """Return whether the accuracy check failed: such a time must not be called the fastest."""
-    return result.accuracy_check is not None and result.accuracy_check.ok is False
-
-
 def _column_title(case: Case, columns: Sequence[Case]) -> str:
     """Return the strategy with its unusual settings and those that other columns of the same strategy do not share."""
     alike = [other for other in columns if other.strategy == case.strategy]
@@ -152,7 +147,7 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
 
 def _kind(result: CaseResult, best: Sequence[CaseResult | None]) -> Kind:
     if result.outcome == "completed":
-        if wrong(result):
+        if result.has_wrong_answers:
             return "wrong"
         return "best" if any(result is fastest for fastest in best) else "plain"
     if result.outcome == "oom":
@@ -163,7 +158,7 @@ def _kind(result: CaseResult, best: Sequence[CaseResult | None]) -> Kind:
 def _fastest(results: Iterable[CaseResult]) -> CaseResult | None:
     """Return the fastest result without wrong answers; None if fewer than two results have a time."""
     timed = [result for result in results if result.inference_s is not None]
-    right = [result for result in timed if not wrong(result)]
+    right = [result for result in timed if not result.has_wrong_answers]
     return min(right, key=lambda result: result.inference_s or 0.0) if len(timed) > 1 and right else None
 
 

@@ -51,7 +51,7 @@ def _figure(metric: str) -> Callable[[CaseResult], float | None]:
 
 def _busy(result: CaseResult) -> float | None:
     """Return the share of a work pass during which a kernel ran, the mean over ranks and launches."""
-    ranks = [rank for launch in result.launches if launch.work is not None for rank in launch.work.ranks]
+    ranks = [rank for launch in result.launches for rank in launch.ranks]
     found = [rank.busy for rank in ranks if rank.busy is not None]
     return statistics.fmean(found) if found else None
 

@@ -31,23 +31,14 @@ def inference_s(launch: Launch) -> float:
 
 def device_times_s(launch: Launch) -> list[float] | None:
     """Return the device time of each rank, the median over the work passes; None if a rank has none."""
-    ranks = launch.work.ranks if launch.work is not None else []
-    times = [statistics.median(rank.device_time_s) for rank in ranks if rank.device_time_s]
-    return times if times and len(times) == len(ranks) and min(times) > 0 else None
+    times = [statistics.median(rank.device_time_s) for rank in launch.ranks if rank.device_time_s]
+    return times if times and len(times) == len(launch.ranks) and min(times) > 0 else None
 
 
 def peaks_bytes(result: CaseResult) -> list[int]:
     """Return the memory peak of the fullest device, tensors plus workspace, for each launch in which it is known."""
-    peaks = []
-    for launch in result.launches:
-        sizes = [
-            device.peak_allocated_bytes + (device.workspace_bytes or 0)
-            for device in launch.memory
-            if device.peak_allocated_bytes
-        ]
-        if sizes:
-            peaks.append(max(sizes))
-    return peaks
+    launches = [[device.peak_bytes for device in launch.memory if device.peak_bytes] for launch in result.launches]
+    return [max(sizes) for sizes in launches if sizes]
 
 
 def derive(result: CaseResult) -> None:
@@ -113,7 +104,7 @@ def upper_bound(fraction: float, items: int, z: float = 1.645) -> float:
 
 def measured(result: CaseResult) -> Accuracy | None:
     """Return the accuracy record of the first launch that has one."""
-    return next((launch.accuracy for launch in result.launches if launch.accuracy is not None), None)
+    return next(iter(result.accuracies), None)
 
 
 def decode(loglikelihoods: str) -> array[float]:

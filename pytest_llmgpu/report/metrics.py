@@ -222,7 +222,7 @@ def _kernels(result: CaseResult) -> Figure | None:
 
 def _of_ranks(launch: Launch, name: str) -> int | None:
     """Return the sum of a figure of the work over the ranks; None where a rank lacks it."""
-    figures: list[int | None] = [getattr(rank, name) for rank in launch.work.ranks] if launch.work is not None else []
+    figures: list[int | None] = [getattr(rank, name) for rank in launch.ranks]
     known = [figure for figure in figures if figure is not None]
     return sum(known) if known and len(known) == len(figures) else None
 
@@ -239,8 +239,7 @@ def _eager_batches(work: Work) -> list[int]:
 
 
 def _utilization(result: CaseResult) -> Figure | None:
-    profiles = [launch.profile for launch in result.launches if launch.profile is not None]
-    found = [device.metrics.get("utilization_pct") for profile in profiles for device in profile.devices]
+    found = [device.metrics.get("utilization_pct") for profile in result.profiles for device in profile.devices]
     means = [one.mean for one in found if one is not None and one.mean is not None and one.coverage != 0]
     return _figure("%", statistics.fmean(means)) if means else None
 

@@ -13,10 +13,13 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Moment, Seconds
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.work import Bound, Work
+from pytest_llmgpu.report.work import Bound, RankWork, Work
 
 Outcome = Literal["completed", "oom", "skipped_after_oom", "timeout", "crashed", "error", "interrupted"]
 """How a case ended. A case that did not complete stays in the report."""
+
+OUT_OF_MEMORY: frozenset[Outcome] = frozenset(("oom", "skipped_after_oom"))
+"""Outcomes of a batch size that does not fit."""
 
 Phase = Literal["load", "forward"]
 """The work of a rank at the moment when a case failed."""
@@ -109,6 +112,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the NVML samples of memory used by all processes."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of live tensors plus the workspace; None if it is not known."""
+        return self.peak_allocated_bytes + (self.workspace_bytes or 0) if self.peak_allocated_bytes else None
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +218,11 @@ class Launch(msgspec.Struct, kw_only=True):
     """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
+
+    @property
+    def ranks(self) -> list[RankWork]:
+        """Work of each rank; empty without work passes."""
+        return [] if self.work is None else self.work.ranks
 
 
 CollectiveKind = Literal[
@@ -374,3 +387,18 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """Observations about the case."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
+
+    @property
+    def accuracies(self) -> list[Accuracy]:
+        """Answers of each launch that has them."""
+        return [launch.accuracy for launch in self.launches if launch.accuracy is not None]
+
+    @property
+    def profiles(self) -> list[Profile]:
+        """Profile of each launch that has one."""
+        return [launch.profile for launch in self.launches if launch.profile is not None]
+
+    @property
+    def has_wrong_answers(self) -> bool:
+        """True if the accuracy check failed."""
+        return self.accuracy_check is not None and self.accuracy_check.ok is False

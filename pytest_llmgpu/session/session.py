@@ -19,7 +19,7 @@ from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
@@ -154,7 +154,7 @@ class BenchmarkSession:
         """Keep the outcome of a case or a call of a group."""
         if outcome == "completed":
             self._completed.add(group)
-        elif outcome in ("oom", "skipped_after_oom"):
+        elif outcome in OUT_OF_MEMORY:
             self._out_of_memory.add(group)
 
     def was_last_hope(self, group: Group, nodeid: str) -> bool:

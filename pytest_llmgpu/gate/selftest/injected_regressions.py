@@ -132,8 +132,8 @@ def _other_work(changed: Callable[[RankWork], RankWork], result: CaseResult, _: 
 
 
 def _every_rank_has(name: str, result: CaseResult) -> bool:
-    works = [launch.work for launch in result.launches if launch.work is not None]
-    return bool(works) and all(getattr(rank, name) is not None for work in works for rank in work.ranks)
+    ranks = [rank for launch in result.launches for rank in launch.ranks]
+    return bool(ranks) and all(getattr(rank, name) is not None for rank in ranks)
 
 
 def _more_flops(rank: RankWork) -> RankWork:
@@ -183,17 +183,13 @@ def _with_more_calls(rank: Sequence[Collective], calls: int) -> list[Collective]
 
 def _more_memory(result: CaseResult, _: Rules) -> CaseResult | str:
     def fuller(launch: Launch) -> Launch:
-        fullest = max(launch.memory, key=_peak, default=None)
+        fullest = max(launch.memory, key=lambda device: device.peak_bytes or 0, default=None)
         memory = [_grown(device) if device is fullest else device for device in launch.memory]
         return msgspec.structs.replace(launch, memory=memory)
 
-    if not any(_peak(device) for launch in result.launches for device in launch.memory):
+    if not any(device.peak_bytes for launch in result.launches for device in launch.memory):
         return "The peak memory is not known."
     return _derived(result, [fuller(launch) for launch in result.launches])
-
-
-def _peak(device: DeviceMemory) -> int:
-    return device.peak_allocated_bytes + (device.workspace_bytes or 0) if device.peak_allocated_bytes else 0
 
 
 def _grown(device: DeviceMemory) -> DeviceMemory:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.render.charts.chart import Spec, rounded
 from pytest_llmgpu.render.charts.panels import Entry, Panel
-from pytest_llmgpu.render.time_table import wrong
 
 HEIGHT = 300
 """Height of a plot in pixels."""
@@ -171,7 +170,7 @@ def failures(panel: Panel, *, first: int = 0) -> list[Spec]:
     The first of several wrong answers is named and the others are crosses. Below them are `first` lines of text.
     """
     lines: dict[tuple[str, bool], list[Spec]] = {}
-    for entry in (*panel.failed, *(entry for entry in panel.completed if wrong(entry.result))):
+    for entry in (*panel.failed, *(entry for entry in panel.completed if entry.result.has_wrong_answers)):
         failed = entry.result.outcome != "completed"
         rows = lines.setdefault((entry.title, failed), [])
         name = f"{entry.title}: {_ending(entry)}"

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Spec, formatted, rounded
 from pytest_llmgpu.render.charts.panels import Entry, Panel
-from pytest_llmgpu.render.time_table import wrong
 
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
@@ -83,7 +82,7 @@ def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list
         value = figure(entry) if entry.result.outcome == "completed" else None
         ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
         text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
-        if wrong(entry.result):
+        if entry.result.has_wrong_answers:
             text += " (wrong answers)"
         cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
     headers = ["batch size", *(f"{title} ({unit})" for title in panel.titles)]

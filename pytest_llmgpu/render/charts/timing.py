@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pytest_llmgpu.render.charts.batch_sweeps import Figure, Point, curves_of, points, table
 from pytest_llmgpu.render.charts.chart import Chart, formatted
 from pytest_llmgpu.render.charts.panels import Panel
-from pytest_llmgpu.render.time_table import wrong
 
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
@@ -24,7 +23,7 @@ def _chart(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..
     texts = []
     for one in panel.titles:
         of_title = [point for point in drawn if point.entry.title == one]
-        if right := [point for point in of_title if not wrong(point.entry.result)]:
+        if right := [point for point in of_title if not point.entry.result.has_wrong_answers]:
             winner = best(right, key=lambda point: point.value)
             texts.append(f"{one} {formatted(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
         elif of_title:

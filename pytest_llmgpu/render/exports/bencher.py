@@ -14,7 +14,7 @@ from pytest_llmgpu.render.exports.figures import exported, figures, largest_batc
 from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import Figure
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 
 _LONGEST_BYTES = 1024
 """Most bytes of a benchmark's name."""
@@ -39,7 +39,7 @@ def _measures(result: CaseResult) -> dict[str, dict[str, float]]:
     failures = sum(finding.severity == "failure" for finding in result.findings)
     for name, number in (
         ("completed", result.outcome == "completed"),
-        ("out-of-memory", result.outcome in {"oom", "skipped_after_oom"}),
+        ("out-of-memory", result.outcome in OUT_OF_MEMORY),
         ("failure-findings", failures),
     ):
         measures[name] = {"value": float(number)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
+from pytest_llmgpu.render.device_columns import digits
 from pytest_llmgpu.render.exports.escaping import code, markdown, one_line
 from pytest_llmgpu.render.exports.figures import describe, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
@@ -63,14 +63,13 @@ def quantity(unit: str, value: float) -> str:
         return f"{value / _MB:,.3f} MB"
     if unit in {"acc", "acc_norm"}:
         return percent(value, 2)
-    return f"{value:,.{_decimals(value)}f}"
+    return f"{value:,.{digits(value)}f}"
 
 
 def _case(result: CaseResult, rows: Sequence[Row]) -> str:
     found = figures(result)
     shown = [quantity(found[name].unit, found[name].value) if name in found else "" for name in _FIGURES]
-    wrong = result.accuracy_check is not None and result.accuracy_check.ok is False
-    outcome = result.outcome.replace("_", " ") + (", wrong answers" if wrong else "")
+    outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
     if result.failure is not None:
         outcome += f": {one_line(result.failure.message, _MESSAGE)}"
     return line([code(result.id), markdown(describe(result.case)), markdown(outcome), *shown, _verdict(rows)])
@@ -83,11 +82,6 @@ def _verdict(rows: Sequence[Row]) -> str:
     metrics = ", ".join(row.metric.replace("_", " ") for row in rows if row.verdict == rows[0].verdict)
     known = " (known)" if rows[0].known is not None else ""
     return f"{rows[0].verdict}{known}: {metrics}"
-
-
-def _decimals(value: float) -> int:
-    """Return the number of decimals, at most 3, for about three significant digits."""
-    return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
 
 
 EXPORT: Export = _Markdown()
