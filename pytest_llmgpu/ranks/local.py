@@ -35,6 +35,9 @@ from pytest_llmgpu.report.result import Failure
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MARK = "LLMGPU_RANK_OF"
 """This variable of a rank is inherited by every process that the rank starts."""
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+"""All ranks run on this machine: nobody on the network can connect to them, whatever these variables are for other
+programs. NVLink, PCIe and shared memory do not depend on them. NCCL takes a name without `=` as the start of one."""
 _CLOSE_S = 10.0
 _STACKS_S = 1.0
 _MOST_BYTES = 2**29
@@ -57,10 +60,11 @@ class LocalLauncher:
         """Start one process per environment."""
         ranks: list[LocalRank] = []
         # The ranks find each other through a file: another program may take a port first.
-        rendezvous = {"LLMGPU_RENDEZVOUS": str(self._log_directory / f"launch{self._started}-rendezvous")}
+        rendezvous = str(self._log_directory / f"launch{self._started}-rendezvous")
+        ours = {**_LOOPBACK, "LLMGPU_RENDEZVOUS": rendezvous}
         for number, environment in enumerate(environments):
             log = self._log_directory / f"launch{self._started}-rank{number}.log"
-            ranks.append(LocalRank(number, {**rendezvous, **environment}, log, on_batch))
+            ranks.append(LocalRank(number, {**ours, **environment}, log, on_batch))
         self._started += 1
         return ranks
 

@@ -160,7 +160,10 @@ def _is_a_device_full() -> bool:
     import torch
 
     devices = range(torch.cuda.device_count())
-    return any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices)
+    try:
+        return any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices)
+    except RuntimeError:
+        return False  # after an error of a kernel every call of CUDA fails
 
 
 def _chain(exception: BaseException) -> Iterator[BaseException]:

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from support import rank_functions
 from support.report_factory import make_case
 from torch import distributed
 
-from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.strategies import process_group
 
 _CASE = make_case(strategy="tp", device="cpu", devices=2)
@@ -100,19 +96,3 @@ def _record(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, int]], lis
     monkeypatch.setattr("torch._C._distributed_c10d.FileStore", open_store)
     monkeypatch.setattr(distributed, "init_process_group", lambda **named: groups.append(named))
     return opened, groups
-
-
-def test_ranks_on_a_cpu_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
-    """Nobody on the network can connect to a rank."""
-    environments = [
-        {"CUDA_VISIBLE_DEVICES": "", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        for rank in "01"
-    ]
-    pair = RankGroup(LocalLauncher(tmp_path), environments)
-    try:
-        case = make_case(device="cpu", devices=2)
-        answers = pair.ask(rank_functions.join_and_listen, case, phase="load", timeout_s=300)
-    finally:
-        pair.kill()
-    assert all(answers), "gloo listens"
-    assert {address for addresses in answers for address in addresses} == {"0100007F"}  # 127.0.0.1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_llmgpu.inference.models import ModelSource
@@ -156,24 +154,6 @@ def fail_on_a_full_disk(_state: RankState) -> NoReturn:
     """Raise where no file can grow; Python ignores the signal of that."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     raise ValueError("the layer is broken")
-
-
-def join_and_listen(_state: RankState, case: Case) -> list[str]:
-    """Join the process group and return the addresses that this process listens on, as the kernel writes them."""
-    from pytest_llmgpu.strategies import process_group
-
-    process_group.join(case)
-    ours = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            ours.add(str(descriptor.readlink()))
-    listening = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ours:
-                listening.append(fields[1].partition(":")[0])
-    return listening
 
 
 def raise_at_length(_state: RankState, letters: int) -> NoReturn:

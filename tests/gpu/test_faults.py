@@ -1,0 +1,243 @@
+"""Faults of one rank while the other is in a collective: on two processes of a CPU, and with -m gpu on two GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support import rank_faults
+from support.report_factory import make_case
+
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.protocol import RankFailedError
+from pytest_llmgpu.report import disturbances, file
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.report import Report
+
+_WAIT_S = 120.0
+_STOPPED_S = 3.0
+_FREED_S = 10.0
+"""The driver may free the memory of a process just after its end."""
+_IDLE_BYTES = 64 * 2**20
+"""A CUDA context needs over 100 MiB."""
+_GPUS = torch.cuda.device_count()
+_ON_A_GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_GPUS < 1, reason="needs a GPU that torch can use")]
+)
+_ON_TWO_GPUS = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs that torch can use")]
+)
+_ASSERTION = {"cpu": "out of bounds", "cuda": "device-side assert"}
+
+
+class _Pair(NamedTuple):
+    """Two ranks, and what starts two others."""
+
+    case: Case
+    ranks: RankGroup
+    start: Callable[[], RankGroup]
+
+    def failure(self, fault: Callable[..., Any], *arguments: Any, timeout_s: float = _WAIT_S) -> RankFailedError:
+        """Return how a fault in the ranks ends their command; the ranks are ended as after every failure."""
+        with pytest.raises(RankFailedError) as caught:
+            self.ranks.ask(fault, self.case, *arguments, phase="forward", timeout_s=timeout_s)
+        self.ranks.kill()
+        return caught.value
+
+
+@pytest.fixture(params=["cpu", _ON_TWO_GPUS])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[_Pair]:
+    """Two ranks; after the test nothing is left of them, and two new ranks can use the same devices."""
+    case = make_case(strategy="tp", device=request.param, devices=2)
+    launcher = LocalLauncher(tmp_path)
+    before = _left_over(case)
+    started = []
+
+    def start() -> RankGroup:
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        if case.device == "cpu":
+            common["CUDA_VISIBLE_DEVICES"] = ""
+        started.append(RankGroup(launcher, [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]))
+        return started[-1]
+
+    try:
+        yield _Pair(case, start(), start)
+        _assert_as_before(before, case)
+        assert start().ask(rank_faults.join, case, phase="load", timeout_s=_WAIT_S) == [2.0, 2.0]
+    finally:
+        for ranks in started:
+            ranks.kill()
+    _assert_as_before(before, case)
+
+
+class _LeftOver(NamedTuple):
+    """What a dead process may leave behind."""
+
+    used_bytes: dict[str, int]
+    """The memory in use on each GPU."""
+    shared: set[Path]
+    """Segments of shared memory."""
+
+
+def _left_over(case: Case) -> _LeftOver:
+    uuids = [gpu.uuid for gpu in nvml.inventory().gpus] if case.device == "cuda" else []
+    return _LeftOver(nvml.used_bytes(uuids), set(Path("/dev/shm").iterdir()))
+
+
+def _assert_as_before(before: _LeftOver, case: Case) -> None:
+    began_s = time.monotonic()
+    while True:
+        now = _left_over(case)
+        waited_s = time.monotonic() - began_s
+        freed = all(now.used_bytes[uuid] <= used + _IDLE_BYTES for uuid, used in before.used_bytes.items())
+        if freed or waited_s > _FREED_S:
+            break
+    print(f"{waited_s:.3f} s until memory is as before: {before.used_bytes} -> {now.used_bytes}")
+    assert freed
+    assert now.shared <= before.shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_in_a_collective_is_a_crash(pair: _Pair, victim: int) -> None:
+    """The failure names the rank and the signal, not the connection that the other rank lost."""
+    error = pair.failure(rank_faults.signal_in_a_collective, victim, signal.SIGKILL)
+    assert (error.outcome, error.failure.rank, error.failure.signal) == ("crashed", victim, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_in_a_collective_is_a_time_out(pair: _Pair, victim: int) -> None:
+    """The stack of the rank that waits for it is in the log."""
+    pair.ranks.ask(rank_faults.join, pair.case, phase="load", timeout_s=_WAIT_S)
+    error = pair.failure(rank_faults.signal_in_a_collective, victim, signal.SIGSTOP, timeout_s=_STOPPED_S)
+    assert error.outcome == "timeout"
+    assert "in _reduce_for_ever" in (error.failure.log_tail or "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_out_of_memory_on_one_rank_is_out_of_memory(pair: _Pair, victim: int) -> None:
+    """The other rank waits in a collective, and the failure names the rank without memory."""
+    piece_bytes = 2**30 if pair.case.device == "cuda" else 2**60
+    error = pair.failure(rank_faults.run_out_of_memory, victim, piece_bytes)
+    assert (error.outcome, error.failure.rank) == ("oom", victim)
+    if pair.case.device == "cuda":
+        assert error.failure.requested_bytes == piece_bytes
+        assert (error.failure.free_bytes or 0) < piece_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_failed_assertion_of_a_kernel_is_an_error(pair: _Pair, victim: int) -> None:
+    """No later call of CUDA succeeds in that process: the reason arrives all the same."""
+    error = pair.failure(rank_faults.fail_an_assertion, victim)
+    assert error.failure.rank == victim
+    # NCCL's watchdog may find the error first, and ends the process.
+    assert error.outcome == "error" or (pair.case.device, error.outcome) == ("cuda", "crashed")
+    assert _ASSERTION[pair.case.device] in f"{error.failure.message} {error.failure.log_tail}"
+
+
+@pytest.mark.slow
+def test_a_time_out_of_the_collectives_names_the_rank_that_waited(pair: _Pair) -> None:
+    """NCCL's watchdog ends the process, and gloo raises; the log has the reason."""
+    error = pair.failure(rank_faults.exceed_the_time_limit, 1)
+    assert error.failure.rank == 0
+    if pair.case.device == "cuda":
+        assert (error.outcome, error.failure.signal) == ("crashed", signal.SIGABRT)
+        assert "collective operation timeout" in (error.failure.log_tail or "")
+    else:
+        assert error.outcome == "error"
+        assert "Timed out" in error.failure.message
+
+
+@pytest.mark.slow
+def test_ranks_listen_on_the_loopback_interface_only(pair: _Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody on the network can connect to a rank, although a cluster sets an interface for other programs."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")
+    answers = pair.start().ask(rank_faults.listening, pair.case, phase="load", timeout_s=_WAIT_S)
+    assert all(answers), "gloo and NCCL listen"
+    assert {address for addresses in answers for address in addresses} == {"0100007F"}  # 127.0.0.1
+
+
+_BENCHMARK = """
+    def test_hellaswag(llm, hellaswag, batch_size, measure):
+        measure(llm, hellaswag, batch_size)
+"""
+_STRATEGIES = """
+    import torch
+    from support import rank_faults
+    from pytest_llmgpu.strategies.mp import LayerParallel
+
+    class Profiled(LayerParallel):
+        name = "profiled"
+
+        def load(self, case, source):
+            loaded = super().load(case, source)
+            assert rank_faults.take_cupti() == 0
+            return loaded
+
+    class Asserting(LayerParallel):
+        name = "asserting"
+
+        def prepare(self, loaded, rows, tokens):
+            if rows == 1:
+                print(torch.zeros(1, device=loaded.devices[0])[torch.tensor([5], device=loaded.devices[0])])
+            return super().prepare(loaded, rows, tokens)
+"""
+
+
+def _measured(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, strategy: str, device: str
+) -> tuple[int, Report]:
+    support = Path(rank_faults.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (pytester.path, support))), os.pathsep)
+    pytester.makepyfile(test_it=_BENCHMARK, faulty=_STRATEGIES)
+    result = pytester.runpytest_subprocess(
+        *("-v", "-p", "no:cacheprovider", f"--strategy=faulty:{strategy}", f"--llmgpu-device={device}"),
+        *("--llmgpu-devices=1", "--llmgpu-limit=4", "--llmgpu-batch-sizes=1,2"),
+    )
+    return int(result.ret), file.load(pytester.path / ".llmgpu" / "last.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", _ON_A_GPU])
+def test_a_case_after_a_failed_assertion_is_measured(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The fault ends one case and not the session, and the next case is alone on the device."""
+    status, written = _measured(pytester, monkeypatch, "Asserting", device)
+    assert status == 1
+    assert [case.outcome for case in written.cases] == ["error", "completed"]
+    failure = written.cases[0].failure
+    assert failure is not None
+    assert _ASSERTION[device] in failure.message
+    profile = written.cases[1].launches[0].profile
+    assert profile is not None
+    assert disturbances.disturbed(profile) is None
+
+
+@pytest.mark.parametrize("device", [_ON_A_GPU])
+def test_a_profiler_that_has_cupti_costs_the_kernels_alone(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The case is measured, with ops and FLOPs; figures of kernels are null with the reason."""
+    status, written = _measured(pytester, monkeypatch, "Profiled", device)
+    assert status == 0
+    assert [case.outcome for case in written.cases] == ["completed", "completed"]
+    for case in written.cases:
+        launch = case.launches[0]
+        assert launch.work is not None, launch.why
+        (rank,) = launch.work.ranks
+        assert rank.device_time_s is None
+        assert "another profiler uses it" in rank.why["device_time_s"]
+        assert rank.flops
