@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ sys.argv[:] = [module, *sys.argv[3:]]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
+_ASK_TIMEOUT_S = 300.0  # the first import of torch from a network disk takes minutes
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
@@ -36,6 +38,37 @@ def command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a new process, with this process's import path after the libraries."""
     path = os.pathsep.join(sys.path)
     return [sys.executable, "-c", _START.format(separator=os.pathsep), module, path, *arguments]
+
+
+def ask(module: str, *arguments: str, library: str, timeout_s: float = _ASK_TIMEOUT_S) -> str:
+    """Run a module in a child process, and return the last line that it prints.
+
+    Args:
+        module: The module.
+        arguments: Its arguments.
+        library: The library that the module imports, for messages.
+        timeout_s: Time limit.
+
+    Raises:
+        ValueError: The library cannot be imported. The message has the last line of the child process.
+    """
+    try:
+        done = subprocess.run(
+            command(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the import of {library} took more than {timeout_s:g} s in {sys.executable}") from None
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return lines[-1]
+    last = (done.stderr.strip() or "no message").splitlines()[-1]
+    raise ValueError(f"{library} cannot be used: {last} (exit status {done.returncode} of {sys.executable})")
 
 
 def die_with_parent(parent: int) -> None:

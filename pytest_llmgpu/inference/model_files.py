@@ -119,6 +119,12 @@ def vocabulary_size(fields: dict[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def is_quantized(fields: dict[str, Any]) -> bool:
+    """Return whether a config.json describes quantised weights."""
+    text = fields.get("text_config")
+    return any(isinstance(part, dict) and part.get("quantization_config") for part in (fields, text))
+
+
 def check_weights(directory: Path) -> None:
     """Refuse a directory without complete safetensors files.
 

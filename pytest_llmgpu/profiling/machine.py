@@ -11,8 +11,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -29,7 +27,6 @@ _DISTRIBUTIONS = (
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
 )
 _VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_NUM_THREADS")
-_PROBE_TIMEOUT_S = 300.0  # the first import of torch from a network disk takes minutes
 
 
 class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,29 +155,13 @@ def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, 
     return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
 
 
-def probe(timeout_s: float = _PROBE_TIMEOUT_S) -> TorchFacts:
+def probe() -> TorchFacts:
     """Return the installed torch and the GPUs that it can use, found out in a child process.
 
     Raises:
         ValueError: Torch cannot be imported. The message has the last line of the child process.
     """
-    try:
-        done = subprocess.run(
-            processes.command("pytest_llmgpu.profiling.machine"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"the import of torch took more than {timeout_s:g} s in {sys.executable}") from None
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        return msgspec.json.decode(lines[-1], type=TorchFacts)
-    last = (done.stderr.strip() or "no message").splitlines()[-1]
-    raise ValueError(f"torch cannot be used: {last} (exit status {done.returncode} of {sys.executable})")
+    return msgspec.json.decode(processes.ask("pytest_llmgpu.profiling.machine", library="torch"), type=TorchFacts)
 
 
 def _torch_facts() -> TorchFacts:

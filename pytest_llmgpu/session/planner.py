@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import logits, models, tasks
+from pytest_llmgpu.inference import logits, model_facts, model_files, models, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
@@ -155,6 +155,8 @@ class Planner:
         if options.load_format != "dummy" and not models.is_preset(options.model):
             # First with the config alone: a model that cannot work must not cost a download of weights.
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
+            if model_files.is_quantized(outline.config):
+                model_facts.ask(outline)
             strategy.check(case_of(outline), outline)
         source = self._source(options, chosen)
         case = case_of(source)

@@ -93,6 +93,8 @@ class Runner:
         """Maps a series to the batch size that ran out of memory last."""
         self._build_errors: dict[str, str | None] = {}
         """Maps the place of each strategy whose build was tried to the error; None if the build succeeded."""
+        self._load_errors: dict[str, RankFailedError] = {}
+        """Maps a loading (`Case.loading`) that failed, for another reason than out of memory, to the error."""
         self._not_recorded: dict[str, str] = {}
         """Maps a loading (`Case.loading`) to the operation that could not be recorded as a CUDA graph."""
         self.kernel_names: dict[str, int] = {}
@@ -322,14 +324,25 @@ class Runner:
         if self._group is not None and self._loading == case.loading and self._group.alive:
             return self._group
         self.close()
+        if (failed := self._load_errors.get(case.loading)) is not None:
+            # Another batch size would fail in the same way, and after the same time.
+            raise RankFailedError(failed.outcome, failed.failure)
         strategy = strategies.make(request.strategy)
         self._build(strategy, request)
         self._used_before = nvml.used_bytes([gpu.uuid for gpu in request.machine.gpus])
         began = time.monotonic()
         self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
-        replies: list[list[DeviceUse]] = self._group.ask(
-            worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
-        )
+        try:
+            replies: list[list[DeviceUse]] = self._group.ask(
+                worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
+            )
+        except RankFailedError as error:
+            if error.outcome != "oom":
+                failure = msgspec.structs.replace(
+                    error.failure, message=f"not tried: {case.id} could not be loaded: {error}", log_tail=None
+                )
+                self._load_errors[case.loading] = RankFailedError(error.outcome, failure)
+            raise
         held = {use.uuid: use.held_bytes for reply in replies for use in reply if use.uuid is not None}
         self._profiler_of(request.machine).held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began

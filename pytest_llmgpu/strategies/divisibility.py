@@ -8,15 +8,10 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.inference import model_facts
+from pytest_llmgpu.inference.model_facts import SPLIT_COUNTS
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
-
-_SPLIT = {
-    "num_attention_heads": "attention heads",
-    "num_key_value_heads": "key and value heads",
-    "intermediate_size": "columns of the feed-forward layers",
-}
-"""Field of the config to its description."""
 
 _MOST = 64
 """No node has more devices."""
@@ -39,12 +34,12 @@ def architecture(source: ModelSource) -> dict[str, Any]:
 
 
 def find_indivisible(
-    fields: Mapping[str, Any], devices: int, names: Iterable[str] = tuple(_SPLIT), *, least: int = 2
+    fields: Mapping[str, Any], devices: int, names: Iterable[str] = tuple(SPLIT_COUNTS), *, least: int = 2
 ) -> Indivisible | None:
     """Return the first count that a number of devices does not divide; None if it divides all of them.
 
     Args:
-        fields: The config of the decoder. Counts that it lacks are not checked: the defaults of the model class apply.
+        fields: The counts of the decoder by their names in its config; one that is absent is not checked.
         devices: The number of devices.
         names: The fields whose counts are split.
         least: The strategy runs on this many devices or more.
@@ -58,17 +53,20 @@ def find_indivisible(
     return None
 
 
-def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = tuple(_SPLIT), *, least: int = 2) -> None:
+def check_divisible(
+    case: Case, source: ModelSource, names: Iterable[str] = tuple(SPLIT_COUNTS), *, least: int = 2
+) -> None:
     """Refuse a number of devices that does not divide the counts of the model; see `find_indivisible`.
 
     Raises:
         ValueError: The message has the count and the numbers of devices that divide it.
     """
-    found = find_indivisible(architecture(source), case.devices, names, least=least)
+    counts = architecture(source) | model_facts.ask(source).counts
+    found = find_indivisible(counts, case.devices, names, least=least)
     if found is None:
         return
     allowed = ", ".join(map(str, found.allowed)) or f"no number from {least} to {_MOST}"
     raise ValueError(
         f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split the {found.count} "
-        f"{_SPLIT[found.name]} of {source.name} evenly: allowed: {allowed}"
+        f"{SPLIT_COUNTS[found.name]} of {source.name} evenly: allowed: {allowed}"
     )

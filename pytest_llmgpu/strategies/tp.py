@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import model_facts, models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies import divisibility, process_group
@@ -31,11 +31,16 @@ class TensorParallel:
     backend = "transformers"
 
     def check(self, case: Case, source: ModelSource) -> None:
-        """Refuse a single device, an uneven split, and a dtype that DeepSpeed does not support on a CPU."""
+        """Refuse a single device, an uneven split, a model without a plan, and a dtype that DeepSpeed lacks."""
         if case.devices < 2:  # noqa: PLR2004 - one device has nothing to split
             where = _ON_CPU if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2 devices{where}")
         divisibility.check_divisible(case, source)
+        if case.backend != "deepspeed" and not model_facts.ask(source).has_plan:
+            raise ValueError(
+                f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
+                f"({source.config.get('model_type')}): use --llmgpu-tp-backend=deepspeed or another strategy"
+            )
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
             raise ValueError(
@@ -80,10 +85,6 @@ def _planned(case: Case, source: ModelSource, dtype: torch.dtype, device: torch.
     from transformers.distributed.configuration_utils import DistributedConfig
 
     skeleton = models.skeleton(source, dtype)
-    if not skeleton.tp_plan:
-        raise ValueError(
-            f"transformers has no tensor-parallel plan for {type(skeleton).__name__}: try --llmgpu-tp-backend=deepspeed"
-        )
     plan = DistributedConfig(tp_size=case.devices)
     if source.load_format != "dummy":
         return models.checkpoint(source, dtype, distributed_config=plan)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import (
     Machine,
@@ -210,7 +211,7 @@ def test_a_torch_that_hangs_is_one_line(fake_torch: Path) -> None:
     """A file system that hangs ends in an error message."""
     fake_torch.write_text("import os; os.read(os.pipe()[0], 1)", encoding="utf-8")
     with pytest.raises(ValueError, match=r"took more than 0\.2 s"):
-        probe(timeout_s=0.2)
+        processes.ask("pytest_llmgpu.profiling.machine", library="torch", timeout_s=0.2)
 
 
 def test_a_torch_that_kills_its_process_is_one_line(fake_torch: Path) -> None:

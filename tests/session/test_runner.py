@@ -31,6 +31,7 @@ from pytest_llmgpu.report.result import (
     DeviceProfile,
     Failure,
     Metric,
+    Outcome,
     Profile,
     Traffic,
 )
@@ -641,6 +642,29 @@ def test_held_bytes_are_known_once_a_model_is_loaded(recorded: list[CaseResult])
     runner, profiler = _runner(_FakeLauncher(answer))
     assert runner.run(_request(_case(4)), recorded.append).outcome == "crashed"
     assert profiler.windows[-1][2] == {"GPU-c": 3}
+
+
+@pytest.mark.parametrize("outcome", ["error", "crashed", "oom"])
+def test_a_load_that_failed_is_not_tried_again(recorded: list[CaseResult], outcome: Outcome) -> None:
+    """Other batch sizes fail at once with the same outcome. Another model is loaded."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.load and args[0].model == "broken":
+            raise RankFailedError(outcome, Failure(phase="load", message="it is broken", log_tail="Traceback"))
+        return _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner, _ = _runner(launcher)
+    for batch_size, model in ((4, "broken"), (2, "broken"), (4, "good")):
+        runner.run(_request(_case(batch_size, model=model)), recorded.append)
+    assert [result.outcome for result in recorded] == [outcome, outcome, "completed"]
+    assert len(launcher.environments) == (3 if outcome == "oom" else 2)
+    first, second = (result.failure for result in recorded[:2])
+    assert first is not None
+    assert second is not None
+    if outcome != "oom":
+        assert second.message.endswith("mp-bs4 could not be loaded: it is broken")
+        assert (second.phase, second.log_tail) == ("load", None)
 
 
 def test_an_exception_in_this_process_is_an_error(recorded: list[CaseResult]) -> None:

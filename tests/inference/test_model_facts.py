@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_case
+
+from pytest_llmgpu.inference import model_facts
+from pytest_llmgpu.inference.model_facts import ModelFacts
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.strategies.tp import TensorParallel
+
+_LLAMA = {"model_type": "llama", "num_attention_heads": 8}
+_AWQ = {"quant_method": "awq", "bits": 4}
+
+
+def _source(directory: Path, **config: Any) -> ModelSource:
+    (directory / "config.json").write_text(json.dumps(config))
+    return ModelSource(
+        name="theirs",
+        directory=str(directory),
+        config=config,
+        revision=None,
+        load_format="dummy",
+        tokenizer_directory="",
+        tokenizer_sha256="",
+    )
+
+
+def test_a_llama_needs_no_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled model and presets start as fast as before."""
+    monkeypatch.setattr("subprocess.run", pytest.fail)
+    source = _source(tmp_path, **_LLAMA)
+    preset = msgspec.structs.replace(source, directory=None, config={})
+    assert [model_facts.ask(one) for one in (source, preset)] == [ModelFacts(has_plan=True)] * 2
+
+
+@pytest.mark.slow
+def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> None:
+    """Heads are found whatever the config calls them, and where it leaves them to its class."""
+    source = _source(tmp_path, model_type="gpt2", n_head=3)
+    assert model_facts.ask(source) == ModelFacts(has_plan=False, counts={"num_attention_heads": 3})
+    case = make_case(strategy="tp", backend="transformers", device="cpu", devices=3)
+    with pytest.raises(ValueError, match=r"--llmgpu-model=theirs: .*no tensor-parallel plan .*\(gpt2\)"):
+        TensorParallel().check(case, source)
+    autotp = msgspec.structs.replace(case, backend="deepspeed", dtype="float32")
+    TensorParallel().check(autotp, source)
+    with pytest.raises(ValueError, match="cannot split the 3 attention heads of theirs"):
+        TensorParallel().check(msgspec.structs.replace(autotp, devices=2), source)
+
+
+@pytest.mark.slow
+def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> None:
+    """The decoder of a model of images and text is planned in its own config."""
+    text = {"model_type": "gemma3_text", "num_attention_heads": 6}
+    found = model_facts.ask(_source(tmp_path, model_type="gemma3", text_config=text))
+    assert (found.has_plan, found.counts["num_attention_heads"]) == (True, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "nothing-known"}, "nothing-known"),
+        pytest.param(
+            {**_LLAMA, "quantization_config": _AWQ},
+            "gptqmodel",
+            marks=pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is not None, reason="it is installed"),
+        ),
+    ],
+    ids=["unknown architecture", "quantised"],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    """The message has the model and what is missing."""
+    with pytest.raises(ValueError, match=f"^--llmgpu-model=theirs: transformers cannot load it: .*{reason}") as caught:
+        model_facts.ask(_source(tmp_path, **config))
+    assert "\n" not in str(caught.value)
