@@ -1,7 +1,8 @@
 """The metrics of one machine over its stored reports, with the changes of each case.
 
-A change is a verdict of the gate against the last earlier report of the machine with the same case. The default policy
-is used, and the calibration of the machine if there is one.
+A change of device time, or of the wall time of replayed CUDA graphs where there is no device time, is a step or a drift
+over all reports of the same GPUs (`gate.history`). A change of another figure is a verdict of the gate against the last
+earlier report with the same case, under the default policy with the calibration of the machine if there is one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import datetime
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.gate import calibration, judge, promotion
+from pytest_llmgpu.gate import calibration, history, judge, promotion
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file as reports
@@ -27,7 +28,7 @@ from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
 
 Change = Literal["worse", "better", "changed"]
-"""The change of a figure from the previous one. `changed` is for predictions."""
+"""The change of a figure from the earlier ones. `changed` is for predictions."""
 
 _CHANGES: dict[str, Change] = {
     "FAILED": "worse",
@@ -53,6 +54,25 @@ _Identity = tuple[str, str]
 _Rows = dict[tuple[str, str, MetricName], Row]
 """The row of the gate for each key, id and metric."""
 
+_TIMES = ("device_time", "time")
+"""The metrics whose changes are searched in the history, the best first."""
+
+
+class _Past(NamedTuple):
+    """A time of one case in one report."""
+
+    place: int
+    """The number of the report, from 0."""
+    value: float
+    """The time in seconds."""
+    gpus: frozenset[str]
+    """The GPUs of the session, by UUID."""
+
+
+_Marks = dict[int, tuple[Change, str] | None]
+"""The number of a report to its change and the reason; None where the history shows no change. Reports whose history is
+too short to show one have no entry."""
+
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one case in one report."""
@@ -64,7 +84,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     change: Change | None = None
     """The change; None if there is no significant one, or no earlier figure."""
     reason: str = ""
-    """The reason of the verdict on the change."""
+    """The reason of the verdict on the change, or the change in the history."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,11 +166,12 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         ValueError: A report or the calibration cannot be read.
     """
 
+    shown = range(0 if last is None else max(0, len(kept) - last), len(kept))
+
     @functools.cache
     def load(place: int) -> Report:
-        return reports.load(kept[place].path)  # A report without a column is read only if a case needs it.
+        return reports.load(kept[place].path)  # A report without a column is kept only if a case needs it.
 
-    shown = range(0 if last is None else max(0, len(kept) - last), len(kept))
     columns = [
         Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
         for place in shown
@@ -158,17 +179,67 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     noise = calibration.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
     rows = [_rows(map(load, reversed(range(place))), load(place), noise) for place in shown]
     cases = [{_identity(result): result for result in load(place).cases} for place in shown]
+    pasts: dict[tuple[str, _Identity], list[_Past]] = {}
+    for place in range(max(0, shown.start - history.WINDOW), len(kept)):
+        _add_times(pasts, place, load(place) if place in shown else reports.load(kept[place].path))
+    names = [f"{one.number:04}" for one in kept]
+    marks = {name: _marks(past, names, shown.start) for name, past in pasts.items()}
     found = []
     for spec in METRICS:
         if spec.trended is not None:
-            lines = _lines(spec, cases, rows)
+            lines = _lines(spec, cases, rows, marks, shown.start)
             if any(one is not None and one.value is not None for line in lines for one in line.figures):
                 found.append(Trend(metric=spec.trended.name, title=spec.trended.title, columns=columns, lines=lines))
     return found
 
 
-def _lines(spec: MetricSpec, cases: Sequence[Mapping[_Identity, CaseResult]], rows: Sequence[_Rows]) -> list[Line]:
-    """Return one metric of all cases; `cases` and `rows` have an entry for each report."""
+def _add_times(pasts: dict[tuple[str, _Identity], list[_Past]], place: int, report: Report) -> None:
+    """Add the quiet times of a report to those of its cases: device time, or wall time of replayed graphs without it."""
+    gpus = frozenset(gpu.uuid for gpu in report.environment.gpus)
+    for result in report.cases:
+        for name in _TIMES if result.outcome == "completed" else ():
+            figure = spec_of(name).figure
+            found = figure(result) if figure is not None else None
+            if found is not None and found.value > 0 and (name == "device_time" or _is_replayed(result)):
+                pasts.setdefault((name, _identity(result)), []).append(_Past(place, found.value, gpus))
+                break
+
+
+def _is_replayed(result: CaseResult) -> bool:
+    return result.case.execution == "cuda_graphs"
+
+
+def _marks(past: Sequence[_Past], names: Sequence[str], start: int) -> _Marks:
+    """Return the changes of one time over the reports of each set of GPUs.
+
+    Args:
+        past: The time in each report.
+        names: The name of each report.
+        start: The first report with a column: a change that began earlier is marked where it was found.
+    """
+    marks: _Marks = {}
+    by_gpus: dict[frozenset[str], list[_Past]] = {}
+    for one in past:
+        by_gpus.setdefault(one.gpus, []).append(one)
+    for of_gpus in by_gpus.values():
+        marks |= dict.fromkeys(one.place for one in of_gpus[history.FEWEST - 1 :])
+        of_places = [names[one.place] for one in of_gpus]
+        for shift in history.shifts([one.value for one in of_gpus]):
+            first = of_gpus[shift.first].place
+            place = first if first >= start else of_gpus[shift.found].place
+            change: Change = "worse" if shift.change > 0 else "better"
+            marks[place] = change, history.describe(shift, of_places)
+    return marks
+
+
+def _lines(
+    spec: MetricSpec,
+    cases: Sequence[Mapping[_Identity, CaseResult]],
+    rows: Sequence[_Rows],
+    marks: Mapping[tuple[str, _Identity], _Marks],
+    start: int,
+) -> list[Line]:
+    """Return one metric of all cases; `cases` and `rows` have an entry for each report from `start` on."""
     newest = {identity: result for of_report in cases for identity, result in of_report.items()}
     names = _names(newest)
     strategies = list(dict.fromkeys(result.case.strategy for result in newest.values()))
@@ -179,8 +250,10 @@ def _lines(spec: MetricSpec, cases: Sequence[Mapping[_Identity, CaseResult]], ro
             strategy=result.case.strategy,
             batch_size=result.case.batch_size,
             figures=[
-                _figure(of_report[identity], spec, of_rows) if identity in of_report else None
-                for of_report, of_rows in zip(cases, rows, strict=True)
+                _figure(of_report[identity], spec, of_rows, marks.get((spec.name, identity), {}), place)
+                if identity in of_report
+                else None
+                for place, (of_report, of_rows) in enumerate(zip(cases, rows, strict=True), start)
             ],
         )
         for identity, result in ordered
@@ -217,12 +290,17 @@ def _rows(earlier: Iterable[Report], report: Report, noise: Calibration | None) 
     return found
 
 
-def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows) -> Figure:
+def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, place: int) -> Figure:
     assert spec.trended is not None
     value = _value(result, spec) if result.outcome == "completed" else None
     figure = Figure(value=None if value is None else value / spec.trended.scale, outcome=result.outcome)
     case = result.case
+    mark = marks.get(place)
+    if mark is not None:
+        return msgspec.structs.replace(figure, change=mark[0], reason=mark[1])
     for name in spec.trended.judged_by:
+        if name == spec.name and place in marks:
+            continue  # the history shows no change
         of_series = spec_of(name).scope == "series"
         row = rows.get((case.series, case.strategy, name) if of_series else (result.key, result.id, name))
         if row is not None and row.verdict in _CHANGES and result.id in (row.cases or [result.id]):

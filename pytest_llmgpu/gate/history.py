@@ -1,0 +1,129 @@
+"""Changes of one figure over the reports of a history: steps and drifts, with the report where each of them began.
+
+After each report the figures since the last change are searched for a new one: the mean may have changed with any of
+the reports (a step), or have begun to grow or shrink with any of them (a drift). Both are the likelihood-ratio test of
+a change point with an unknown mean and deviation (Hawkins, Qiu and Kang 2003, "The changepoint model for statistical
+process control", Journal of Quality Technology 35, 355-366; the drift has a line instead of a second mean).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from pytest_llmgpu.gate.stats.distributions import t_tail
+from pytest_llmgpu.report.text import signed_percent
+
+__all__ = ["FEWEST", "WINDOW", "Shift", "describe", "shifts"]
+
+WINDOW = 100
+"""Most reports that are searched: a change that began earlier would have been found."""
+
+_SMALLEST = 0.002
+"""Smallest change that is stated, as a fraction. A test of figures that hardly vary would find any."""
+
+_CHANCE = 3e-4
+"""Largest p of a change. By the simulation of `benchmarks/trend/changes.py` it finds one in 0.6 % of histories of 100
+unchanged reports."""
+
+_FEWEST_BEFORE, _FEWEST_STEP, _FEWEST_DRIFT = 4, 2, 5
+"""Fewest reports before a change, after a step, and in a drift. One report with another figure may be an accident."""
+
+FEWEST = _FEWEST_BEFORE + _FEWEST_STEP
+"""Fewest reports in which a change can be found."""
+
+
+class Shift(NamedTuple):
+    """A change that lasts."""
+
+    kind: Literal["step", "drift"]
+    """A step is another mean; a drift grows or shrinks with each report."""
+    first: int
+    """The number of the first figure that it changed."""
+    found: int
+    """The number of the figure with which it was found."""
+    change: float
+    """The change as a fraction of the mean before: of a step the mean since, of a drift its end when it was found."""
+    p: float
+    """The two-sided p-value of its t, times the number of possible beginnings."""
+
+
+class _Best(NamedTuple):
+    kind: Literal["step", "drift"]
+    first: int
+    explained: float
+    """The sum of squares that the change explains."""
+    growth: float
+    """The change of the logarithm: of the mean, or over the whole drift."""
+
+
+def shifts(values: Sequence[float]) -> list[Shift]:
+    """Return the changes of a history in their order.
+
+    Args:
+        values: The figures of all reports, the oldest first; all are above 0.
+    """
+    logs = [math.log(value) for value in values]
+    found: list[Shift] = []
+    start = 0
+    for end in range(1, len(logs) + 1):
+        start = max(start, end - WINDOW)
+        shift = _shift(logs[start:end], start)
+        if shift is not None:
+            found.append(shift)
+            start = shift.first if shift.kind == "step" else shift.found
+    return found
+
+
+def describe(shift: Shift, names: Sequence[str]) -> str:
+    """Return a change in one sentence.
+
+    Args:
+        shift: The change.
+        names: The names of the reports of its history.
+    """
+    first, found = names[shift.first], names[shift.found]
+    change = signed_percent(shift.change)
+    if shift.kind == "step":
+        return f"Step of {change} since report {first}, found with report {found}."
+    return f"Drift of {change} from report {first} to report {found}."
+
+
+def _shift(logs: Sequence[float], start: int) -> Shift | None:
+    """Return the change that the last of these logarithms shows; None without one."""
+    size = len(logs)
+    best = max(_beginnings(logs), key=lambda one: one.explained, default=None)
+    if best is None or abs(math.expm1(best.growth)) < _SMALLEST:
+        return None
+    mean = statistics.fmean(logs)
+    left = math.fsum((value - mean) ** 2 for value in logs) - best.explained
+    # Rounding leaves a little of figures that are equal before and after the step.
+    t = math.sqrt((size - 2) * best.explained / max(left, 1e-12 * best.explained))
+    p = min(1.0, 2 * t_tail(t, size - 2) * (size - _FEWEST_BEFORE))
+    if p > _CHANCE:
+        return None
+    return Shift(best.kind, start + best.first, start + size - 1, math.expm1(best.growth), p)
+
+
+def _beginnings(logs: Sequence[float]) -> Iterator[_Best]:
+    """Yield a step and a drift for each possible beginning, the latest first."""
+    size = len(logs)
+    if size < FEWEST:
+        return
+    level = logs[0]  # differences keep the sums small
+    total = math.fsum(value - level for value in logs)
+    after = ramp = 0.0
+    for first in range(size - 1, _FEWEST_BEFORE - 1, -1):
+        number = size - first
+        after += logs[first] - level
+        ramp += after  # the sum of each figure times its place in the drift, which begins at 1
+        if number >= _FEWEST_STEP:
+            growth = after / number - (total - after) / first
+            yield _Best("step", first, growth * growth * first * number / size, growth)
+        if number >= _FEWEST_DRIFT:
+            places = number * (number + 1) / 2
+            spread = places * (2 * number + 1) / 3 - places * places / size
+            slope = (ramp - places * total / size) / spread
+            yield _Best("drift", first, slope * slope * spread, slope * number)
