@@ -3,7 +3,8 @@
 After each report the figures since the last change are searched for a new one: the mean may have changed with any of
 the reports (a step), or have begun to grow or shrink with any of them (a drift). Both are the likelihood-ratio test of
 a change point with an unknown mean and deviation (Hawkins, Qiu and Kang 2003, "The changepoint model for statistical
-process control", Journal of Quality Technology 35, 355-366; the drift has a line instead of a second mean).
+process control", Journal of Quality Technology 35, 355-366; the drift has a line instead of a second mean). There is
+no change where another figure of one report explains more than any step and drift: this may be an accident.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CHANCE = 3e-4
 unchanged reports."""
 
 _FEWEST_BEFORE, _FEWEST_STEP, _FEWEST_DRIFT = 4, 2, 5
-"""Fewest reports before a change, after a step, and in a drift. One report with another figure may be an accident."""
+"""Fewest reports before a change, after a step, and in a drift."""
 
 FEWEST = _FEWEST_BEFORE + _FEWEST_STEP
 """Fewest reports in which a change can be found."""
@@ -98,7 +99,10 @@ def _shift(logs: Sequence[float], start: int) -> Shift | None:
     if best is None or abs(math.expm1(best.growth)) < _SMALLEST:
         return None
     mean = statistics.fmean(logs)
-    left = math.fsum((value - mean) ** 2 for value in logs) - best.explained
+    squares = [(value - mean) ** 2 for value in logs]
+    if max(squares) * size / (size - 1) >= best.explained:
+        return None  # one report alone explains more
+    left = math.fsum(squares) - best.explained
     # Rounding leaves a little of figures that are equal before and after the step.
     t = math.sqrt((size - 2) * best.explained / max(left, 1e-12 * best.explained))
     p = min(1.0, 2 * t_tail(t, size - 2) * (size - _FEWEST_BEFORE))

@@ -69,9 +69,9 @@ class _Past(NamedTuple):
     """The GPUs of the session, by UUID."""
 
 
-_Marks = dict[int, tuple[Change, str] | None]
-"""The number of a report to its change and the reason; None where the history shows no change. Reports whose history is
-too short to show one have no entry."""
+_Marks = dict[int, tuple[float, str] | None]
+"""The number of a report to its change as a fraction and the reason; None where the history shows no change. Reports
+whose history is too short to show one have no entry."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +85,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """The change; None if there is no significant one, or no earlier figure."""
     reason: str = ""
     """The reason of the verdict on the change, or the change in the history."""
+    growth: float | None = None
+    """The change of the history as a fraction; None if the figure is compared with the one before."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +167,6 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     Raises:
         ValueError: A report or the calibration cannot be read.
     """
-
     shown = range(0 if last is None else max(0, len(kept) - last), len(kept))
 
     @functools.cache
@@ -194,7 +195,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
 
 
 def _add_times(pasts: dict[tuple[str, _Identity], list[_Past]], place: int, report: Report) -> None:
-    """Add the quiet times of a report to those of its cases: device time, or wall time of replayed graphs without it."""
+    """Add the quiet time of each case of a report: device time, or without it the wall time of replayed graphs."""
     gpus = frozenset(gpu.uuid for gpu in report.environment.gpus)
     for result in report.cases:
         for name in _TIMES if result.outcome == "completed" else ():
@@ -227,8 +228,7 @@ def _marks(past: Sequence[_Past], names: Sequence[str], start: int) -> _Marks:
         for shift in history.shifts([one.value for one in of_gpus]):
             first = of_gpus[shift.first].place
             place = first if first >= start else of_gpus[shift.found].place
-            change: Change = "worse" if shift.change > 0 else "better"
-            marks[place] = change, history.describe(shift, of_places)
+            marks[place] = shift.change, history.describe(shift, of_places)
     return marks
 
 
@@ -297,7 +297,8 @@ def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, pl
     case = result.case
     mark = marks.get(place)
     if mark is not None:
-        return msgspec.structs.replace(figure, change=mark[0], reason=mark[1])
+        growth, reason = mark
+        return msgspec.structs.replace(figure, change="worse" if growth > 0 else "better", reason=reason, growth=growth)
     for name in spec.trended.judged_by:
         if name == spec.name and place in marks:
             continue  # the history shows no change

@@ -3,8 +3,9 @@ from __future__ import annotations
 import base64
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import altair
 import msgspec
@@ -31,6 +32,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.store.store import save, stored
 
 _STORE = Path(".llmgpu")
+_DAY = "2026-01-02"
 _SVG_WIDTH = re.compile(r'<svg[^>]* width="([\d.]+)')
 
 
@@ -40,7 +42,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _timed(level: float, **fields: Any) -> CaseResult:
-    result = with_launches([level] * 3, sequences=BATCHES, **fields)
+    result = with_launches([level] * 3, sequences=BATCHES * fields.get("batch_size", 1), **fields)
     derive(result)
     return result
 
@@ -115,22 +117,23 @@ def test_cases_of_one_id_are_distinguished_by_what_differs() -> None:
 
 
 def test_the_table_has_a_column_for_each_report_and_the_changes() -> None:
-    """The heading has number and commit, a changed figure has a mark and the change, and the reasons follow."""
+    """The heading has date, number and commit, a changed figure has a mark and the change, and the reasons follow."""
     for number, level in ((1, 1.0), (2, 1.5)):
         _keep(number, _timed(level))
     lines = tables([_trend()], _plain).splitlines()
     assert lines[0] == "time (s)"
-    assert lines[1].split() == ["case", "0001", "0002"]
-    assert lines[2].split() == ["00000001", "00000002"]
-    assert lines[4].split(maxsplit=2) == ["mp-bs1", "210", "! 315 (+50.0 %)"]
+    assert lines[1].split() == ["case", _DAY, _DAY]
+    assert lines[2].split() == ["0001", "0002"]
+    assert lines[3].split() == ["00000001", "00000002"]
+    assert lines[5].split(maxsplit=2) == ["mp-bs1", "210", "! 315 (+50.0 %)"]
     assert re.fullmatch(r"! 0002 mp-bs1 time: Time \+50\.0 % .*", lines[-1])
 
 
 def test_a_table_without_changes_states_it() -> None:
-    """The last line is about the gate."""
+    """The last line states it."""
     for number in (1, 2):
         _keep(number, _timed(1.0))
-    assert tables([_trend()], _plain).endswith("\n\nThe gate found no change.")
+    assert tables([_trend()], _plain).endswith("\n\nNo change was found.")
 
 
 def test_a_trend_is_of_one_machine() -> None:
@@ -177,15 +180,15 @@ def test_the_chart_marks_and_names_what_changed() -> None:
     (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
     altair.Chart.from_dict(chart.spec)
     marked = [row for row in chart.spec["data"]["values"] if "k" in row]
-    assert [(row["c"], row["x"], row["k"]) for row in marked] == [("mp-bs1", "0002 00000002", "worse")]
-    assert [row["c"] for row in chart.spec["layer"][-1]["data"]["values"]] == ["mp-bs1"]
+    assert [(row["c"], row["x"], row["k"]) for row in marked] == [("mp-bs1", f"{_DAY}|0002|00000002", "worse")]
+    assert [row["c"] for row in chart.spec["layer"][3]["data"]["values"]] == ["mp-bs1", "tp-bs1"]
     assert "1 worse (\N{BLACK UP-POINTING TRIANGLE})" in chart.summary
     assert chart.rows == [["mp-bs1", "210", "315 (+50.0 %), worse"], ["tp-bs1", "210", "210"]]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_every_counted_change_has_a_mark() -> None:
-    """A case without a figure has its mark at the top edge, and two of one report are in two lines."""
+    """A case without a figure has a cross above the plot and its mark above that, and cases do not share a line."""
     _keep(1, _timed(1.0), _timed(1.0, strategy="tp"), _timed(1.0, strategy="iok"))
     _keep(2, make_failed("oom"), make_failed("oom", strategy="tp"), _timed(1.5, strategy="iok"))
     (chart,) = [chart for chart in of_trends(trends(chosen(_STORE))).charts if chart.id == "trend-time"]
@@ -196,11 +199,12 @@ def test_every_counted_change_has_a_mark() -> None:
     at_the_top = [[row["l"] for row in rows] for rows in layers if all("l" in row for row in rows)]
     assert on_axis == ["iok-bs1"]
     mark = "\N{BLACK UP-POINTING TRIANGLE}"
-    assert at_the_top == [[f"{mark} mp-bs1: OOM"], [f"{mark} tp-bs1: OOM"]]
+    cross = "\N{BALLOT X}"
+    assert at_the_top == [[cross], [f"{mark} mp-bs1: OOM"], [cross], [f"{mark} tp-bs1: OOM"]]
     heights = [
         layer["encoding"]["y"]["value"] for layer in chart.spec["layer"] if "value" in layer["encoding"].get("y", {})
     ]
-    assert len(set(heights)) == 2
+    assert len(set(heights)) == 4
 
 
 def test_utilisation_is_not_judged() -> None:
@@ -390,3 +394,100 @@ def test_a_broken_report_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     path.write_bytes(b"{")
     assert main(["trend"]) == 2
     assert capsys.readouterr().err.startswith(f"llmgpu: report {path}: ")
+
+
+def _daily(
+    levels: Sequence[float], gpu: str = "", *, execution: Literal["cuda_graphs", "eager"] = "cuda_graphs"
+) -> None:
+    """Store one report a day, with these times of a case."""
+    for number, level in enumerate(levels, 1):
+        result = _timed(level)
+        result.case = msgspec.structs.replace(result.case, execution=execution)
+        report = make_report([result])
+        report.created = f"2026-01-{number:02}T03:04:05Z"
+        report.commit = Commit(sha=f"{number:08x}" * 5)
+        report.session = Session(complete=True)
+        report.environment.gpus = [
+            msgspec.structs.replace(one, uuid=f"{gpu}{place}") for place, one in enumerate(gpus(*["NVIDIA H200"] * 4))
+        ]
+        save(report, _STORE)
+
+
+def test_a_step_is_found_over_the_history() -> None:
+    """1 % of replayed graphs is less than the gate allows of one report, and is marked where it began."""
+    _daily([1.0, 1.001, 0.999, 1.0, 1.001, 0.999, 1.0, 1.01, 1.011, 1.009])
+    (line,) = _trend().lines
+    [(place, figure)] = [(place, one) for place, one in enumerate(line.figures) if one is not None and one.change]
+    assert (place, figure.change) == (7, "worse")
+    assert figure.growth == pytest.approx(0.01, abs=0.002)
+    (chart,) = of_trends([_trend()]).charts
+    assert re.fullmatch(r"212\.1 \(\+1\.\d %\), worse", chart.rows[0][8])
+
+
+def test_a_change_before_the_first_column_is_marked_where_it_was_found() -> None:
+    """Reports without a column belong to the history."""
+    _daily([1.0, 1.001, 0.999, 1.0, 1.001, 0.999, 1.0, 1.01, 1.011, 1.009])
+    (line,) = next(trend for trend in trends(chosen(_STORE), last=2) if trend.metric == "time").lines
+    assert [one.change if one else None for one in line.figures] == ["worse", None]
+    (line,) = next(trend for trend in trends(chosen(_STORE), last=1) if trend.metric == "time").lines
+    assert [one.change if one else None for one in line.figures] == [None]
+
+
+@pytest.mark.parametrize(("other", "execution"), [("b", "cuda_graphs"), ("", "eager")])
+def test_a_history_is_of_quiet_times_of_the_same_gpus(other: str, execution: Literal["cuda_graphs", "eager"]) -> None:
+    """Reports of other GPUs, and times of eager forwards, do not show a change of 1 %."""
+    _daily([1.0, 1.001, 0.999, 1.0, 1.001, 0.999, 1.0], execution=execution)
+    for number, level in enumerate((1.01, 1.011, 1.009), 8):
+        result = _timed(level)
+        result.case = msgspec.structs.replace(result.case, execution=execution)
+        report = make_report([result])
+        report.created = f"2026-01-{number:02}T03:04:05Z"
+        report.environment.gpus = [
+            msgspec.structs.replace(one, uuid=f"{other}{place}") for place, one in enumerate(gpus(*["NVIDIA H200"] * 4))
+        ]
+        save(report, _STORE)
+    (line,) = _trend().lines
+    assert len(line.figures) == 10
+    assert not any(one.change for one in line.figures if one is not None)
+
+
+def test_a_chart_draws_few_batch_sizes_and_those_that_changed() -> None:
+    """Each drawn line has its name; the data has every case."""
+    sizes = (1, 2, 4, 8)
+    _keep(1, *(_timed(1.0, batch_size=size) for size in sizes))
+    _keep(2, *(_timed(1.5 if size == 4 else 1.0, batch_size=size) for size in sizes))
+
+    def drawn(batch_sizes: tuple[int, ...] | None = None) -> list[str]:
+        (chart,) = of_trends([_trend()], batch_sizes).charts
+        assert [row[0] for row in chart.rows] == [f"mp-bs{size}" for size in sizes]
+        named = chart.spec["layer"][3]["data"]["values"]
+        assert {row["c"] for row in named} == {row["c"] for row in chart.spec["data"]["values"]}
+        return sorted(row["c"] for row in named)
+
+    assert drawn() == ["mp-bs1", "mp-bs4", "mp-bs8"]
+    assert drawn((2,)) == ["mp-bs2"]
+
+
+def test_a_line_has_a_gap_where_a_report_lacks_the_case() -> None:
+    """The points before and after it are parts of different lines."""
+    for number in (1, 2, 3):
+        others = [] if number == 2 else [_timed(1.0, strategy="tp")]
+        _keep(number, _timed(1.0), *others)
+    (chart,) = of_trends([_trend()]).charts
+    parts = {
+        name: [row["p"] for row in chart.spec["data"]["values"] if row["c"] == name] for name in ("mp-bs1", "tp-bs1")
+    }
+    assert parts == {"mp-bs1": [0, 0, 0], "tp-bs1": [0, 1]}
+
+
+def test_each_report_out_of_memory_has_a_cross(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first one has the name of the case; a wrong batch size is one line."""
+    _keep(1, _timed(1.0, batch_size=8))
+    for number in (2, 3):
+        _keep(number, make_failed("oom", batch_size=8))
+    (chart,) = of_trends([_trend()]).charts
+    crosses, texts = chart.spec["layer"][-2:]
+    assert len(crosses["data"]["values"]) == 2
+    assert [row["l"] for row in texts["data"]["values"]] == ["\N{BLACK UP-POINTING TRIANGLE} mp-bs8: OOM"]
+    assert main(["trend", "--batch-sizes", "1,x"]) == 2
+    assert capsys.readouterr().err.startswith("llmgpu: --batch-sizes 1,x: ")

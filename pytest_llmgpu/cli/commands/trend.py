@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pytest_llmgpu.cli.output import color, save, show
 from pytest_llmgpu.cli.protocol import Command
+from pytest_llmgpu.report.option_values import batch_sizes
 from pytest_llmgpu.report.text import plural
 
 _LAST = 8
@@ -23,6 +24,8 @@ class _Trend:
         parser.add_argument(
             "--last", metavar="N", type=int, default=_LAST, help=f"number of newest reports to show (default: {_LAST})"
         )
+        text = "batch sizes in charts (default: the smallest and the largest of each strategy, and those that changed)"
+        parser.add_argument("--batch-sizes", metavar="LIST", help=text)
         parser.add_argument("--html", metavar="PATH", type=Path, help="also write a page with charts and tables")
         parser.add_argument("--output", metavar="DIR", type=Path, help="also write the charts as images to this folder")
         parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
@@ -38,6 +41,12 @@ class _Trend:
         chosen = formats(arguments.format)
         if arguments.last < 1:
             raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
+        sizes = None
+        if arguments.batch_sizes is not None:
+            try:
+                sizes = batch_sizes(arguments.batch_sizes)
+            except ValueError as error:
+                raise ValueError(f"--batch-sizes {arguments.batch_sizes}: {error}") from None
         kept = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
         found = trends.trends(kept, last=arguments.last)
         machine, kept = kept[0].machine, kept[-arguments.last :]
@@ -46,7 +55,7 @@ class _Trend:
         if arguments.output is not None:
             from pytest_llmgpu.render.charts.trends import of_trends
 
-            drawn = of_trends(found)
+            drawn = of_trends(found, sizes)
             for path in write(drawn.charts, arguments.output, chosen, dark=arguments.dark):
                 show(str(path))
             for reason in drawn.omitted:
@@ -54,7 +63,7 @@ class _Trend:
         if arguments.html is not None:
             from pytest_llmgpu.render.html import trend
 
-            save(trend.render(found, machine), arguments.html)
+            save(trend.render(found, machine, sizes), arguments.html)
             show(str(arguments.html))
         return 0
 

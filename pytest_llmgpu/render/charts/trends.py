@@ -1,13 +1,13 @@
-"""Trends as charts: one line per case over the reports, with a mark where the gate found a change."""
+"""Trends as charts: one line per case over the reports, with its name at its end and a mark at each change."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 
-from pytest_llmgpu.gate.trends import Change, Figure, Trend
+from pytest_llmgpu.gate.trends import Change, Column, Figure, Line, Trend
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Charts, Spec, rounded
 from pytest_llmgpu.render.charts.theme import domain
@@ -22,8 +22,6 @@ MARKS: dict[Change, str] = {
 }
 """The mark of a change, in a chart and in the list below it."""
 
-_FEW = 8
-"""Up to this number of lines each line has its name in the chart."""
 _LINEAR = ("accuracy", "memory", "utilization")
 """Metrics with a linear axis, because they change little."""
 
@@ -31,8 +29,14 @@ _UNMARKED = {"throughput": "marked in the chart of time"}
 """The text for metrics whose changes are marked in another chart."""
 
 
-def of_trends(trends: Sequence[Trend]) -> Charts:
-    """Return one chart per metric; a metric that is 0 in every report has no place on a logarithmic axis."""
+def of_trends(trends: Sequence[Trend], batch_sizes: Collection[int] | None = None) -> Charts:
+    """Return one chart per metric; a metric that is 0 in every report has no place on a logarithmic axis.
+
+    Args:
+        trends: the trends of the metrics.
+        batch_sizes: the batch sizes that are drawn; None: the smallest and the largest of each strategy, and those that
+            changed. The tables of the charts have all.
+    """
     charts: list[Chart] = []
     omitted: list[str] = []
     for trend in trends:
@@ -40,7 +44,7 @@ def of_trends(trends: Sequence[Trend]) -> Charts:
             one.value for line in trend.lines for one in line.figures if one is not None and one.value is not None
         ]
         if trend.metric in _LINEAR or any(value > 0 for value in values):
-            charts.append(_chart(trend))
+            charts.append(_chart(trend, _drawn(trend, batch_sizes)))
         else:
             omitted.append(f"{_title(trend)}: {trend.title.partition(' (')[0]} is 0 in every report.")
     return Charts(charts=charts, omitted=omitted)
@@ -51,42 +55,74 @@ def _title(trend: Trend) -> str:
     return f"{title[0].upper()}{title[1:]} by report"
 
 
-def _chart(trend: Trend) -> Chart:
-    labels = [f"{column.number:04} {column.commit.split(' ')[0]}" for column in trend.columns]
+def _drawn(trend: Trend, batch_sizes: Collection[int] | None) -> list[Line]:
+    """Return the lines of the batch sizes; without these the lines that a reader can tell apart."""
+    if batch_sizes is not None:
+        return [line for line in trend.lines if line.batch_size in batch_sizes]
+    sizes: dict[str, list[int]] = {}
+    for line in trend.lines:
+        if any(one is not None and one.value is not None for one in line.figures):
+            sizes.setdefault(line.strategy, []).append(line.batch_size)
+    ends = {(strategy, end) for strategy, of_strategy in sizes.items() for end in (min(of_strategy), max(of_strategy))}
+    return [
+        line
+        for line in trend.lines
+        if (line.strategy, line.batch_size) in ends or any(one is not None and one.change for one in line.figures)
+    ]
+
+
+def _chart(trend: Trend, drawn: Sequence[Line]) -> Chart:
+    labels = ["|".join((column.created[:10], f"{column.number:04}", _commit(column))) for column in trend.columns]
     log = trend.metric not in _LINEAR
     rows: list[Spec] = []
-    ended: list[Spec] = []
-    for line in trend.lines:
+    above: list[list[Spec]] = []  # what has no place on the axis: for each case a line of crosses and one of texts
+    for line in drawn:
+        part = 0
+        ended = ""
+        crosses: list[Spec] = []
+        texts: list[Spec] = []
         for label, one in zip(labels, line.figures, strict=True):
-            if one is None:
-                continue
             row: Spec = {"c": line.name, "s": line.strategy, "x": label}
-            if one.change is not None:
+            if one is not None and one.change is not None:
                 row |= {"k": one.change, "m": MARKS[one.change], "w": one.reason.partition("\n")[0][:160]}
-            if one.value is not None and (one.value > 0 or not log):
-                rows.append({**row, "v": rounded(one.value)})
-            elif one.change is not None:
-                # A change without a place on the axis stands above the plot.
-                ended.append({**row, "l": f"{row['m']} {line.name}: {cell(one, None)}"})
+            if one is not None and one.value is not None and (one.value > 0 or not log):
+                rows.append({**row, "p": part, "v": rounded(one.value)})
+            else:
+                part += 1  # a line has a gap where it has no figure
+            text = "" if one is None or one.value is not None else f"{line.name}: {cell(one, None)}"
+            if one is not None and text and (one.outcome == "oom" or one.change is not None):
+                crosses.append({**row, "l": "\N{BALLOT X}"})
+                if text != ended:  # the first of several reports is named
+                    texts.append({**row, "l": f"{row.get('m', '')} {text}".strip()})
+            ended = text
+        above += [found for found in (crosses, texts) if found]
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
     changes = ", ".join(f"{count} {change} ({MARKS[change]})" for change, count in counted.items())
     judged = next(spec.trended.judged_by for spec in METRICS if spec.trended and spec.trended.name == trend.metric)
     none = "none is significant" if judged else _UNMARKED.get(trend.metric, "the gate does not judge this metric")
+    left_out = len(trend.lines) - len(drawn)
     return Chart(
         id=f"trend-{trend.metric}",
         title=_title(trend),
         summary=(
             f"{plural(len(trend.lines), 'case')} over {plural(len(labels), 'report')} of one machine, "
             f"oldest first; changes: {changes or none}."
+            + (f" The data has {plural(left_out, 'more case')} of other batch sizes." if left_out else "")
         ),
-        spec=_spec(trend, labels, rows, ended, log=log),
-        headers=["case", *labels],
+        spec=_spec(trend, drawn, labels, rows, above, log=log),
+        headers=["case", *(" ".join(label.split("|")) for label in labels)],
         rows=[[line.name, *map(_cell, line.figures, before(line.figures), repeat(trend))] for line in trend.lines],
     )
 
 
-def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], *, log: bool) -> Spec:
-    strategies = list(dict.fromkeys(line.strategy for line in trend.lines))
+def _commit(column: Column) -> str:
+    return column.commit.split(" ")[0]
+
+
+def _spec(
+    trend: Trend, drawn: Sequence[Line], labels: list[str], rows: list[Spec], above: list[list[Spec]], *, log: bool
+) -> Spec:
+    strategies = list(dict.fromkeys(line.strategy for line in drawn))
     colour = {
         **axes.text("s", "strategy"),
         "scale": {"domain": domain([(name, name) for name in strategies])},
@@ -96,39 +132,40 @@ def _spec(trend: Trend, labels: list[str], rows: list[Spec], ended: list[Spec], 
     why = axes.text("k", "change"), axes.text("w", "reason")
     tooltip = [case, report, axes.number("v", trend.title), *why]
     layers: list[Spec] = [
-        {"mark": {"type": "line", "strokeWidth": 1.5}, "encoding": {"color": colour, "detail": case}},
+        {
+            "mark": {"type": "line", "strokeWidth": 1.5},
+            "encoding": {"color": colour, "detail": [case, axes.text("p")]},
+        },
         {"mark": {"type": "point", "size": 40}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
         {
             "transform": [{"filter": "isValid(datum.k)"}],
             "mark": {"type": "text", "fontSize": 16, "dy": -13},
-            "encoding": {"text": axes.text("m"), "tooltip": tooltip},
+            "encoding": {"color": colour, "text": axes.text("m"), "tooltip": tooltip},
         },
         {
-            "data": {"values": _names(trend, rows, log=log)},
+            "data": {"values": _names(rows, log=log)},
             "mark": {"type": "text", "style": "note", "align": "left", "dx": 9, "dy": {"expr": "datum.d"}},
             "encoding": {"color": colour, "text": case},
         },
-        *axes.notes(_lines(ended), x="x", color=colour, tooltip=[case, report, axes.text("l", trend.title), *why]),
+        *axes.notes(above, x="x", color=colour, tooltip=[case, report, axes.text("l", trend.title), *why]),
     ]
     x = {
-        **axes.text("x", "report and commit"),
+        **axes.text("x", "date, report and commit"),
         "type": "ordinal",
         "scale": {"domain": labels},
-        "axis": {"labelAngle": -40, "labelOverlap": "greedy"},
+        "axis": {"labelAngle": 0, "labelOverlap": "greedy", "labelExpr": "split(datum.label, '|')"},
     }
     return axes.layered(layers, rows, x=x, y=axes.levels([row["v"] for row in rows], trend.title, log=log))
 
 
-def _names(trend: Trend, rows: list[Spec], *, log: bool) -> list[Spec]:
-    """Return the last point of each line that is named: the lines that changed, or all lines if they are few.
+def _names(rows: list[Spec], *, log: bool) -> list[Spec]:
+    """Return the last point of each line, where its name stands.
 
     The field `d` is the distance in pixels from a point down to its name, so that no two names overlap.
     """
-    changed = {row["c"] for row in rows if "k" in row}
-    named = changed or ({line.name for line in trend.lines} if len(trend.lines) <= _FEW else set())
     levels = [row["v"] for row in rows]
     ends: dict[str, list[Spec]] = {}
-    for row in {row["c"]: row for row in rows if row["c"] in named}.values():
+    for row in {row["c"]: row for row in rows}.values():
         ends.setdefault(row["x"], []).append(row)
     found = []
     for of_report in ends.values():
@@ -156,18 +193,6 @@ def _apart(places: Sequence[float]) -> list[float]:
         moved[number] = min(moved[number], lowest)
         lowest = moved[number] - axes.LINE
     return moved
-
-
-def _lines(rows: Sequence[Spec]) -> list[list[Spec]]:
-    """Return the rows in lines, each with at most one row of a report."""
-    lines: list[list[Spec]] = []
-    for row in rows:
-        free = next((line for line in lines if row["x"] not in {other["x"] for other in line}), None)
-        if free is None:
-            lines.append([row])
-        else:
-            free.append(row)
-    return lines
 
 
 def _cell(one: Figure | None, then: float | None, trend: Trend) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pytest_llmgpu.gate.trends import Trend
 from pytest_llmgpu.render.charts.chart import Chart
@@ -15,14 +15,14 @@ from pytest_llmgpu.render.terminal.trends import changes
 _NARROW_PX = 240  # width of a plot that fits on the screen of a phone, with its axis and names
 
 
-def render(trends: Sequence[Trend], machine: str) -> str:
-    """Return the page of one machine.
+def render(trends: Sequence[Trend], machine: str, batch_sizes: Collection[int] | None = None) -> str:
+    """Return the page of one machine; `batch_sizes` is that of `of_trends`.
 
     Raises:
         ValueError: the extra `report` is not installed.
     """
     template = templates().get_template("trend.html")
-    drawn = of_trends(trends)
+    drawn = of_trends(trends, batch_sizes)
     charts = {chart.id: chart for chart in drawn.charts}
     return template.render(
         machine=machine,

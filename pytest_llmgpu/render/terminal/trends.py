@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tabulate import tabulate
 
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
+from pytest_llmgpu.report.text import signed_percent
 
 _STYLES: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "changed": ("~", "33")}
 """The mark before a figure that changed, and its ANSI style."""
 
-_LEGEND = "! worse   * better   ~ predictions changed   (compared with the last earlier report of the case)"
+_LEGEND = "! worse   * better   ~ predictions changed"
 _ENDED = {"oom": "OOM", "skipped_after_oom": "-"}
 
 
@@ -34,16 +35,16 @@ def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
         parts.append(f"{trend.title}\n" + tabulate(body, ["case", *head(trend)], disable_numparse=True, colalign=align))
     marks: dict[Change, str] = {change: mark for change, (mark, _) in _STYLES.items()}
     reasons = [line for trend in trends for line in changes(trend, marks)]
-    return "\n\n".join([*parts, "\n".join([_LEGEND, *reasons] if reasons else ["The gate found no change."])])
+    return "\n\n".join([*parts, "\n".join([_LEGEND, *reasons] if reasons else ["No change was found."])])
 
 
 def head(trend: Trend) -> list[str]:
-    """Return the titles of the columns: number and commit of each report."""
-    return [f"{column.number:04}\n{column.commit.split(' ')[0]}" for column in trend.columns]
+    """Return the titles of the columns: date, number and commit of each report."""
+    return [f"{column.created[:10]}\n{column.number:04}\n{column.commit.split(' ')[0]}" for column in trend.columns]
 
 
 def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str:
-    """Return a figure as text, with its change if the gate found one.
+    """Return a figure as text, with its change if there is one.
 
     Args:
         one: the figure; None if the report does not have the case.
@@ -55,14 +56,14 @@ def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str
     if one.value is None:
         return _ENDED.get(one.outcome, "done" if one.outcome == "completed" else one.outcome)
     text = f"{float(f'{one.value:.4g}'):,.15g}"
-    if one.change is None or not then or one.value == then:
+    if one.change is None or not then or (one.growth is None and one.value == then):
         return text
-    by = f"{one.value - then:+.2f} points" if points else f"{100 * (one.value / then - 1):+.1f} %"
-    return f"{text} ({by})"
+    growth = one.value / then - 1 if one.growth is None else one.growth
+    return f"{text} ({f'{one.value - then:+.2f} points' if points else signed_percent(growth)})"
 
 
 def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) -> Iterator[str]:
-    """Yield one line per change, with the reason from the gate.
+    """Yield one line per change, with its reason.
 
     Args:
         trend: the trend of one metric.
