@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.gate.stats.distributions import t_tail
 from pytest_llmgpu.report.text import signed_percent
 
-__all__ = ["FEWEST", "WINDOW", "Shift", "describe", "shifts"]
-
 WINDOW = 100
 """Most reports that are searched: a change that began earlier would have been found."""
 
