@@ -130,10 +130,7 @@ def _describe_out_of_memory(decision: OutOfMemory, result: CaseResult) -> Findin
         remedies.append("halve the memory with --llmgpu-dtype=float16")
     advice = ", or ".join(remedies)
     if decision.search:
-        advice = (
-            f"run with --llmgpu-find-max-batch to find the limit, which is between {largest} and {case.batch_size}, "
-            f"or {advice}"
-        )
+        advice = f"run with --llmgpu-find-max-batch to find the limit between these two batch sizes, or {advice}"
     return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{capital(advice)}.")
 
 
@@ -194,7 +191,7 @@ def _describe_slower_batch(result: CaseResult, faster: CaseResult) -> Finding:
         severity="info",
         text=f"Throughput fell by {percent(1 - now / best, 0)} compared with batch size {faster.case.batch_size}: "
         f"{_rate(now)} sequences/s, {_rate(best)} there.",
-        next_step=f"Serve with batch size {faster.case.batch_size}: larger ones cost memory and time.",
+        next_step="Serve with the smaller batch size: larger ones cost memory and time.",
     )
 
 

@@ -148,8 +148,10 @@ def decide_imbalance(launch: Launch) -> Imbalance:
         index: None if isinstance(metric, str) or _few(metric, profile) else metric.mean
         for index, metric in metrics.items()
     }
-    busiest, least = _largest(busy, _ABOVE_PCT), _smallest(busy)
-    if busiest or (least and (least.median - least.value <= _ABOVE_PCT or least.median <= _ABOVE * least.value)):
+    # The readings of two devices do not begin and end at the same time.
+    apart_pct = _ABOVE_PCT + 200 * profile.period_s / profile.duration_s if profile.duration_s else 100
+    busiest, least = _largest(busy, apart_pct), _smallest(busy)
+    if busiest or (least and (least.median - least.value <= apart_pct or least.median <= _ABOVE * least.value)):
         least = None
 
     clocks = window.clocks_mhz(profile)
@@ -217,7 +219,7 @@ def describe_imbalance(found: Imbalance) -> list[Finding]:
                 f"GPU {one.index} was busy for {one.value:.0f} % of the time, the median of the GPUs is "
                 f"{one.median:.0f} %.",
                 "See in `profile.devices` whether it is slower: its SM clock, its throttled time, its PCIe figures. If "
-                f"each GPU has layers of its own, give GPU {one.index} fewer of them.",
+                "each GPU has layers of its own, give this GPU fewer of them.",
             )
         )
     if (one := found.least_busy) is not None:
@@ -227,7 +229,7 @@ def describe_imbalance(found: Imbalance) -> list[Finding]:
                 f"GPU {one.index} was busy for {one.value:.0f} % of the time, the median of the others is "
                 f"{one.median:.0f} %.",
                 "Ranks that share every layer wait for the least busy one: see what delays its process (CPU cores, "
-                f"reading, Python). If each GPU has layers of its own, give GPU {one.index} more of them.",
+                "reading, Python). If each GPU has layers of its own, give this GPU more of them.",
             )
         )
     if (one := found.slowest_clock) is not None:
@@ -242,8 +244,7 @@ def describe_imbalance(found: Imbalance) -> list[Finding]:
             _info(
                 "imbalanced-memory",
                 f"GPU {one.index} had {gib(one.value, 1)} {kind}, the median of the GPUs is {gib(one.median, 1)}.",
-                f"Move memory from GPU {one.index} to the others, so that a larger batch fits: it runs out of memory "
-                "first.",
+                "Move memory from this GPU to the others, so that a larger batch fits: it runs out of memory first.",
             )
         )
     return findings
@@ -254,7 +255,7 @@ def _slower_device(index: int, text: str) -> Finding:
         "slower-device",
         f"GPU {index} {text}.",
         "The others wait for it: see its power limit, its cooling and what else runs there (nvidia-smi -q -d "
-        f"PERFORMANCE,POWER,TEMPERATURE -i {index}).",
+        "PERFORMANCE,POWER,TEMPERATURE).",
     )
 
 

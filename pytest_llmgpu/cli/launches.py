@@ -38,12 +38,19 @@ def count(text: str) -> int:
 
 
 def kept(parent: Path, name: str = "") -> Path:
-    """Create a new folder for reports and logs, named after `name` and the time; ValueError in one line."""
+    """Create a new folder for reports and logs, named after `name` and the time, in a folder of the store.
+
+    Raises:
+        ValueError: one line: the folder cannot be created.
+    """
+    from pytest_llmgpu.store import store
+
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{name}_{now}" if name else now
     for number in itertools.count(1):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
         try:
+            store.prepare(parent.parent)
             path.mkdir(parents=True)
             (path / "launches").mkdir()
         except FileExistsError:

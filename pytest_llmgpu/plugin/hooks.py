@@ -199,7 +199,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     for line in benchmark.troubles():
         terminalreporter.write_line(printable_lines(f"FAILED {line}"), red=True)
-    if text := benchmark.summary():
+    if text := benchmark.summary(verbose=config.getoption("verbose") > 0):
         terminalreporter.section("LLM inference")
         terminalreporter.write_line(printable_lines(text))
 
@@ -240,7 +240,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
             session.expect(
                 selection.group_of(item),
                 item.nodeid if selection.measures(item) else None,
-                int(size) if isinstance(size, BatchSize) else 1,
+                int(size) if isinstance(size, BatchSize) else None,
                 scored=fixtures.tasks_of(item, session.planner.known_tasks),
                 may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in markers),
             )

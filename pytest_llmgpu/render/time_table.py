@@ -57,6 +57,8 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     """The content of the cells: `Time for 10,042 items / acc_norm`."""
+    metric: str
+    """The metric of the accuracies: `acc` or `acc_norm`."""
     columns: list[str]
     """The titles of the columns, one per strategy."""
     rows: list[tuple[str, list[Cell]]]
@@ -99,7 +101,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     kinds = {*(cell.kind for cell in found), *(["graphs"] if any(cell.graphs for cell in found) else [])}
     used = [key for key in LEGEND if key in kinds]
     title = _table_title(cases, metric, random_weights=random_weights)
-    return TimeTable(title=title, columns=columns, rows=body, used=used)
+    return TimeTable(title=title, metric=metric, columns=columns, rows=body, used=used)
 
 
 def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:

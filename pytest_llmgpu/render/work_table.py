@@ -1,4 +1,4 @@
-"""The table of the work of each case: device time, share of the bound, busy GPUs, energy."""
+"""Figures of each case as columns: the summary, and the work with device time, share of the bound and energy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pytest_llmgpu.render.device_columns import digits
+from pytest_llmgpu.render.device_columns import COMMUNICATION, Column, device_values, digits
 from pytest_llmgpu.render.time_table import layout, row_name
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,36 @@ def _busy(result: CaseResult) -> float | None:
     return statistics.fmean(found) if found else None
 
 
+def _mean_of(column: Column) -> Callable[[CaseResult], float | None]:
+    return lambda result: statistics.fmean(found) if (found := device_values(result, column)) else None
+
+
+def _fullest_bytes(result: CaseResult) -> float | None:
+    """Return the memory of the fullest device: in use by NVML, else reserved by torch."""
+    memories = [memory for launch in result.launches for memory in launch.memory]
+    used = [memory.nvml_used_max_bytes for memory in memories]
+    sizes = [memory.peak_reserved_bytes for memory in memories] if None in used else used
+    return max((size for size in sizes if size is not None), default=None)
+
+
+def _threads(result: CaseResult) -> int | None:
+    """Return the threads of the rank that has the fewest; None on a GPU."""
+    hosts = [launch.host for launch in result.launches if launch.host is not None and launch.host.threads]
+    return min((min(host.threads) for host in hosts), default=None) if result.case.device == "cpu" else None
+
+
+_BUSY, *_, _SENT = COMMUNICATION
+
+SUMMARY: tuple[WorkColumn, ...] = (
+    WorkColumn(name="sequences_per_s", title="sequences\n/s", value=lambda result: result.sequences_per_s),
+    WorkColumn(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
+    WorkColumn(name="sent_bytes", title="sent/GPU\nMB/sequence", value=_mean_of(_SENT), drop_order=1),
+    WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=2),
+    WorkColumn(name="utilization_pct", title="GPU busy\n% (NVML)", value=_mean_of(_BUSY), drop_order=3),
+    WorkColumn(name="threads", title="threads\nper rank", value=_threads, drop_order=4),
+)
+"""The columns of the summary beside time and accuracy. Memory is that of the fullest GPU, the others are means."""
+
 WORK: tuple[WorkColumn, ...] = (
     WorkColumn(name="inference_s", title="time\ns", value=_figure("time")),
     WorkColumn(name="device_time_s", title="device time\ns/work pass", value=_figure("device_time")),
@@ -88,7 +119,7 @@ def make_work_table(cases: Sequence[CaseResult]) -> WorkTable | None:
     used = [number for number in range(len(WORK)) if any(values[number] is not None for *_, values in found)]
     if not found:
         return None
-    cells = [_written([values[number] for *_, values in found], WORK[number].unit) for number in used]
+    cells = [written([values[number] for *_, values in found], WORK[number].unit) for number in used]
     return WorkTable(
         columns=[WORK[number] for number in used],
         rows=[
@@ -97,8 +128,9 @@ def make_work_table(cases: Sequence[CaseResult]) -> WorkTable | None:
     )
 
 
-def _written(values: Sequence[float | None], unit: float) -> list[str]:
+def written(values: Sequence[float | None], unit: float) -> list[str]:
     """Return the figures of a column with the decimals that the smallest one needs."""
     shown = [None if value is None else value / unit for value in values]
-    places = digits(min((value for value in shown if value), default=1.0))
+    known = [value for value in shown if value]
+    places = 0 if all(float(value).is_integer() for value in known) else digits(min(known))
     return ["" if value is None else f"{value:.{places}f}" for value in shown]

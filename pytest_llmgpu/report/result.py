@@ -189,6 +189,22 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why there is no profile, under the key `profile`; other keys name what is missing from it."""
 
 
+class HostUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of the CPU cores while the batches were measured; the lists have one value per rank."""
+
+    wall_s: Seconds
+    """Length of the window."""
+    threads: list[Count]
+    """Number of threads with which torch computes one operation on the CPU."""
+    cpu_s: list[Seconds]
+    """CPU time of all threads of the rank."""
+    waited_s: list[Seconds | None]
+    """Time in which threads of the rank could run and waited for a core, summed over its threads; null if the kernel
+    does not count it."""
+    pressure_s: Seconds | None = None
+    """Time in which any process of the machine waited for a core, from /proc/pressure/cpu; null without that file."""
+
+
 class Launch(msgspec.Struct, kw_only=True):
     """One launch of the processes and its measurements."""
 
@@ -208,6 +224,8 @@ class Launch(msgspec.Struct, kw_only=True):
     """Memory of each device."""
     profile: Profile | None = None
     """NVML's figures while the case ran; null if there was no profiler."""
+    host: HostUse | None = None
+    """Use of the CPU cores by the ranks; null in reports of versions that did not record it."""
     tokens_requested: Count | None = None
     """Length of the longest sequence in tokens, for a strategy with a workspace that is sized in tokens."""
     tokens_granted: Count | None = None

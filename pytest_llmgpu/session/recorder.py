@@ -15,6 +15,7 @@ from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.report import excerpts, file
+from pytest_llmgpu.report.option_values import LATEST
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.privacy import anonymous, public_arguments, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
@@ -23,7 +24,7 @@ from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session.commit import commit
-from pytest_llmgpu.store import store
+from pytest_llmgpu.store import references, store
 
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
@@ -101,6 +102,17 @@ class Recorder:
             lines.append(self._unmade or f"page: {self._shown(self._page_path)}")
         return lines
 
+    def next_steps(self) -> list[str]:
+        """Return one line with what can be done with the report; empty where that was done or nothing was written."""
+        steps = []
+        if self._page_path is None and self.path is not None and self._unwritten is None:
+            last = references.last_run(self._storage_path)
+            name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
+            steps.append(f"llmgpu html {name} (one page with charts)")
+        if self._saved is None and self._unsaved is None:
+            steps.append("--llmgpu-save=NAME (keeps the report)")
+        return [f"next: {', '.join(steps)}"] if steps else []
+
     def start_launch(self) -> None:
         """Begin the next launch: the results that follow are further launches of the same cases."""
         self._counts.clear()
@@ -130,6 +142,9 @@ class Recorder:
         """
         if self.report is None:
             self.report = self._start(facts)
+            if self.path is not None and self.path.parent == self._storage_path:
+                with suppress(OSError):  # it is reported when the report is written
+                    store.prepare(self._storage_path)
         cases, environment = self.report.cases, self.report.environment
         environment.kernel_names, environment.ceilings = list(kernel_names), ceilings
         environment.why = {name: reason for name, reason in environment.why.items() if name != "ceilings"}

@@ -80,7 +80,8 @@ class BenchmarkSession:
         self._profiler: tuple[tuple[str, ...], Profiler] | None = None
         self.runner = Runner(LocalLauncher(self._folder.path), self.profiler_of, self._show, live.note)
         self._expected: dict[Group, list[str]] = {}
-        self._cases: list[tuple[Machine, Case]] = []
+        self._cases: list[tuple[Machine, Case, int | None]] = []
+        """Machine and case of each test, and its batch size if the test does not choose it."""
         self._completed: set[Group] = set()
         self._out_of_memory: set[Group] = set()
         self._groups: set[Group] = set()
@@ -89,14 +90,14 @@ class BenchmarkSession:
         self._handlers = _interrupt_on_termination()
 
     def expect(
-        self, group: Group, nodeid: str | None, batch_size: int, *, scored: Sequence[str], may_fit_nowhere: bool
+        self, group: Group, nodeid: str | None, batch_size: int | None, *, scored: Sequence[str], may_fit_nowhere: bool
     ) -> None:
         """Check a test that will run; called in the order of the run.
 
         Args:
             group: The strategy and the options of the test.
             nodeid: The test, if it measures; else None.
-            batch_size: Sequences per forward; 1 where the test chooses the batch size.
+            batch_size: Sequences per forward; None where the test chooses the batch size.
             scored: Tasks whose items, chosen by the options, the test scores; empty where the test has its own items.
             may_fit_nowhere: Whether the test is marked so; a group is excused only if all of its tests are.
 
@@ -104,7 +105,7 @@ class BenchmarkSession:
             ValueError: The test cannot be measured.
         """
         strategy, options = group
-        requests = [self.planner.request(options, strategy, batch_size, task=task) for task in scored]
+        requests = [self.planner.request(options, strategy, batch_size or 1, task=task) for task in scored]
         requests = requests or [self.planner.request(options, strategy, 1)]
         if group not in self._groups:
             self._groups.add(group)
@@ -113,7 +114,7 @@ class BenchmarkSession:
             self._excused.discard(group)
         if nodeid is not None:
             self._expected.setdefault(group, []).append(nodeid)
-        self._cases += [(request.machine, request.case) for request in requests]
+        self._cases += [(request.machine, request.case, batch_size) for request in requests]
 
     def find_baseline(self, options: Options) -> None:
         """Read the baseline, if the run has one, before a model is looked up.
@@ -126,10 +127,13 @@ class BenchmarkSession:
 
     def headlines(self) -> list[str]:
         """Return the lines that name devices, model, data and batch sizes, one per choice of devices."""
-        lines: dict[str, tuple[Machine, list[Case]]] = {}
-        for machine, case in self._cases:
-            lines.setdefault(machine.describe(), (machine, []))[1].append(case)
-        return [terminal.headline(machine, cases) for machine, cases in lines.values()]
+        lines: dict[str, list[tuple[Machine, Case, int | None]]] = {}
+        for entry in self._cases:
+            lines.setdefault(entry[0].describe(), []).append(entry)
+        return [
+            terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])
+            for found in lines.values()
+        ]
 
     def start_launch(self, number: int, of: int) -> None:
         """Begin the next launch of the same cases, with new processes."""
@@ -241,13 +245,14 @@ class BenchmarkSession:
             self.recorder.write_page(None if self.judge is None else self.judge.base)
         return _INTERRUPTED if requested else exit_status
 
-    def summary(self) -> str:
+    def summary(self, *, verbose: bool = False) -> str:
         """Return the tables, the findings and the path of the report; empty where nothing was measured."""
         report = self.recorder.report
         if report is None:
             return ""
         verdicts = [] if self.judge is None else [self.judge.summary()]
-        return "\n\n".join([terminal.tables(report), *verdicts, "\n".join(self.recorder.whereabouts())])
+        tables = terminal.tables(report, verbose=verbose)
+        return "\n\n".join([tables, *verdicts, "\n".join([*self.recorder.whereabouts(), *self.recorder.next_steps()])])
 
     def close(self) -> None:
         """End every process, delete their logs and restore the handlers of signals."""

@@ -16,7 +16,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
-from pytest_llmgpu.store.store import Stored, stored
+from pytest_llmgpu.store.store import Stored, compact_time, stored
 
 BASELINE = "baseline"
 """Name of the baseline in the store, which `llmgpu promote` saves as a copy of a report."""
@@ -85,7 +85,7 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     Args:
         reference: a path, `git:REV:PATH` for a file of a commit, or a report of the store: its number, `latest`, its
             name, or the start of its commit. `MACHINE/` in front selects one of several machines. `latest` is the
-            report that was measured last, not the one that was promoted last.
+            report that was measured last, kept or not, and not the one that was promoted last.
         storage: folder of the store.
         machine: `hardware` of the current machine, whose reports are preferred.
         repository: a folder in the working tree of git.
@@ -98,6 +98,8 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return _of_git(reference, repository)
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
+    if reference == LATEST and (last := _unkept_run(storage, found)) is not None:
+        return last
     exists = _exists(path)
     if len(found) + exists > 1:
         candidates = [f"./{reference}"] * exists + _shown(found)
@@ -108,9 +110,22 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return _of_path(path)
     kept = len(stored(storage))
     advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
-    if reference == LATEST and _exists(last := storage / _LAST_RUN):
-        advice += f"; the last run wrote {last}, and --llmgpu-save keeps a run in the store"
     raise AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
+
+
+def last_run(storage: Path) -> Path:
+    """Return the file of the last run in the folder of the store, whether that run was kept or not."""
+    return storage / _LAST_RUN
+
+
+def _unkept_run(storage: Path, kept: Sequence[Stored]) -> Source | None:
+    """Return the report of the last run if it is newer than the newest kept reports."""
+    path = last_run(storage)
+    if not _exists(path):
+        return None
+    source = _of_path(path)
+    created = compact_time(source.report(rows=False))
+    return source if all(one.created < created for one in kept) else None
 
 
 def _exists(path: Path) -> bool:

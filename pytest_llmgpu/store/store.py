@@ -22,6 +22,15 @@ from pytest_llmgpu.report.text import gib
 DEFAULT = Path(".llmgpu")
 """Default folder of the store, relative to the working directory."""
 
+_IGNORED = """\
+# Written by pytest-llmgpu: reports and logs stay out of git, baselines and calibrations can be committed.
+*
+!*/
+!*_baseline.json
+!*_baseline.json.gz
+!calibration.json
+"""
+
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
 
@@ -64,6 +73,20 @@ def hardware(report: Report) -> str:
     return _safe(f"CPU-{_MARKS.sub(' ', environment.cpu or 'unknown')}")
 
 
+def prepare(storage: Path) -> None:
+    """Make the folder of the store. A new one gets a .gitignore; in a folder of the user it could hide other files.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    storage.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        storage.mkdir()
+    except FileExistsError:
+        return
+    (storage / ".gitignore").write_text(_IGNORED, encoding="utf-8")
+
+
 def stored(storage: Path) -> list[Stored]:
     """Return the reports of the store by machine and number, without opening them. A missing store has none.
 
@@ -96,8 +119,10 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     if name is not None:
         check_name(name)
     data = file.encode(report, compressed=compressed)
+    prepare(storage)
     folder = storage / hardware(report)
-    tail = f"_{_commit(report)}_{_time(report)}{'' if name is None else f'_{name}'}.json{'.gz' if compressed else ''}"
+    parts = filter(None, (_commit(report), compact_time(report), name))
+    tail = f"_{'_'.join(parts)}.json{'.gz' if compressed else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
@@ -148,7 +173,8 @@ def _commit(report: Report) -> str:
     return re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
 
 
-def _time(report: Report) -> str:
+def compact_time(report: Report) -> str:
+    """Return the time of a report in UTC: `20260102T030405Z`."""
     try:
         # Python before 3.11 does not read the Z.
         created = datetime.datetime.fromisoformat(report.created.replace("Z", "+00:00"))

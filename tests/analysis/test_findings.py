@@ -430,7 +430,7 @@ def test_the_first_slower_batch_size_is_a_finding() -> None:
     assert [_codes(result) for result in results] == [["no-profile"], [], [], ["batching-stopped-paying"], []]
     finding = results[3].findings[0]
     assert all(figure in finding.text for figure in ("9 %", "batch size 2", "11.6", "12.8"))
-    assert "batch size 2" in finding.next_step
+    assert "batch size 2" in finding.text
 
 
 def test_batch_sizes_of_different_executions_are_not_compared() -> None:

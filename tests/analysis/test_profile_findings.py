@@ -62,6 +62,14 @@ def test_devices_are_not_compared_by_few_readings() -> None:
     assert _imbalance(Launch(profile=few)) == ["imbalanced-work"]
 
 
+def test_devices_whose_readings_end_at_other_times_are_not_compared() -> None:
+    """In two seconds a reading of a sixth of a second is 8 points: 78 and 95 % do not differ."""
+    short = msgspec.structs.replace(_busy(78.0, 95.0, 95.0, 95.0), duration_s=2.0, samples=12)
+    for device in short.devices:
+        device.metrics["utilization_pct"] = msgspec.structs.replace(device.metrics["utilization_pct"], coverage=1.0)
+    assert _imbalance(Launch(profile=short)) == []
+
+
 def _full(*gib: float) -> list[DeviceMemory]:
     """Return the memory of devices with these GiB in use, by NVML; torch reserved half of it."""
     return [
@@ -131,11 +139,11 @@ def test_the_busiest_device_is_a_finding() -> None:
 @pytest.mark.parametrize(
     ("values", "differs"),
     [
-        ([20.0, 20.0, 20.0, 30.1], True),
+        ([20.0, 20.0, 20.0, 30.7], True),
         ([59.0, 88.0, 88.0, 91.0], True),
         ([75.0, 90.0, 90.0, 90.0], False),
         ([10.0, 20.0, 20.0, 20.0], False),
-        ([20.0, 20.0, 20.0, 30.0], False),
+        ([20.0, 20.0, 20.0, 30.5], False),
         ([80.0, 80.0, 80.0, 95.0], False),
         ([5.0, 5.0, 14.0], False),
         ([50.0, 90.0], True),

@@ -36,7 +36,7 @@ def test_a_case_has_device_time_share_of_the_bound_and_energy() -> None:
         *("energy_j_per_sequence", "energy_j_per_token"),
     ]
     [(title, size, cells)] = table.rows
-    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25.0", "37.5", "12.5", "0.125"])
+    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "37.5", "12.5", "0.125"])
 
 
 def test_cases_without_work_have_no_table() -> None:

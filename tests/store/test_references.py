@@ -4,13 +4,14 @@ import os
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.stored_reports import H200, measured
 
 from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.store.references import BASELINE, resolve
+from pytest_llmgpu.store.references import BASELINE, last_run, resolve
 from pytest_llmgpu.store.store import save, stored
 
 _STORE = Path(".llmgpu")
@@ -163,11 +164,16 @@ def test_a_reference_without_a_report_is_refused_in_one_line(reference: str, rea
         resolve(reference, _STORE)
 
 
-def test_the_last_run_is_named_if_the_store_is_empty() -> None:
-    """`latest` is a report of the store; the message names the report of the last run, which is not."""
-    dump(measured(), _STORE / "last.json")
-    with pytest.raises(ValueError, match=r"which is empty; the last run wrote \.llmgpu/last\.json, and --llmgpu-save"):
-        resolve("latest", _STORE)
+def test_the_last_run_is_the_latest_whether_it_was_kept_or_not() -> None:
+    """`latest` is what was measured last; a run that was kept is the report of the store."""
+    last = last_run(_STORE)
+    dump(measured(), last)
+    assert resolve("latest", _STORE).name == str(last)
+    kept = save(measured(), _STORE)
+    assert resolve("latest", _STORE).name == str(kept)
+    later = msgspec.structs.replace(measured(), created="2027-01-01T00:00:00Z")
+    dump(later, last)
+    assert resolve("latest", _STORE).report() == later
 
 
 @pytest.fixture

@@ -50,6 +50,24 @@ def test_each_machine_has_its_own_numbers_and_nothing_is_overwritten() -> None:
     ]
 
 
+def test_a_new_store_keeps_reports_out_of_git() -> None:
+    """Reports do not show in `git status`; baselines and calibrations can be committed."""
+    subprocess.run(["git", "init", "-q"], check=True)
+    report = save(measured(), _STORE)
+    names = [save(measured(), _STORE, "baseline"), report.parent / "calibration.json"]
+    for path in (names[1], _STORE / "last.json", report.parent / ".0001.unfinished"):
+        path.write_text("")
+    done = subprocess.run(["git", "status", "--porcelain", "-uall"], check=True, capture_output=True, text=True)
+    assert {line[3:].strip('"') for line in done.stdout.splitlines()} == set(map(str, names))
+
+
+def test_a_folder_of_the_user_gets_no_gitignore(tmp_path: Path) -> None:
+    """It could hide other files in it."""
+    (tmp_path / "reports").mkdir()
+    save(measured(), tmp_path / "reports")
+    assert not (tmp_path / "reports" / ".gitignore").exists()
+
+
 def test_the_next_number_follows_the_highest_one() -> None:
     """Numbers of deleted reports are not used again; 10000 follows 9999."""
     first = save(measured(), _STORE)

@@ -90,7 +90,7 @@ class Project:
     @property
     def kept(self) -> Path:
         """The folder of the only run."""
-        (folder,) = (folder for command in (self.root / ".llmgpu").iterdir() for folder in command.iterdir())
+        (folder,) = (self.root / ".llmgpu").glob("*/*")
         return folder
 
     def reports(self) -> tuple[Report, Report]:

@@ -15,6 +15,9 @@ class _Show:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+        parser.add_argument(
+            "-v", "--verbose", action="store_true", help="show all cases, with work, communication and memory per GPU"
+        )
         add_storage(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -26,7 +29,7 @@ class _Show:
         parts = [found.name, store.hardware(report), report.created, f"commit {listing.commit(report.commit)}"]
         if not report.session.complete:
             parts.append("run not complete")
-        show(f"{', '.join(parts)}\n\n{terminal.tables(report, color()) or 'no case'}")
+        show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
         return 0
 
 

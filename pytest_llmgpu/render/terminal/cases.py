@@ -1,7 +1,8 @@
-"""The tables of one block of cases: time and accuracy by batch size, communication and memory per GPU."""
+"""The tables of one block of cases: the summary; work, communication and memory in full."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -19,7 +20,7 @@ from pytest_llmgpu.render.device_columns import (
     missing,
 )
 from pytest_llmgpu.render.time_table import LEGEND, Cell, layout, make_time_table, row_name
-from pytest_llmgpu.render.work_table import WorkColumn, make_work_table
+from pytest_llmgpu.render.work_table import SUMMARY, WorkColumn, make_work_table, written
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
@@ -31,6 +32,8 @@ Painter = Callable[[str, str], str]
 
 _Column = TypeVar("_Column", bound=Column | WorkColumn)
 
+_ANSI = re.compile(r"\x1b\[\d+m")
+
 _BYTES_PER_MB = 1e6
 
 _RED, _GREEN, _YELLOW = "31", "32", "33"
@@ -38,15 +41,54 @@ _MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
 
-def time_table(cases: Sequence[CaseResult], paint: Painter) -> str:
-    """Return batch sizes down and strategies across: time and accuracy, or the outcome of a case that failed."""
+def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
+    """Return the table with one row per case, and the number of its rows.
+
+    Args:
+        cases: the cases of a block.
+        paint: styles text.
+        most: the largest number of rows; None for all cases. With more cases, the table has the fastest of each series.
+    """
     table = make_time_table(cases)
-    body = [[name, *(_cell(cell, paint) for cell in cells)] for name, cells in table.rows]
+    titles, rows = layout(cases)
+    order = [
+        (title, name, cells[place], found[title])
+        for place, title in enumerate(titles)
+        for (name, cells), found in zip(table.rows, rows.values(), strict=True)
+        if title in found
+    ]
+    if most is not None and len(order) > most:
+        fastest = {id(best) for best in _fastest_of_series([result for *_, result in order])}
+        order = [entry for entry in order if id(entry[3]) in fastest][:most]
+    shown, results = [cell for *_, cell, _ in order], [result for *_, result in order]
+    cells: dict[WorkColumn, Sequence[str]] = {_text_column("time"): [_cell(cell, paint) for cell in shown]}
+    rate, *others = [(column, [column.value(result) for result in results]) for column in SUMMARY]
+    cells[rate[0]] = written(rate[1], rate[0].unit)
+    cells[_text_column(table.metric)] = [cell.accuracy for cell in shown]
+    known = {column.name for column, values in others if any(values)}
+    if "device_busy" in known:
+        known.discard("utilization_pct")  # the less exact one of the two
+    cells |= {column: written(values, column.unit) for column, values in others if column.name in known}
+    names = [title if n == 0 or order[n - 1][0] != title else "" for n, (title, *_) in enumerate(order)]
+    firsts = [[title, name] for title, (_, name, *_) in zip(names, order, strict=True)]
+    text, _ = _fitted(firsts, {column: texts for column, texts in cells.items() if any(texts)})
     entries = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
-    entries += ["#2: measured again, by another test or strategy"] * any("#" in name for name, _ in table.rows)
-    columns = ["batch size", *table.columns]
+    entries += ["#2: measured again, by another test or strategy"] * any("#" in name for _, name, *_ in order)
     legend = textwrap.wrap("   ".join(entries), WIDTH)
-    return "\n".join([table.title, _table(columns, body, ["right"] * len(columns)), *legend])
+    return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(order)
+
+
+def _text_column(title: str) -> WorkColumn:
+    return WorkColumn(name=title, title=title, value=lambda _: None)
+
+
+def _fastest_of_series(results: Sequence[CaseResult]) -> Iterator[CaseResult]:
+    """Yield the case with the largest throughput of each series; the first case of a series without one."""
+    by_series: dict[str, list[CaseResult]] = {}
+    for result in results:
+        by_series.setdefault(result.case.series, []).append(result)
+    for found in by_series.values():
+        yield max(found, key=lambda result: (not result.has_wrong_answers, result.sequences_per_s or 0.0))
 
 
 def work_table(cases: Sequence[CaseResult]) -> str:
@@ -70,8 +112,7 @@ def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
         return ""
     by_title = {title: [result for other, _, result in order if other == title] for title, _, _ in order}
     if cases[0].case.device == "cpu":
-        text = "No table of communication or memory: the run used a CPU, and NVML and torch count on GPUs only."
-        return "\n".join([text, *_collectives(by_title)])
+        return "\n".join(_collectives(by_title))
     reasons: dict[str, list[str]] = {}
     communication = _device_table("Communication per GPU", COMMUNICATION, order, reasons, environment)
     tables = [
@@ -135,7 +176,7 @@ def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
             equal = all(rank == of_case[0] for of_case in ranks for rank in of_case)
             several = any(len(of_case) > 1 for of_case in ranks)
             sender = "each rank" if several and equal else "mean over the ranks" if several else "one process"
-            yield _filled(f"{title}, {sender}: {', '.join(parts)}")
+            yield filled(f"{title}, {sender}: {', '.join(parts)}")
 
 
 def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
@@ -154,7 +195,7 @@ def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
         for found in links.values():
             _, result, path = max(found, key=lambda one: one[0])
             where = f"at batch size {result.case.batch_size}"
-            yield _filled(f"{title} {f'(largest error {where})' if len(found) > 1 else where}: {path.text}")
+            yield filled(f"{title} {f'(largest error {where})' if len(found) > 1 else where}: {path.text}")
 
 
 def _range(values: Iterable[float]) -> str:
@@ -174,7 +215,7 @@ def _fitted(firsts: Sequence[Sequence[str]], cells: Mapping[_Column, Sequence[st
         headers = ["strategy", "batch\nsize", *(column.title for column in columns)]
         table = _table(headers, body, ["left"] + ["right"] * (len(headers) - 1))
         last = max(columns, key=lambda column: column.drop_order)
-        if max(map(len, table.splitlines())) <= WIDTH or not last.drop_order:
+        if max(map(len, _ANSI.sub("", table).splitlines())) <= WIDTH or not last.drop_order:
             return table, dropped
         columns.remove(last)
         dropped.append(last)
@@ -183,13 +224,14 @@ def _fitted(firsts: Sequence[Sequence[str]], cells: Mapping[_Column, Sequence[st
 def _cell(cell: Cell, paint: Painter) -> str:
     if cell.word:
         return paint(cell.word, _RED if cell.kind == "failed" else _YELLOW)
-    text = f"{'g ' * cell.graphs}{cell.time}{f' / {cell.accuracy}' if cell.accuracy else ''}"
+    text = f"{'g ' * cell.graphs}{cell.time}"
     if cell.kind == "wrong":
         return paint(f"{_MARKS['wrong']} {text}", _RED)
     return paint(f"* {text}", _GREEN) if cell.kind == "best" else text
 
 
-def _filled(text: str) -> str:
+def filled(text: str) -> str:
+    """Return text in lines of the largest width."""
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 

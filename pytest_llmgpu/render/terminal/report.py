@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
-from pytest_llmgpu.render.summary import finding_problems
-from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, device_tables, painter, time_table, work_table
+from pytest_llmgpu.render.summary import Problem, finding_problems
+from pytest_llmgpu.render.terminal.cases import (
+    WIDTH,
+    Painter,
+    device_tables,
+    filled,
+    painter,
+    summary_table,
+    work_table,
+)
 from pytest_llmgpu.render.time_table import layout
+from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
+from pytest_llmgpu.report.text import listed, plural
 
 _RED, _YELLOW, _BOLD = "31", "33", "1"
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 
+_MOST_ROWS = 30
+"""Largest number of rows of the short tables."""
+_MOST_LINES = 3
+"""Largest number of comparisons and of findings in the short text."""
+_MOST_IDS = 8
+"""Largest number of further cases of a finding in the short text."""
 
-def headline(machine: Machine, cases: Sequence[Case]) -> str:
-    """Return one line with the machine and the selected cases."""
+
+def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]) -> str:
+    """Return one line with the machine and the selected cases; tests that choose their batch size give none."""
     parts = [machine.describe()]
     if cases:
         parts += unique(model(case) for case in cases)
@@ -28,7 +45,7 @@ def headline(machine: Machine, cases: Sequence[Case]) -> str:
         parts += unique(dataset(case) for case in cases)
         strategies = unique(case.strategy for case in cases)
         parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
-        sizes = sorted({case.batch_size for case in cases})
+    if sizes := sorted(set(batch_sizes)):
         parts.append(("batch size " if len(sizes) == 1 else "batch sizes ") + ", ".join(map(str, sizes)))
     return f"llmgpu: {'; '.join(parts)}"
 
@@ -51,34 +68,80 @@ def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: 
     return f"{line}  {rate:,.{digits}f} seq/s  ETA {_clock(elapsed_s / done * (total - done))}".replace(",", " ")
 
 
-def tables(report: Report, color: bool = False) -> str:
-    """Return the report as tables: times, accuracy and differences from mp, then the devices, then the findings.
+def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str:
+    """Return the report as tables: a summary of the cases, differences from mp, then the findings.
 
     Cases that differ in more than strategy and batch size are in separate blocks, each with a caption. The worst
     finding comes first.
+
+    Args:
+        report: the report.
+        color: whether the text has colours.
+        verbose: True: every case and finding, and the tables of work, communication and memory. False: about 40 lines.
     """
     paint = painter(color)
     found = blocks(report.cases)
     parts: list[str] = []
+    left, hidden = len(report.cases) if verbose else _MOST_ROWS, len(report.cases)
     for caption, cases in zip(captions(found, report), found, strict=True):
-        timed = "\n".join([time_table(cases, paint), *_comparisons(cases)])
-        largest = "\n".join(_capacities(cases, report))
-        parts += [paint(caption, _BOLD), timed, work_table(cases), device_tables(cases, report.environment), largest]
-    return "\n\n".join(filter(None, [*parts, *_findings(report.cases, paint)]))
+        if not left:
+            break
+        table, rows = summary_table(cases, paint, left)
+        left, hidden = left - rows, hidden - rows
+        most = None if verbose else _MOST_LINES
+        lines = [*_cut(_comparisons(cases, verbose=verbose), most), *_largest(cases, report, verbose=verbose)]
+        parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
+        if verbose:
+            parts += [work_table(cases), device_tables(cases, report.environment)]
+    if hidden:
+        parts.append(f"{plural(hidden, 'case')} not shown: -v shows all, llmgpu export csv writes them.")
+    problems = finding_problems(report.cases)
+    shown = problems if verbose else problems[:_MOST_LINES]
+    parts.append("\n".join(_finding(problem, paint, verbose=verbose) for problem in shown))
+    if len(shown) < len(problems):
+        labels = listed(dict.fromkeys(problem.label for problem in problems[len(shown) :]), _MOST_LINES)
+        parts.append(f"and {plural(len(problems) - len(shown), 'more finding')}: {labels} (-v shows all)")
+    return "\n\n".join(filter(None, parts))
 
 
-def _capacities(cases: Sequence[CaseResult], report: Report) -> Iterator[str]:
+def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> Iterator[str]:
     """Yield the largest batch size of each series, if it was searched, predicted or limited by memory."""
     searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
-    for capacity in capacities(report):
-        known = capacity.smallest_oom is not None or capacity.prediction is not None
-        if capacity.series in series and (searched or known):
-            yield textwrap.fill(f"{capacity.strategy}: {capacity.text}", WIDTH, subsequent_indent="  ")
+    found = [
+        capacity
+        for capacity in capacities(report)
+        if capacity.series in series
+        and (searched or capacity.smallest_oom is not None or capacity.prediction is not None)
+    ]
+    if verbose:
+        for capacity in found:
+            yield filled(f"{capacity.strategy}: {capacity.text}")
+    elif found:
+        yield filled(f"Largest batch size: {listed(map(_limit, found), _MOST_LINES)}")
 
 
-def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
-    """Yield how much each strategy differs from mp, at the batch size with the largest difference."""
+def _limit(capacity: Capacity) -> str:
+    """Return the largest batch size of a series in a few words."""
+    text = f"{capacity.strategy} {capacity.largest_fit or 'none'}"
+    if capacity.smallest_oom is not None:
+        return f"{text} ({capacity.smallest_oom} is out of memory)"
+    predicted = "" if capacity.prediction is None else f" ({capacity.prediction.max_batch_size:,} predicted)"
+    return f"{text} or more{predicted}"
+
+
+def _cut(lines: Iterable[str], most: int | None) -> list[str]:
+    """Return the first lines, and how many more there are."""
+    found = list(lines)
+    hidden = 0 if most is None else max(0, len(found) - most)
+    return [*found[: len(found) - hidden], *([f"and {plural(hidden, 'more strategy')}"] if hidden else [])]
+
+
+def _comparisons(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[str]:
+    """Yield how much each strategy differs from mp, at the batch size with the largest difference.
+
+    Strategies that do not differ are left out of the short text.
+    """
     columns, rows = layout(cases)
     for title in columns:
         results = [row[title] for row in rows.values() if title in row]
@@ -86,6 +149,8 @@ def _comparisons(cases: Sequence[CaseResult]) -> Iterator[str]:
         if not compared:
             continue
         result, worst = max(compared, key=lambda pair: _severity(*pair))
+        if not verbose and not any(_severity(result, worst)):
+            continue
         where = f" at batch size {result.case.batch_size}"
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
@@ -123,18 +188,24 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     return parts
 
 
-def _findings(cases: Sequence[CaseResult], paint: Painter) -> Iterator[str]:
-    """Yield the findings, worst first; findings with the same next step are joined."""
+def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
+    """Return findings with the same next step: the text of the first case, or of the first three.
+
+    The short text of an information is its first sentence, without a next step.
+    """
     indent = " " * 9
-    for problem in finding_problems(cases):
-        lines = [f"{name}: {text}" for name, text in problem.texts]
-        if problem.more:
-            lines.append(f"The same finding: {', '.join(problem.more)} (see the report).")
-        text = "\n".join(
-            textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-            for line in [*lines, f"-> {problem.next_step}"]
-        )
-        yield paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]
+    shown = problem.texts if verbose else problem.texts[:1]
+    full = verbose or problem.severity != "info"
+    lines = [f"{name}: {text if full else text.split('. ')[0].rstrip('.') + '.'}" for name, text in shown]
+    if more := [*(name for name, _ in problem.texts[len(shown) :]), *problem.more]:
+        lines.append(f"The same finding: {listed(more, len(more) if verbose else _MOST_IDS)}.")
+    if full:
+        lines.append(f"-> {problem.next_step}")
+    text = "\n".join(
+        textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        for line in lines
+    )
+    return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]
 
 
 def _clock(seconds: float) -> str:

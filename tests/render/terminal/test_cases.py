@@ -19,7 +19,7 @@ from support.report_factory import (
 )
 
 from pytest_llmgpu.analysis.accuracy_check import check
-from pytest_llmgpu.render.terminal.cases import WIDTH, device_tables, painter, time_table
+from pytest_llmgpu.render.terminal.cases import WIDTH, device_tables, painter, summary_table
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import (
     CaseResult,
@@ -27,6 +27,7 @@ from pytest_llmgpu.report.result import (
     DeviceMemory,
     DeviceProfile,
     Finding,
+    HostUse,
     Link,
     Traffic,
 )
@@ -36,18 +37,9 @@ _PLAIN = painter(color=False)
 _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 _ENVIRONMENT = make_report().environment
 
-_TABLE_2 = """\
-Time for 10,042 items / acc_norm
-  batch size                   mp                   tp                  iok
-------------  -------------------  -------------------  -------------------
-           1   171.0 min / 82.8 %   109.1 min / 82.8 %    82.7 min / 82.8 %
-           2   102.7 min / 82.8 %    84.7 min / 82.8 %    69.5 min / 82.8 %
-           4    77.0 min / 82.8 %    75.6 min / 82.8 %    70.8 min / 82.8 %
-           8    67.4 min / 82.8 %    71.3 min / 82.8 %    69.2 min / 82.8 %
-          16    63.5 min / 82.8 %    69.4 min / 82.8 %  * 67.1 min / 82.8 %
-          32  * 61.8 min / 82.8 %    68.1 min / 82.8 %  x 70.0 min / 26.0 %
-          64    63.3 min / 82.8 %  * 68.0 min / 82.8 %                  OOM
-* fastest of its strategy   x wrong answers   OOM: out of memory"""
+
+def _summary(results: Sequence[CaseResult], most: int | None = None) -> str:
+    return summary_table(results, _PLAIN, most)[0]
 
 
 def _checked(results: list[CaseResult]) -> list[CaseResult]:
@@ -56,28 +48,47 @@ def _checked(results: list[CaseResult]) -> list[CaseResult]:
     return results
 
 
-def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
-    """The table has the layout of Table 2 of Shin et al. 2024: best times, wrong answers and OOM are marked."""
-    assert time_table(_checked(paper_results()), _PLAIN) == _TABLE_2
+def test_each_case_is_a_row(prose: Prose) -> None:
+    """Time, throughput, accuracy, memory and traffic of a case; best times, wrong answers and OOM are marked."""
+    assert prose == _summary(_checked(paper_results()))
 
 
 def test_rows_are_sorted_by_batch_size() -> None:
     """The order in which the cases ran does not matter."""
-    lines = time_table(_checked(paper_results())[::-1], _PLAIN).splitlines()
-    assert [line.split()[0] for line in lines[3:-1]] == ["1", "2", "4", "8", "16", "32", "64"]
+    text = _summary([make_result(1.0, batch_size=size) for size in (8, 64, 1)])
+    assert re.findall(r"^(?:mp)? +(\d+) ", text, re.MULTILINE) == ["1", "8", "64"]
+
+
+def test_many_cases_are_folded_to_the_fastest_of_each_series() -> None:
+    """A case with wrong answers does not stand for its series."""
+    results = _checked(paper_results())
+    text, rows = summary_table(results, _PLAIN, 20)
+    assert rows == 3
+    assert re.findall(r"^(\w+) +(\d+) +\*", text, re.MULTILINE) == [("mp", "32"), ("tp", "64"), ("iok", "16")]
+    assert summary_table(results, _PLAIN, 2)[1] == 2
+    assert summary_table(results, _PLAIN, 21)[1] == 21
+
+
+def test_a_cpu_case_has_the_threads_of_its_ranks() -> None:
+    """The rank with the fewest threads counts: two ranks of one thread are slower than one of two."""
+    result = make_result(1.0, **_CPU)
+    assert "threads" not in _summary([result])
+    result.launches[0].host = HostUse(wall_s=1.0, threads=[3, 2], cpu_s=[1.0, 1.0], waited_s=[0.0, None])
+    [header, _, _, row] = _summary([result]).splitlines()[-4:]
+    assert (header.split()[-1], row.split()[-1]) == ("threads", "2")
 
 
 def test_the_legend_explains_only_the_marks_of_the_table() -> None:
     """A table without marks has no legend."""
-    assert time_table([make_result(1.0)], _PLAIN).splitlines()[-1].split() == ["1", "1.00", "s"]
-    assert time_table([make_failed("skipped_after_oom")], _PLAIN).splitlines()[-1].startswith("-: ")
+    assert _summary([make_result(1.0)]).splitlines()[-1].split() == ["mp", "1", "1.00", "s", "64"]
+    assert _summary([make_failed("skipped_after_oom")]).splitlines()[-1].startswith("-: ")
 
 
 def test_a_case_that_ran_as_cuda_graphs_is_marked() -> None:
     """Times with CUDA graphs and times of eager forwards do not compare."""
     results = [make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)]
-    table = time_table(results, _PLAIN)
-    (graphed,) = [line for line in table.splitlines() if re.match(r" +1 ", line)]
+    table = _summary(results)
+    (graphed,) = [line for line in table.splitlines() if re.match(r"mp +1 ", line)]
     (eager,) = [line for line in table.splitlines() if re.match(r" +2 ", line)]
     assert re.search(r"\bg \d", graphed)
     assert " g " not in eager
@@ -95,22 +106,22 @@ def test_a_case_that_ran_as_cuda_graphs_is_marked() -> None:
 )
 def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[float], shown: list[str]) -> None:
     """Times of a table have one unit: minutes if the smallest is ten minutes or more."""
-    text = time_table([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)], _PLAIN)
+    text = _summary([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)])
     assert all(time in text for time in shown)
 
 
 def test_a_second_measurement_has_a_row_of_its_own() -> None:
     """It does not replace the first measurement, and the legend explains `#2`."""
-    *_, first, second, legend = time_table([make_result(s, batch_size=8) for s in (1.0, 2.0)], _PLAIN).splitlines()
+    *_, first, second, legend = _summary([make_result(s, batch_size=8) for s in (1.0, 2.0)]).splitlines()
     rows = [first, second]
     assert "   #2: " in legend
-    assert "#2" not in time_table([make_result(1.0, batch_size=8)], _PLAIN)
-    assert [row.split() for row in rows] == [["8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
+    assert "#2" not in _summary([make_result(1.0, batch_size=8)])
+    assert [row.split()[:-1] for row in rows] == [["mp", "8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
 
 
 def test_one_strategy_with_two_options_has_two_columns() -> None:
     """The titles have the option in which the columns differ."""
-    text = time_table([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)], _PLAIN)
+    text = _summary([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)])
     assert "mp max_tokens=512" in text
     assert "mp max_tokens=1024" in text
 
@@ -121,9 +132,8 @@ def test_a_title_has_unusual_settings_and_differing_settings() -> None:
     results = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
     results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "transformers")]
     results.append(make_result(1.0, backend="accelerate", strategy_options={"stock": None}))
-    header = time_table(results, _PLAIN).splitlines()[1]
-    assert re.split(" {2,}", header.strip()) == [
-        "batch size",
+    titles = [re.split(" {2,}", line)[0] for line in _summary(results).splitlines()[4:]]
+    assert titles == [
         "iok stock=False",
         "iok stock=True",
         "tp deepspeed",
@@ -131,20 +141,20 @@ def test_a_title_has_unusual_settings_and_differing_settings() -> None:
         "mp",
     ]
     alone = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
-    assert "iok stock=True" in time_table(alone[1:], _PLAIN)
-    assert "stock" not in time_table(alone[:1], _PLAIN)
-    assert "tp deepspeed" in time_table([make_result(1.0, strategy="tp", backend="deepspeed")], _PLAIN)
+    assert "iok stock=True" in _summary(alone[1:])
+    assert "stock" not in _summary(alone[:1])
+    assert "tp deepspeed" in _summary([make_result(1.0, strategy="tp", backend="deepspeed")])
 
 
 def test_colour_changes_no_text_of_the_table() -> None:
     """Without the styles the coloured table is the plain table."""
     results = _checked(paper_results())
-    coloured = time_table(results, painter(color=True))
-    assert "\x1b[" not in time_table(results, _PLAIN)
+    coloured, _ = summary_table(results, painter(color=True))
+    assert "\x1b[" not in _summary(results)
     for style in ("31", "32", "33"):
         assert f"\x1b[{style}m" in coloured
         coloured = coloured.replace(f"\x1b[{style}m", "")
-    assert coloured.replace("\x1b[0m", "") == _TABLE_2
+    assert coloured.replace("\x1b[0m", "") == _summary(results)
 
 
 def test_communication_and_memory_are_means_with_the_largest_device() -> None:
@@ -214,7 +224,7 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
         "iok, mean over the ranks: 480 all_reduce per batch (2 MB/sequence)",
     ]
     on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
-    assert on_cpu[1:] == ["mp, one process: 480 all_reduce per batch (1 MB/sequence)"]
+    assert on_cpu == ["mp, one process: 480 all_reduce per batch (1 MB/sequence)"]
 
 
 def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
@@ -310,14 +320,14 @@ def test_one_gpu_has_no_largest() -> None:
 def test_three_strategies_fit_the_width() -> None:
     """No line is longer than 100 columns."""
     results = _checked(paper_results())
-    lines = [*time_table(results, _PLAIN).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
+    lines = [*_summary(results).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
     assert max(map(len, lines)) <= WIDTH
-    assert len(lines) == 11 + 2 * (4 + 20) + 3 + 1
+    assert len(lines) == (4 + 21 + 1) + 2 * (4 + 20) + 3 + 1
 
 
-def test_a_run_on_a_cpu_has_no_device_tables(prose: Prose) -> None:
-    """One line has the reason."""
-    assert prose == device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT)
+def test_a_run_on_a_cpu_has_no_device_tables() -> None:
+    """NVML and torch count on GPUs only."""
+    assert device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT) == ""
 
 
 @pytest.mark.parametrize("place", ["profile", "launch", "environment"])

@@ -48,7 +48,7 @@ def _machine(count: int = 4) -> Machine:
 def test_the_headline_names_everything_that_is_measured() -> None:
     """The first line of a log names the machine, the models, the strategies and the batch sizes."""
     cases = [make_case(strategy=name, batch_size=size) for name in ("mp", "tp") for size in (8, 1)]
-    assert headline(_machine(), cases) == (
+    assert headline(_machine(), cases, [8, 1, 8]) == (
         "llmgpu: 4 x NVIDIA H200 (cuda); huggyllama/llama-30b; float16; hellaswag dataset; strategies mp, tp; "
         "batch sizes 1, 8"
     )
@@ -57,7 +57,7 @@ def test_the_headline_names_everything_that_is_measured() -> None:
 def test_the_headline_of_one_case_is_in_the_singular() -> None:
     """It also names random weights and a limit of items."""
     case = make_case(model="llama-7b", load_format="dummy", limit=1000)
-    assert headline(_machine(1), [case]) == (
+    assert headline(_machine(1), [case], [1]) == (
         "llmgpu: 1 x NVIDIA H200 (cuda); llama-7b (random weights); float16; hellaswag dataset (first 1,000 items); "
         "strategy mp; batch size 1"
     )
@@ -65,7 +65,12 @@ def test_the_headline_of_one_case_is_in_the_singular() -> None:
 
 def test_a_headline_without_cases_names_the_machine() -> None:
     """No test was selected."""
-    assert headline(_machine(), []) == "llmgpu: 4 x NVIDIA H200 (cuda)"
+    assert headline(_machine(), [], []) == "llmgpu: 4 x NVIDIA H200 (cuda)"
+
+
+def test_a_headline_has_only_batch_sizes_that_run() -> None:
+    """A test may choose its batch size when it runs."""
+    assert "batch size" not in headline(_machine(), [make_case()], [])
 
 
 @pytest.mark.parametrize(
@@ -85,12 +90,12 @@ def test_the_live_line(done: int, total: int, elapsed_s: float, batch_size: int,
 
 def test_tables_come_before_findings() -> None:
     """The worst finding is the first one."""
-    text = tables(_report(paper_results()))
+    text = tables(_report(paper_results()), verbose=True)
     places = [
         text.index(part)
         for part in (
             "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset",
-            "Time for 10,042 items / acc_norm",
+            "Time for 10,042 items",
             "Communication per GPU",
             "Memory per GPU",
             "FAILURE  iok-bs32: ",
@@ -102,10 +107,30 @@ def test_tables_come_before_findings() -> None:
     assert text.count("-> ") == 3
 
 
+def test_the_short_text_of_21_cases_has_at_most_40_lines() -> None:
+    """It has one table, and no table of communication or memory."""
+    text = tables(_report(paper_results()))
+    assert len(text.splitlines()) <= 40 - len(["", "report", "next"])
+    assert "per GPU:" not in text
+
+
+@pytest.mark.parametrize("series", [72, 3000])
+def test_many_cases_are_folded(series: int) -> None:
+    """The text stays short and narrow, and names the number of cases that it leaves out."""
+    names = [f"s{number}" for number in range(series)]
+    results = [make_result(1.0 / size, strategy=name, batch_size=size) for name in names for size in (1, 2)]
+    lines = tables(make_report(results)).splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith(f"{2 * series - 30:,} cases not shown") for line in lines)
+    assert len(tables(make_report(results), verbose=True).splitlines()) > 2 * series
+
+
 def test_everything_fits_the_width() -> None:
     """No line is longer than 100 columns, and none ends with a space."""
     failure = Failure(phase="forward", message="a very long message " * 20)
-    lines = tables(_report([*paper_results(), make_failed("error", failure, batch_size=128)])).splitlines()
+    report = _report([*paper_results(), make_failed("error", failure, batch_size=128)])
+    lines = [line for verbose in (False, True) for line in tables(report, verbose=verbose).splitlines()]
     assert max(map(len, lines)) <= 100
     assert all(line == line.rstrip() for line in lines)
 
@@ -138,7 +163,7 @@ def test_measurements_that_differ_have_blocks_with_captions(fields: dict[str, An
     assert len(lines) == 2
     for line, caption in zip(lines, captions, strict=True):
         assert caption in line
-    assert text.count("batch size  ") == 2
+    assert text.count("strategy  ") == 2
 
 
 def test_captions_that_differ_already_stay_short() -> None:
@@ -165,14 +190,14 @@ def test_findings_with_the_same_next_step_are_joined() -> None:
     ]
     report = _report([first, *others])
     step = report.cases[-1].findings[0].next_step
-    lines = tables(report).splitlines()
+    lines = tables(report, verbose=True).splitlines()
     assert [
         name
         for name in ("mp-bs2", "mp-bs4", "mp-bs8", "mp-bs16", "mp-bs32")
         if any(f" {name}: " in line for line in lines)
     ] == ["mp-bs2", "mp-bs4", "mp-bs8"]
     [others_line] = [line for line in lines if "mp-bs16, mp-bs32" in line]
-    assert "report" in others_line
+    assert "finding" in others_line
     assert len([line for line in lines if line.strip().startswith(f"-> {step[:20]}")]) == 1
 
 
@@ -188,14 +213,14 @@ def test_the_number_of_cpu_processes_does_not_split_a_table() -> None:
         make_result(2.0, make_accuracy(), device="cpu", devices=2, strategy="tp"),
     ]
     text = tables(_report(results, gpus=0))
-    assert len(re.findall(r"batch size +mp +tp", text)) == 1
+    assert len(re.findall(r"^strategy ", text, re.MULTILINE)) == 1
 
 
-def test_a_run_on_a_cpu_has_one_table_and_one_line() -> None:
-    """Below the table of times a line states why there are no device tables."""
+def test_a_run_on_a_cpu_has_one_table() -> None:
+    """No line states what is not measured there."""
     text = tables(_report([make_result(2.0, make_accuracy(), device="cpu", devices=1)], gpus=0))
     assert "float16, CPU, hellaswag" in text.splitlines()[0]
-    assert "GPUs only." in text.splitlines()[-1]
+    assert len(text.splitlines()) == 6
 
 
 def test_mixed_gpus_have_no_name_in_the_caption() -> None:
@@ -222,7 +247,7 @@ def test_each_strategys_worst_batch_size_is_compared_with_mp(prose: Prose) -> No
         ("iok", 1): _answers([]),
     }
     results = [make_result(1.0, given, strategy=name, batch_size=size) for (name, size), given in cases.items()]
-    lines = tables(_report(results)).splitlines()
+    lines = tables(_report(results), verbose=True).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("tp compared"))
     assert lines[first - 1].startswith("* fastest of its strategy")
     text = "\n".join(lines[first : lines.index("", first)])
@@ -250,7 +275,8 @@ def test_random_weights_are_compared_by_their_log_likelihoods() -> None:
 
 def test_flips_without_labels_have_no_probability() -> None:
     """Reports made before labels were kept have no items lost or won."""
-    lines = tables(_report(paper_results())).splitlines()
+    assert "tp compared" not in tables(_report(paper_results()))
+    lines = tables(_report(paper_results()), verbose=True).splitlines()
     [line] = [line for line in lines if line.startswith("tp compared with mp at every batch size: ")]
     assert line.endswith("0 of 10,042 items flipped, log-likelihoods equal")
     assert max(map(len, lines)) <= 100
@@ -259,4 +285,4 @@ def test_flips_without_labels_have_no_probability() -> None:
 def test_the_execution_does_not_split_a_table() -> None:
     """Each batch size may run as CUDA graphs or eager; the strategy still has one column."""
     results = [make_result(2.0, execution="cuda_graphs"), make_result(1.0, batch_size=2)]
-    assert tables(_report(results)).count("batch size  ") == 1
+    assert tables(_report(results)).count("strategy      batch") == 1
