@@ -15,8 +15,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate.stats.distributions import largest_sd, t_quantile
@@ -98,9 +100,9 @@ PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
 class NoiseRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prior deviation of one noise regime."""
 
-    s0: float | None = None
+    s0: Annotated[float, Meta(ge=1e-6, lt=2)] | None = None
     """The standard deviation of the logarithm of the time between launches; None: the built-in one."""
-    df0: float | None = None
+    df0: Annotated[float, Meta(ge=0.5, lt=1e6)] | None = None
     """The degrees of freedom of `s0`: the number of launches that have the same weight; None: the built-in ones."""
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from pytest_llmgpu.gate.noise_model import NoiseRules
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+
+_Part = Annotated[float, Meta(ge=0, lt=1)]
+"""A relative threshold."""
 
 _ALLOWED = {
     "on_inconclusive": ("pass", "fail"),
@@ -31,7 +37,7 @@ class DeviceTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     gate: bool = True
     """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: float = default_threshold("device_time")
+    margin: _Part = default_threshold("device_time")
     """The relative threshold: the slowdown that is allowed, as a fraction. 0.005 is added between different days, and
     more where the baseline is of other GPUs of the same kind."""
 
@@ -41,10 +47,10 @@ class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     gate: bool = True
     """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: float | None = None
+    margin: _Part | None = None
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
     where launches of both reports alternated."""
-    absolute_s: float = 0.0
+    absolute_s: Seconds = 0.0
     """The absolute threshold in seconds of the whole case. The larger of both thresholds is used."""
 
 
@@ -53,7 +59,7 @@ class LoadTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     gate: bool = spec_of("load_time").gate
     """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: float = default_threshold("load_time")
+    margin: Amount = default_threshold("load_time")
     """The relative threshold: the growth that is allowed, as a fraction."""
 
 
@@ -65,11 +71,11 @@ class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metric: Literal["acc", "acc_norm"] = "acc_norm"
     """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
     (acc_norm)."""
-    margin: float = default_threshold("accuracy")
+    margin: _Part = default_threshold("accuracy")
     """The loss as a fraction of the items that the interval must exclude for the verdict OK."""
-    floor: float | None = None
+    floor: Fraction | None = None
     """The least accuracy that is allowed, independent of the baseline; None: the candidate's accuracy check decides."""
-    difference: float | None = None
+    difference: Amount | None = None
     """The largest typical relative difference of log-likelihoods from the baseline that is allowed. None: what rounding
     explains in the dtype of the case, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
 
@@ -79,11 +85,11 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     gate: bool = True
     """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: float = default_threshold("memory")
+    margin: _Part = default_threshold("memory")
     """The relative threshold: the growth of tensors that is allowed, as a fraction."""
-    absolute_bytes: int = 64 * MIB
+    absolute_bytes: Count = 64 * MIB
     """The absolute threshold in bytes. The larger of both thresholds is used."""
-    used_margin: float = 0.1
+    used_margin: _Part = 0.1
     """The growth that is allowed for memory that torch reserved and for all memory that NVML reports as used, as a
     fraction. This includes caches and buffers of NCCL. A growth of 1 GiB is always allowed."""
 
@@ -100,7 +106,7 @@ class AmountRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     gate: bool = True
     """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: float = 0.001
+    margin: _Part = 0.001
     """The relative threshold: the growth that is allowed, as a fraction."""
 
 
@@ -199,19 +205,19 @@ class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The reason why the regression is accepted."""
     expires: datetime.date
     """The last day on which the regression is accepted."""
-    up_to: float | None = None
+    up_to: Amount | None = None
     """The largest growth that is accepted, as a fraction of the baseline; None: any. Only for metrics that grow."""
 
 
 class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rules of a gate for all cases, with overrides and known regressions."""
 
-    confidence: float = 0.99
+    confidence: Annotated[float, Meta(ge=0.5, lt=1)] = 0.99
     """The confidence of a verdict that something changed. The probability of a false alarm in all gated rows of times
     together, and in all gated rows of another metric, is at most 1 minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
     """Effect of a NOT_ENOUGH_DATA row on the gate: `pass` or `fail`."""
-    largest_unseen_slowdown: float = 0.5
+    largest_unseen_slowdown: Annotated[float, Meta(gt=0, lt=2.0**63)] = 0.5
     """The largest slowdown of a case that may stay unseen, as a fraction. The gate does not pass if the launches of a
     gated case would not have shown this slowdown, whatever `on_inconclusive` is. Device time counts if both reports
     have it, else wall time."""
@@ -273,6 +279,10 @@ def converted(table: Any, record: type[_Record], place: str) -> _Record:
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$.")
         key = f"{place}{where.rstrip('`')}" or "the table"
+        if bound := re.fullmatch(r"Expected `(?:int|float)` ([<>]=?) (.*)", text):
+            for step in re.findall(r"\w+", where):
+                table = table[int(step) if step.isdigit() else step]
+            raise ValueError(f"{key} = {table}: allowed are numbers {bound[1]} {float(bound[2]):g}") from None
         allowed = next((names for end, names in _ALLOWED.items() if key.endswith(end)), None)
         also = f": allowed are {', '.join(allowed)}" if allowed and "enum" in text else ""
         raise ValueError(f"{key}: {text[:1].lower()}{text[1:]}{also}") from None
