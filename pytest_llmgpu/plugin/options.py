@@ -22,7 +22,6 @@ _GATE_OPTIONS = (
     "policy",
     "calibration",
     "on_inconclusive",
-    "largest_unseen_slowdown",
     "allow_missing",
     "allow_no_baseline",
     "require_armed",
@@ -34,7 +33,6 @@ _NATIVE: dict[Callable[[str], Any], Any] = {
     option_values.memory_size: int | str,
     option_values.seconds: float | str,
     option_values.fraction: float | str,
-    option_values.positive: float | str,
     option_values.switch: bool | str,
 }
 """Types of ini keys beside strings and lists, by the function that reads their text."""

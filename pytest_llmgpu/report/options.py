@@ -216,13 +216,6 @@ class Options:
         "result of the gate if there is not enough data (default: the policy's, pass)",
         marker=False,
     )
-    largest_unseen_slowdown: float | None = _option(
-        option_values.positive,
-        None,
-        "FRACTION",
-        "fail if a slowdown of a case by this fraction would not have been seen (default: the policy's, 0.5)",
-        marker=False,
-    )
     allow_missing: bool | None = _option(
         option_values.switch,
         None,

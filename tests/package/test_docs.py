@@ -61,7 +61,7 @@ def test_the_readme_is_short() -> None:
 def test_pages_name_real_flags_only(page: Path) -> None:
     """A flag of pytest that a page shows exists."""
     shown = set(re.findall(r"--llmgpu-[a-z-]*[a-z]", page.read_text("utf-8")))
-    assert shown <= {*Options().in_force(), "--llmgpu-largest-unseen-slowdown"}
+    assert shown <= {*Options().in_force()}
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)

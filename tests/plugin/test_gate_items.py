@@ -18,6 +18,7 @@ from pytest_llmgpu.report.verdicts import Candidate
 from pytest_llmgpu.store import store
 
 _COMPARE = "--llmgpu-compare=base.json"
+_LENIENT = "largest_unseen_slowdown = 99\n"
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "REGRESSED: mp-bs4 wall time +300.0 % (160 s, was 40 s)*",
             "*mp-bs4*time*REGRESSED*",
             "noise: built-in priors of each regime and these launches; llmgpu calibrate adds launches",
-            "policy: built-in",
+            "policy: lenient.toml",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
             "*1 failed, 4 passed, 2 not enough data*",
         ]
@@ -105,7 +106,7 @@ def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: F
 
 def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """An accuracy below the policy's minimum is a regression; the policy comes from pyproject.toml."""
-    pytester.makepyprojecttoml("[tool.llmgpu.gate.accuracy]\nfloor = 0.9\n")
+    pytester.makepyprojecttoml(f"[tool.llmgpu.gate]\n{_LENIENT}accuracy = {{ floor = 0.9 }}\n")
     runs.right = lambda size: 5 if size == 8 else 6
     result = runs(_COMPARE)
     assert result.ret == 1
@@ -114,7 +115,7 @@ def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
 
 def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A known regression passes until it expires; the policy may be a separate file."""
-    known = '[[known]]\ncase = "mp-bs4"\nmetric = "time"\nreason = "issue 7"\nexpires = {}\n'
+    known = _LENIENT + '[[known]]\ncase = "mp-bs4"\nmetric = "time"\nreason = "issue 7"\nexpires = {}\n'
     runs.seconds = _slower
     pytester.makefile(".toml", gate=known.format("2999-01-01"))
     result = runs(_COMPARE, "--llmgpu-policy=gate.toml")
@@ -124,9 +125,10 @@ def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytes
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 1
 
 
-def test_a_slowdown_that_would_not_be_seen_fails_the_items(runs: FakedRuns) -> None:
+def test_a_slowdown_that_would_not_be_seen_fails_the_items(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """One launch on a CPU shows no slowdown of 50 %: every item fails, although `on_inconclusive` lets it pass."""
-    result = runs(_COMPARE, "--llmgpu-largest-unseen-slowdown=0.5", "--llmgpu-on-inconclusive=pass")
+    pytester.makefile(".toml", empty="")
+    result = runs(_COMPARE, "--llmgpu-policy=empty.toml", "--llmgpu-on-inconclusive=pass")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=4, failed=3)
 
@@ -135,7 +137,7 @@ def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pyt
     """A policy has thresholds per pytest marker, since the report has the markers of each test."""
     pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
     pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
-    pytester.makefile(".toml", gate='[[override]]\nmarker = "noisy"\ntime = { absolute_s = 200 }\n')
+    pytester.makefile(".toml", gate=_LENIENT + '[[override]]\nmarker = "noisy"\ntime = { absolute_s = 200 }\n')
     runs.seconds = _slower
     assert runs(_COMPARE).ret == 1
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0

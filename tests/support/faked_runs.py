@@ -46,10 +46,12 @@ class FakedRuns:
     """The ids of measured cases and the ends of all processes, in order."""
 
     def __call__(self, *arguments: str, sizes: str = "1,4,8", cached: bool = False) -> pytest.RunResult:
-        """Run pytest. A comparison passes one launch on a CPU, which shows no slowdown of 50 %."""
+        """Run pytest. By default a comparison passes one launch on a CPU, which shows no slowdown of 50 %."""
         flags = ["--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
-        if any(argument.startswith("--llmgpu-compare") for argument in arguments):
-            flags.append("--llmgpu-largest-unseen-slowdown=99")
+        given = {argument.partition("=")[0] for argument in arguments}
+        chosen = "--llmgpu-policy" in given or (self.pytester.path / "pyproject.toml").exists()
+        if "--llmgpu-compare" in given and not chosen:
+            flags.append("--llmgpu-policy=lenient.toml")
         return self.pytester.runpytest_inprocess(*([] if cached else ["-p", "no:cacheprovider"]), *flags, *arguments)
 
     def report(self, path: str = ".llmgpu/last.json") -> Report:
@@ -63,6 +65,7 @@ class FakedRuns:
         monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))
         monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
+        self.pytester.makefile(".toml", lenient="largest_unseen_slowdown = 99")
 
     def _measure(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         case = request.case
