@@ -46,11 +46,7 @@ def whole(text: str) -> int:
 
 def positive(text: str) -> float:
     """Return a number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < (value := _number(text)) < math.inf:
         raise ValueError("a number greater than 0 is needed, such as 0.5")
     return value
 
@@ -74,22 +70,14 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 def seconds(text: str) -> float:
     """Return seconds; a fraction such as 1/6 is allowed."""
     above, _, below = text.partition("/")
-    try:
-        value = float(above) / float(below or 1)
-    except (ValueError, ZeroDivisionError):
-        value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < (value := _number(above) / (_number(below or "1") or math.nan)) < math.inf:
         raise ValueError("seconds above 0 are needed, such as 0.5 or 1/6")
     return value
 
 
 def fraction(text: str) -> float:
     """Return a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
+    if not 0 <= (value := _number(text)) <= 1:
         raise ValueError("a fraction from 0 to 1 is needed, such as 0.82")
     return value
 
@@ -140,3 +128,11 @@ def check_name_is_free(name: str) -> None:
     """
     if Path(name).exists():
         raise ValueError(f"name {name!r}: is a file or folder here, which the name would refer to; choose another name")
+
+
+def _number(text: str) -> float:
+    """Return a number; NaN for a text that is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -60,7 +60,7 @@ def test_a_narrow_table_drops_the_energy_first() -> None:
 
 def test_the_csv_table_has_the_columns() -> None:
     """They are empty for a case without them."""
-    text = export("csv").render(make_report([_worked(energy_j_per_sequence=12.5), make_result()]))
+    text = export("csv", make_report([_worked(energy_j_per_sequence=12.5), make_result()]))
     first, second = csv.DictReader(io.StringIO(text))
     assert (first["device_time_s"], first["bound_share"], first["device_busy"]) == ("0.0672", "0.25", "0.375")
     assert (first["energy_j_per_sequence"], first["energy_j_per_token"]) == ("12.5", "")

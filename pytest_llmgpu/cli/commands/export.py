@@ -46,7 +46,7 @@ class _Export:
             refuse_rules(arguments, "--baseline")
             if arguments.verdicts is not None:
                 report.verdicts = read_verdicts(arguments.verdicts, report)
-        text = export(arguments.format).render(report)
+        text = export(arguments.format, report)
         if arguments.output != _STDOUT:
             save(f"{text}\n" if text else "", Path(arguments.output))
         elif text:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING
 
-from pytest_llmgpu.render.exports.protocol import Export
+if TYPE_CHECKING:
+    from pytest_llmgpu.report.report import Report
 
 FORMATS = {
-    "bencher": "bencher:EXPORT",
-    "csv": "csv_table:EXPORT",
-    "github-action-benchmark-bigger": "github_action_benchmark:BIGGER",
-    "github-action-benchmark-smaller": "github_action_benchmark:SMALLER",
-    "github-annotations": "github_annotations:EXPORT",
-    "github-summary": "github_summary:EXPORT",
-    "markdown": "markdown_table:EXPORT",
-    "pytest-benchmark": "pytest_benchmark:EXPORT",
+    "bencher": "bencher:render",
+    "csv": "csv_table:render",
+    "github-action-benchmark-bigger": "github_action_benchmark:render_bigger",
+    "github-action-benchmark-smaller": "github_action_benchmark:render_smaller",
+    "github-annotations": "github_annotations:render",
+    "github-summary": "github_summary:render",
+    "markdown": "markdown_table:render",
+    "pytest-benchmark": "pytest_benchmark:render",
 }
-"""Name of a format to its module and attribute; a module is imported when its format is used."""
+"""Name of a format to the module and the function that returns a report with its verdicts, if it has any, as text.
+
+The text has every case, whatever its outcome. A format without a place for an outcome puts it in a field that the
+reading tool ignores. Text that users control is escaped for the format.
+"""
 
 
-def export(name: str) -> Export:
-    """Return a format by its name; ValueError names the known formats."""
+def export(name: str, report: Report) -> str:
+    """Return a report in a format, without a line break at the end.
+
+    Raises:
+        ValueError: The format is unknown, or a figure is NaN or infinite and the format has no such value.
+    """
     if name not in FORMATS:
         raise ValueError(f"export format {name!r}: allowed are {', '.join(FORMATS)}")
-    module, _, attribute = FORMATS[name].partition(":")
-    return cast("Export", getattr(importlib.import_module(f"{__name__}.{module}"), attribute))
+    module, _, function = FORMATS[name].partition(":")
+    text: str = getattr(importlib.import_module(f"{__name__}.{module}"), function)(report)
+    return text

@@ -11,7 +11,6 @@ import hashlib
 import json
 
 from pytest_llmgpu.render.exports.figures import exported, figures, largest_batches, names
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
@@ -22,12 +21,12 @@ _HASHED = 8
 """Digits of the digest of a longer name."""
 
 
-class _Bencher:
-    def render(self, report: Report) -> str:
-        found = {_cut(name): _measures(result) for name, result in zip(names(report.cases), report.cases, strict=True)}
-        for name, size, _ in largest_batches(report):
-            found[_cut(name)] = {"largest-batch-size": {"value": float(size)}}
-        return json.dumps(found, indent=2, allow_nan=False)
+def render(report: Report) -> str:
+    """Return the report in Bencher Metric Format."""
+    found = {_cut(name): _measures(result) for name, result in zip(names(report.cases), report.cases, strict=True)}
+    for name, size, _ in largest_batches(report):
+        found[_cut(name)] = {"largest-batch-size": {"value": float(size)}}
+    return json.dumps(found, indent=2, allow_nan=False)
 
 
 def _measures(result: CaseResult) -> dict[str, dict[str, float]]:
@@ -60,6 +59,3 @@ def _cut(name: str) -> str:
         return name
     digest = hashlib.sha256(data).hexdigest()[:_HASHED]
     return f"{data[: _LONGEST_BYTES - _HASHED - 1].decode(errors='ignore')} {digest}"
-
-
-EXPORT: Export = _Bencher()

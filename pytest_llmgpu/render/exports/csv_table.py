@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pytest_llmgpu.render.exports.escaping import spreadsheet
 from pytest_llmgpu.render.exports.figures import exported, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.render.work_table import WORK
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, Figure
 from pytest_llmgpu.report.report import Report
@@ -63,19 +62,19 @@ COLUMNS = (*_FIRST, *(name for name in _OF_METRICS if name not in _FIRST), *(col
 """The header of the table; new columns are appended at the end."""
 
 
-class _Csv:
-    def render(self, report: Report) -> str:
-        rows = rows_by_id(report.verdicts)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        for result in report.cases:
-            writer.writerow({**_case(result), **_verdicts(rows.pop(result.id, ()))})
-        # Cases that only the baseline has, and series, whose id is their strategy.
-        for name, others in rows.items():
-            nodeid = spreadsheet(others[0].nodeid or "")
-            writer.writerow({"id": spreadsheet(name), "nodeid": nodeid, **_verdicts(others)})
-        return text.getvalue().rstrip("\n")
+def render(report: Report) -> str:
+    """Return the report as CSV."""
+    rows = rows_by_id(report.verdicts)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    for result in report.cases:
+        writer.writerow({**_case(result), **_verdicts(rows.pop(result.id, ()))})
+    # Cases that only the baseline has, and series, whose id is their strategy.
+    for name, others in rows.items():
+        nodeid = spreadsheet(others[0].nodeid or "")
+        writer.writerow({"id": spreadsheet(name), "nodeid": nodeid, **_verdicts(others)})
+    return text.getvalue().rstrip("\n")
 
 
 def _case(result: CaseResult) -> dict[str, object]:
@@ -108,6 +107,3 @@ def _verdicts(rows: Sequence[Row]) -> dict[str, object]:
     verdicts: dict[str, object] = {f"verdict_{row.metric}": row.verdict for row in rows}
     reasons = " / ".join(f"{row.metric}: {row.reason}" for row in rows if row.verdict != "OK")
     return {**verdicts, "reasons": spreadsheet(reasons)}
-
-
-EXPORT: Export = _Csv()

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.exports.figures import exported, figures, largest_batches, names
 from pytest_llmgpu.render.exports.notices import rows_by_id
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import Figure, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -28,36 +27,44 @@ _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 _Entry = dict[str, str | float]
 
 
-class _GitHubActionBenchmark:
-    def __init__(self, *, bigger: bool) -> None:
-        self._bigger = bigger
+def render_smaller(report: Report) -> str:
+    """Return the metrics of the report that should be small."""
+    return _render(report, bigger=False)
 
-    def render(self, report: Report) -> str:
-        entries = [self._count(report), *self._entries(report)]
-        return json.dumps(entries, indent=2, allow_nan=False)
 
-    def _count(self, report: Report) -> _Entry:
-        completed = [result for result in report.cases if result.outcome == "completed"]
-        if self._bigger:
-            return {"name": "cases that completed", "unit": "cases", "value": len(completed)}
-        others = [result for result in report.cases if result.outcome != "completed"]
-        entry: _Entry = {"name": "cases that did not complete", "unit": "cases", "value": len(others)}
-        if others:
-            named = dict(zip((result.id for result in report.cases), names(report.cases), strict=True))
-            entry["extra"] = "\n".join(f"{result.outcome.replace('_', ' ')}: {named[result.id]}" for result in others)
-        return entry
+def render_bigger(report: Report) -> str:
+    """Return the metrics of the report that should be large."""
+    return _render(report, bigger=True)
 
-    def _entries(self, report: Report) -> Iterator[_Entry]:
-        rows = rows_by_id(report.verdicts)
-        for name, result in zip(names(report.cases), report.cases, strict=True):
-            for metric, figure in figures(result).items():
-                label = exported(metric).label
-                if label is not None and spec_of(metric).bigger_is_better == self._bigger:
-                    yield _entry(f"{name}: {label}", result, figure, rows.get(result.id, ()))
-        if self._bigger:
-            for name, size, text in largest_batches(report):
-                label = f"{name}: largest batch size".translate(_IN_COMMENTS)
-                yield {"name": label, "unit": "sequences", "value": size, "extra": one_line(text)}
+
+def _render(report: Report, *, bigger: bool) -> str:
+    entries = [_count(report, bigger=bigger), *_entries(report, bigger=bigger)]
+    return json.dumps(entries, indent=2, allow_nan=False)
+
+
+def _count(report: Report, *, bigger: bool) -> _Entry:
+    completed = [result for result in report.cases if result.outcome == "completed"]
+    if bigger:
+        return {"name": "cases that completed", "unit": "cases", "value": len(completed)}
+    others = [result for result in report.cases if result.outcome != "completed"]
+    entry: _Entry = {"name": "cases that did not complete", "unit": "cases", "value": len(others)}
+    if others:
+        named = dict(zip((result.id for result in report.cases), names(report.cases), strict=True))
+        entry["extra"] = "\n".join(f"{result.outcome.replace('_', ' ')}: {named[result.id]}" for result in others)
+    return entry
+
+
+def _entries(report: Report, *, bigger: bool) -> Iterator[_Entry]:
+    rows = rows_by_id(report.verdicts)
+    for name, result in zip(names(report.cases), report.cases, strict=True):
+        for metric, figure in figures(result).items():
+            label = exported(metric).label
+            if label is not None and spec_of(metric).bigger_is_better == bigger:
+                yield _entry(f"{name}: {label}", result, figure, rows.get(result.id, ()))
+    if bigger:
+        for name, size, text in largest_batches(report):
+            label = f"{name}: largest batch size".translate(_IN_COMMENTS)
+            yield {"name": label, "unit": "sequences", "value": size, "extra": one_line(text)}
 
 
 def _entry(name: str, result: CaseResult, figure: Figure, rows: Sequence[Row]) -> _Entry:
@@ -72,7 +79,3 @@ def _entry(name: str, result: CaseResult, figure: Figure, rows: Sequence[Row]) -
     lines += [f"{finding.severity}: {finding.text}" for finding in result.findings if finding.severity != "info"]
     entry["extra"] = "\n".join([plural(len(result.launches), "launch"), *map(one_line, lines)])
     return entry
-
-
-SMALLER: Export = _GitHubActionBenchmark(bigger=False)
-BIGGER: Export = _GitHubActionBenchmark(bigger=True)

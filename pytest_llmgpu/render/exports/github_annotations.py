@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pytest_llmgpu.render.exports.escaping import command_property, command_value, one_line
 from pytest_llmgpu.render.exports.notices import Notice, notices
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.report import Report
 
 LIMIT = 10
@@ -16,14 +15,14 @@ LIMIT = 10
 _COMMANDS = {"failure": "error", "warning": "warning", "info": "notice"}
 
 
-class _GitHubAnnotations:
-    def render(self, report: Report) -> str:
-        found = notices(report)
-        if len(found) > LIMIT:
-            rest = found[LIMIT - 1 :]
-            text = f"{len(rest)} more are not shown, because GitHub shows {LIMIT}: see the summary or the report."
-            found = [*found[: LIMIT - 1], Notice(level=rest[0].level, title="And more", text=text)]
-        return "\n".join(map(_command, found))
+def render(report: Report) -> str:
+    """Return the notices of the report as workflow commands."""
+    found = notices(report)
+    if len(found) > LIMIT:
+        rest = found[LIMIT - 1 :]
+        text = f"{len(rest)} more are not shown, because GitHub shows {LIMIT}: see the summary or the report."
+        found = [*found[: LIMIT - 1], Notice(level=rest[0].level, title="And more", text=text)]
+    return "\n".join(map(_command, found))
 
 
 def _command(notice: Notice) -> str:
@@ -34,6 +33,3 @@ def _command(notice: Notice) -> str:
     text = "\n".join(one_line(line) for line in notice.text.splitlines() if line.strip())
     # GitHub ignores an annotation without a message.
     return f"::{_COMMANDS[notice.level]} {','.join(properties)}::{command_value(text or notice.level)}"
-
-
-EXPORT: Export = _GitHubAnnotations()

@@ -19,7 +19,6 @@ from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.exports.escaping import code, markdown
 from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
 from pytest_llmgpu.render.exports.notices import Level, Notice, level, notices, other_notices
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import signed_percent
@@ -52,10 +51,10 @@ class _Table(msgspec.Struct, frozen=True):
     """The lines after the table."""
 
 
-class _GitHubSummary:
-    def render(self, report: Report) -> str:
-        head = [f"## {_headline(report)}", "", _measured(report), ""]
-        return _fitted(head, list(_tables(report)), LIMIT_BYTES)
+def render(report: Report) -> str:
+    """Return the page of the report."""
+    head = [f"## {_headline(report)}", "", _measured(report), ""]
+    return _fitted(head, list(_tables(report)), LIMIT_BYTES)
 
 
 def _headline(report: Report) -> str:
@@ -177,6 +176,3 @@ def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> 
 
 def _size(text: str) -> int:
     return len(text.encode()) + 1
-
-
-EXPORT: Export = _GitHubSummary()

@@ -8,7 +8,6 @@ from pytest_llmgpu.render.device_columns import digits
 from pytest_llmgpu.render.exports.escaping import code, markdown, one_line
 from pytest_llmgpu.render.exports.figures import describe, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import gib, percent
@@ -34,9 +33,9 @@ HEADER = (
 """The first two lines of the table."""
 
 
-class _Markdown:
-    def render(self, report: Report) -> str:
-        return "\n".join([*HEADER, *case_lines(report)])
+def render(report: Report) -> str:
+    """Return the report as a table of Markdown."""
+    return "\n".join([*HEADER, *case_lines(report)])
 
 
 def case_lines(report: Report) -> Iterator[str]:
@@ -82,6 +81,3 @@ def _verdict(rows: Sequence[Row]) -> str:
     metrics = ", ".join(row.metric.replace("_", " ") for row in rows if row.verdict == rows[0].verdict)
     known = " (known)" if rows[0].known is not None else ""
     return f"{rows[0].verdict}{known}: {metrics}"
-
-
-EXPORT: Export = _Markdown()

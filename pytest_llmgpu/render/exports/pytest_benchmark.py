@@ -16,7 +16,6 @@ import msgspec
 from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.exports.figures import describe, figures, names
 from pytest_llmgpu.render.exports.notices import rows_by_id
-from pytest_llmgpu.render.exports.protocol import Export
 from pytest_llmgpu.report.metrics import launches_s
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -26,42 +25,42 @@ _LAYOUT = "5.3.1"
 """The version of pytest-benchmark that writes such files."""
 
 
-class _PytestBenchmark:
-    def render(self, report: Report) -> str:
-        rows = rows_by_id(report.verdicts)
-        named = list(zip(names(report.cases), report.cases, strict=True))
-        environment = report.environment
-        document = {
-            "machine_info": {
-                "node": "",  # a report names no host
-                "processor": environment.cpu or "",
-                "python_version": environment.python,
-                "platform": environment.platform,
-                "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
-                "gpus": [gpu.name for gpu in environment.gpus],
-                "driver": environment.driver,
-                "cuda": environment.cuda,
-                "versions": environment.versions,
-            },
-            "commit_info": {
-                "id": report.commit.sha or "unknown",
-                "time": None,
-                "author_time": None,
-                "dirty": bool(report.commit.dirty),
-                "project": None,
-                "branch": report.commit.branch or "(unknown)",
-            },
-            "benchmarks": [
-                _benchmark(name, result, rows.get(result.id, ())) for name, result in named if launches_s(result)
-            ],
-            "datetime": report.created,
-            "version": _LAYOUT,
-            "llmgpu": {
-                "not_completed": [_missing(name, result) for name, result in named if not launches_s(result)],
-                "verdicts": msgspec.to_builtins(report.verdicts),
-            },
-        }
-        return json.dumps(document, indent=2, allow_nan=False)
+def render(report: Report) -> str:
+    """Return the report in the form of pytest-benchmark."""
+    rows = rows_by_id(report.verdicts)
+    named = list(zip(names(report.cases), report.cases, strict=True))
+    environment = report.environment
+    document = {
+        "machine_info": {
+            "node": "",  # a report names no host
+            "processor": environment.cpu or "",
+            "python_version": environment.python,
+            "platform": environment.platform,
+            "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
+            "gpus": [gpu.name for gpu in environment.gpus],
+            "driver": environment.driver,
+            "cuda": environment.cuda,
+            "versions": environment.versions,
+        },
+        "commit_info": {
+            "id": report.commit.sha or "unknown",
+            "time": None,
+            "author_time": None,
+            "dirty": bool(report.commit.dirty),
+            "project": None,
+            "branch": report.commit.branch or "(unknown)",
+        },
+        "benchmarks": [
+            _benchmark(name, result, rows.get(result.id, ())) for name, result in named if launches_s(result)
+        ],
+        "datetime": report.created,
+        "version": _LAYOUT,
+        "llmgpu": {
+            "not_completed": [_missing(name, result) for name, result in named if not launches_s(result)],
+            "verdicts": msgspec.to_builtins(report.verdicts),
+        },
+    }
+    return json.dumps(document, indent=2, allow_nan=False)
 
 
 def _benchmark(name: str, result: CaseResult, rows: Sequence[Row]) -> dict[str, Any]:
@@ -137,6 +136,3 @@ def _quartiles(data: Sequence[float]) -> tuple[float, float]:
     first = statistics.fmean((statistics.median(data[:half]), statistics.median(data[:rest])))
     third = statistics.fmean((statistics.median(data[half:]), statistics.median(data[rest:])))
     return first, third
-
-
-EXPORT: Export = _PytestBenchmark()

@@ -28,7 +28,7 @@ def test_export_writes_to_stdout_or_to_a_file(name: str, capsys: pytest.CaptureF
     """The text is the same with `-`, with nothing and with a path."""
     report = two_strategies()
     dump(report, Path("report.json"))
-    expected = export(name).render(report) + "\n"
+    expected = export(name, report) + "\n"
     for arguments in ([], ["--output", "-"]):
         assert main(["export", name, "report.json", *arguments]) == 0
         assert capsys.readouterr().out == expected

@@ -34,11 +34,11 @@ _WORKFLOW = Path(__file__).parents[3] / "examples" / "github-actions.yml"
 
 
 def _summary(report: Report) -> str:
-    return export("github-summary").render(report)
+    return export("github-summary", report)
 
 
 def _annotations(report: Report) -> list[str]:
-    return export("github-annotations").render(report).splitlines()
+    return export("github-annotations", report).splitlines()
 
 
 def _parsed(command: str) -> tuple[str, dict[str, str], str]:
@@ -103,7 +103,7 @@ def test_unchanged_better_and_new_rows_are_not_annotated() -> None:
     """A comparison without findings has no annotation."""
     report = make_report()
     report.verdicts = verdicts([row("OK"), row("IMPROVED"), row("NEW"), row("NO_BASELINE")])
-    assert export("github-annotations").render(report) == ""
+    assert export("github-annotations", report) == ""
 
 
 def test_the_severity_follows_the_policy() -> None:
@@ -233,7 +233,7 @@ def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatc
 
 def test_tables_keep_their_columns_with_any_text() -> None:
     """A name with pipes and line breaks is one cell, without HTML."""
-    for text in (export("markdown").render(nasty()), _summary(nasty())):
+    for text in (export("markdown", nasty()), _summary(nasty())):
         tables = [line for line in text.splitlines() if line.startswith("|")]
         assert tables
         widths = {line.count("|") for line in tables}
@@ -260,7 +260,7 @@ def test_escaped_text_is_rendered_as_given() -> None:
 
 def test_a_table_of_cases_has_units_and_reasons() -> None:
     """Figures have units; wrong answers and failures are with the outcome."""
-    text = export("markdown").render(judged(two_strategies(), two_strategies(oom=())))
+    text = export("markdown", judged(two_strategies(), two_strategies(oom=())))
     lines = text.splitlines()
     assert lines[:2] == list(HEADER)
     assert lines[2] == (

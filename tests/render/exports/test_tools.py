@@ -42,7 +42,7 @@ _BENCHER = {
 
 
 def _rendered(name: str, report: Report) -> Any:
-    return json.loads(export(name).render(report))
+    return json.loads(export(name, report))
 
 
 def _compare(*arguments: str) -> str:
@@ -57,7 +57,7 @@ def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pyte
     """Its command finds the cases in both files, pairs them by name, and prints their times."""
     monkeypatch.chdir(tmp_path)
     for name, factor in (("0001_base", 1.0), ("0002_head", 1.25)):
-        Path(f"{name}.json").write_text(export("pytest-benchmark").render(two_strategies(factor)), encoding="utf-8")
+        Path(f"{name}.json").write_text(export("pytest-benchmark", two_strategies(factor)), encoding="utf-8")
     table = _compare("0001_base.json", "0002_head.json", "--group-by=param:batch_size", "--csv=out.csv")
     assert "batch_size=8': 4 tests" in table
     assert "batch_size=64': 2 tests" in table  # tp is out of memory
@@ -75,7 +75,7 @@ def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pyte
 def test_pytest_benchmark_reads_every_export(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without a time and with hostile names are read without a warning."""
     monkeypatch.chdir(tmp_path)
-    Path("report.json").write_text(export("pytest-benchmark").render(report), encoding="utf-8")
+    Path("report.json").write_text(export("pytest-benchmark", report), encoding="utf-8")
     assert "Legend:" in _compare("report.json")
 
 
@@ -210,7 +210,7 @@ def test_csv_has_a_line_for_each_case_and_each_other_id_with_verdicts() -> None:
     report = judged(two_strategies(oom=(64,)), two_strategies(oom=()))
     gone = report.cases.pop(0)
     report = judged(report, two_strategies(oom=()))
-    lines = list(csv.DictReader(io.StringIO(export("csv").render(report))))
+    lines = list(csv.DictReader(io.StringIO(export("csv", report))))
     assert [line["id"] for line in lines] == ["mp-bs64", "tp-bs8", "tp-bs64", "tp", gone.id, "mp"]
     by_id = {line["id"]: line for line in lines}
     assert by_id["tp-bs64"]["outcome"] == "oom"
@@ -226,7 +226,7 @@ def test_csv_has_a_line_for_each_case_and_each_other_id_with_verdicts() -> None:
 def test_csv_runs_nothing_in_a_spreadsheet() -> None:
     """A formula begins with an apostrophe, and a cell has one line."""
     report = make_report([make_result(model="=1+1", dataset="@SUM(A1)"), nasty().cases[1]])
-    text = export("csv").render(report)
+    text = export("csv", report)
     lines = list(csv.DictReader(io.StringIO(text)))
     assert len(text.splitlines()) == 3
     assert (lines[0]["model"], lines[0]["dataset"]) == ("'=1+1", "'@SUM(A1)")
