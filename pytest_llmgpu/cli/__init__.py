@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = made.add_subparsers(metavar="COMMAND")
-    for command in commands():
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+    for name, command in commands().items():
+        subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return made
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     all_commands = parser()
     chosen = all_commands.parse_args(argv)
     if not chosen.version and "run" not in chosen:
-        all_commands.error(f"a command is needed: {', '.join(command.name for command in commands())}")
+        all_commands.error(f"a command is needed: {', '.join(commands())}")
     from pytest_llmgpu.report.file import paused
 
     try:

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import jsonschema
 import pytest
 from support.stored_reports import H200, measured
 
-from pytest_llmgpu import cli
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands import commands
 from pytest_llmgpu.profiling.machine import installed_version
@@ -46,9 +47,9 @@ def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         main(["--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    for command in commands():
-        assert f"    {command.name}" in printed
-        assert command.help in " ".join(printed.split())
+    for name, command in commands().items():
+        assert f"    {name}" in printed
+        assert command.HELP in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(
@@ -122,12 +123,13 @@ def test_a_reader_that_leaves_early_does_not_change_the_exit_status(tmp_path: Pa
     assert done.stderr.count("\n") == 1
 
 
-def test_every_file_of_commands_is_a_command() -> None:
-    """A command is added as one file; it has a name and one line of help."""
-    files = {path.stem for path in Path(cli.__file__).parent.joinpath("commands").glob("*.py")} - {"__init__"}
-    known = commands()
-    assert {command.name for command in known} == files
-    assert all(command.help and "\n" not in command.help for command in known)
+@pytest.mark.parametrize("command", commands().values(), ids=commands())
+def test_every_file_of_commands_is_a_command(command: ModuleType) -> None:
+    """A command is added as one file; it has one line of help, its arguments and a function that runs it."""
+    assert command.HELP
+    assert "\n" not in command.HELP
+    command.add_arguments(argparse.ArgumentParser())
+    assert callable(command.run)
 
 
 def test_list_shows_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

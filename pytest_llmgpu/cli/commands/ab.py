@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.gate_arguments import add_rules, describe_noise, rules_of
 from pytest_llmgpu.cli.output import color, show
-from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.ab import Both, Side
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Verdicts
+
+HELP = "measure two commits alternately and judge the second"
 
 _EPILOG = """\
 Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
@@ -30,49 +31,46 @@ enough data, 4 not comparable, 5 nothing compared. llmgpu bisect finds the commi
 _KEPT = Path(".llmgpu") / "ab"
 
 
-class _Ab:
-    name = "ab"
-    help = "measure two commits alternately and judge the second"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.epilog = _EPILOG
+    parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
+    parser.add_argument("head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not measured")
+    add_command(parser)
+    parser.add_argument(
+        "--launches",
+        metavar="N",
+        type=launches.count,
+        default=8,
+        help="largest number of launches of each commit (default: 8)",
+    )
+    parser.add_argument("--again", metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
+    )
+    add_rules(parser)
+    parser.set_defaults(in_turn=True)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = _EPILOG
-        parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
-        parser.add_argument(
-            "head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not measured"
-        )
-        add_command(parser)
-        parser.add_argument(
-            "--launches",
-            metavar="N",
-            type=launches.count,
-            default=8,
-            help="largest number of launches of each commit (default: 8)",
-        )
-        parser.add_argument("--again", metavar="N", help=argparse.SUPPRESS)
-        parser.add_argument(
-            "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
-        )
-        add_rules(parser)
-        parser.set_defaults(in_turn=True)
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.cli import subprocesses, worktrees
-        from pytest_llmgpu.gate.classify import exit_status
-        from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.cli import subprocesses, worktrees
+    from pytest_llmgpu.gate.classify import exit_status
+    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
-        launches.check(arguments.command)
-        if arguments.again is not None:
-            show("note: --again no longer has an effect: --launches is the largest number of launches of each commit")
-        references = arguments.base_ref, arguments.head_ref
-        with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
-            job = _Job(arguments, trees)
-            prepare(job.versions, arguments.setup)
-            verdicts = job.measured()
-            conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
-            table = verdict_tables.table(verdicts, job.policy, color())
-            show(f"\n{conclusion}\n\n{table}\n{job.judged_by}")
-            show(f"reports, policy and logs: {_KEPT / job.kept.name}")
-        return exit_status(verdicts, job.policy)
+    launches.check(arguments.command)
+    if arguments.again is not None:
+        show("note: --again no longer has an effect: --launches is the largest number of launches of each commit")
+    references = arguments.base_ref, arguments.head_ref
+    with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
+        job = _Job(arguments, trees)
+        prepare(job.versions, arguments.setup)
+        verdicts = job.measured()
+        conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
+        table = verdict_tables.table(verdicts, job.policy, color())
+        show(f"\n{conclusion}\n\n{table}\n{job.judged_by}")
+        show(f"reports, policy and logs: {_KEPT / job.kept.name}")
+    return exit_status(verdicts, job.policy)
 
 
 class _Job:
@@ -129,6 +127,3 @@ class _Job:
         )
         file.dump(both.head, self.kept / "head.json.gz")
         return both.head.verdicts
-
-
-COMMAND: Command = _Ab()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.report.text import plural, signed_percent
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from pytest_llmgpu.gate.policy import Policy
     from pytest_llmgpu.report.report import Report
     from pytest_llmgpu.report.verdicts import Row, Verdicts
+
+HELP = "find the commit that made a metric worse"
 
 _EPILOG = """\
 git bisect chooses the commits. Its state and each commit are in temporary git worktrees under TMPDIR: your working
@@ -56,40 +57,39 @@ class ExitStatus(enum.IntEnum):
     """The bad end is not worse than the good end."""
 
 
-class _Bisect:
-    name = "bisect"
-    help = "find the commit that made a metric worse"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.epilog = _EPILOG
+    parser.add_argument("good_ref", metavar="GOOD", help="commit before the regression: a branch, a tag, a hash")
+    parser.add_argument("bad_ref", metavar="BAD", help="commit with the regression, a descendant of GOOD")
+    add_command(parser)
+    parser.add_argument(
+        "--metric",
+        metavar="M",
+        help="metric of the regression, such as device_time, gated or not (default: of the worst gated regression)",
+    )
+    parser.add_argument(
+        "--case", metavar="C", help="case of the regression, such as tp-bs8 (default: of the worst regression)"
+    )
+    parser.add_argument(
+        "--max-launches",
+        metavar="N",
+        type=launches.count,
+        default=16,
+        help="largest number of launches, those of GOOD and BAD included (default: 16)",
+    )
+    add_rules(parser)
+    parser.set_defaults(in_turn=True)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = _EPILOG
-        parser.add_argument("good_ref", metavar="GOOD", help="commit before the regression: a branch, a tag, a hash")
-        parser.add_argument("bad_ref", metavar="BAD", help="commit with the regression, a descendant of GOOD")
-        add_command(parser)
-        parser.add_argument(
-            "--metric",
-            metavar="M",
-            help="metric of the regression, such as device_time, gated or not (default: of the worst gated regression)",
-        )
-        parser.add_argument(
-            "--case", metavar="C", help="case of the regression, such as tp-bs8 (default: of the worst regression)"
-        )
-        parser.add_argument(
-            "--max-launches",
-            metavar="N",
-            type=launches.count,
-            default=16,
-            help="largest number of launches, those of GOOD and BAD included (default: 16)",
-        )
-        add_rules(parser)
-        parser.set_defaults(in_turn=True)
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.cli import bisection, subprocesses, worktrees
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.cli import bisection, subprocesses, worktrees
 
-        _check(arguments)
-        good, bad = (worktrees.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
-        with subprocesses.interruptible(), bisection.begun(good, bad) as history:
-            return _Job(arguments, history, good, bad).run()
+    _check(arguments)
+    good, bad = (worktrees.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
+    with subprocesses.interruptible(), bisection.begun(good, bad) as history:
+        return _Job(arguments, history, good, bad).run()
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -270,6 +270,3 @@ class _Candidates:
         except ValueError as error:
             raise NotBuiltError(str(error)) from None
         return version
-
-
-COMMAND: Command = _Bisect()

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.calibration import Measured
     from pytest_llmgpu.gate.noise_model import Deviation
     from pytest_llmgpu.report.report import Report
+
+HELP = "measure the noise between launches of one commit on this runner; the gate reads it"
 
 _EPILOG = """\
 Use launches of one commit on an idle machine: their differences are noise. The gate reads the result from the store for
@@ -28,49 +29,46 @@ differences within a session count."""
 _KEPT = "calibrate"
 
 
-class _Calibrate:
-    name = "calibrate"
-    help = "measure the noise between launches of one commit on this runner; the gate reads it"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.usage = "%(prog)s [options] REPORT [REPORT ...]\n       %(prog)s --launches N [options] -- COMMAND"
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "words",
+        metavar="REPORT | COMMAND",
+        nargs="+",
+        help=f"one report with several launches per case, or several reports of the same cases: {REFERENCE}. With "
+        "--launches: the measuring command after --, such as pytest benchmarks",
+    )
+    parser.add_argument("--launches", metavar="N", type=launches.count, help="run COMMAND N times and keep its reports")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="file to write (default: in the folder of the machine's reports)",
+    )
+    add_storage(parser)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.usage = "%(prog)s [options] REPORT [REPORT ...]\n       %(prog)s --launches N [options] -- COMMAND"
-        parser.epilog = _EPILOG
-        parser.add_argument(
-            "words",
-            metavar="REPORT | COMMAND",
-            nargs="+",
-            help=f"one report with several launches per case, or several reports of the same cases: {REFERENCE}. With "
-            "--launches: the measuring command after --, such as pytest benchmarks",
-        )
-        parser.add_argument(
-            "--launches", metavar="N", type=launches.count, help="run COMMAND N times and keep its reports"
-        )
-        parser.add_argument(
-            "--output",
-            metavar="FILE",
-            type=Path,
-            help="file to write (default: in the folder of the machine's reports)",
-        )
-        add_storage(parser)
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.analysis import launch_merging
-        from pytest_llmgpu.gate import calibration
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.analysis import launch_merging
+    from pytest_llmgpu.gate import calibration
 
-        found = _named(arguments) if arguments.launches is None else _launched(arguments)
-        report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
-        # With --launches all launches are one session, even if they run past midnight.
-        days = _by_day([one for _, one in found]) if arguments.launches is None else []
-        sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
-        measured = calibration.measure(*sessions)
-        path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
-        try:
-            previous = _copied(path)
-            calibration.dump(measured, path)
-        except OSError as error:
-            raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
-        show("\n".join(_text(measured, report, path, previous)))
-        return 0
+    found = _named(arguments) if arguments.launches is None else _launched(arguments)
+    report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
+    # With --launches all launches are one session, even if they run past midnight.
+    days = _by_day([one for _, one in found]) if arguments.launches is None else []
+    sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
+    measured = calibration.measure(*sessions)
+    path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
+    try:
+        previous = _copied(path)
+        calibration.dump(measured, path)
+    except OSError as error:
+        raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
+    show("\n".join(_text(measured, report, path, previous)))
+    return 0
 
 
 def _text(measured: Measured, report: Report, path: Path, previous: Path | None) -> Iterator[str]:
@@ -136,6 +134,3 @@ def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
         ]
     show(f"reports and logs: {into}\n")
     return found
-
-
-COMMAND: Command = _Calibrate()

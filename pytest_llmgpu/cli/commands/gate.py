@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import as_json, color, save, show, write_data
-from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report import option_values
+
+HELP = "judge a report against a baseline; the exit status is the result"
 
 _STATUSES = (
     "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data: a large slowdown "
@@ -16,59 +17,56 @@ _STATUSES = (
 )
 
 
-class _Gate:
-    name = "gate"
-    help = "judge a report against a baseline; the exit status is the result"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.epilog = _STATUSES
+    add_reports(parser, optional=True)
+    add_rules(parser)
+    parser.add_argument(
+        "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
+    )
+    parser.add_argument(
+        "--largest-unseen-slowdown",
+        metavar="FRACTION",
+        type=_positive,
+        help="fail if a slowdown of a case by this fraction would not have been seen (default: 0.5)",
+    )
+    for flag, text in (
+        ("--allow-missing", "let cases and figures pass that only the baseline has"),
+        ("--allow-no-baseline", "pass if the baseline does not exist; a broken baseline is always an error"),
+        ("--require-armed", "fail if anything gated could not be compared, except deselected tests"),
+    ):
+        parser.add_argument(flag, action="store_true", default=None, help=text)
+    parser.add_argument("--json", metavar="PATH", help="write the verdicts as JSON; - prints them instead of the table")
+    parser.add_argument("--all", action="store_true", help="show all cases")
+    parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = _STATUSES
-        add_reports(parser, optional=True)
-        add_rules(parser)
-        parser.add_argument(
-            "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
-        )
-        parser.add_argument(
-            "--largest-unseen-slowdown",
-            metavar="FRACTION",
-            type=_positive,
-            help="fail if a slowdown of a case by this fraction would not have been seen (default: 0.5)",
-        )
-        for flag, text in (
-            ("--allow-missing", "let cases and figures pass that only the baseline has"),
-            ("--allow-no-baseline", "pass if the baseline does not exist; a broken baseline is always an error"),
-            ("--require-armed", "fail if anything gated could not be compared, except deselected tests"),
-        ):
-            parser.add_argument(flag, action="store_true", default=None, help=text)
-        parser.add_argument(
-            "--json", metavar="PATH", help="write the verdicts as JSON; - prints them instead of the table"
-        )
-        parser.add_argument("--all", action="store_true", help="show all cases")
-        parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.gate import policy_file
-        from pytest_llmgpu.gate.classify import exit_status
-        from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.gate import policy_file
+    from pytest_llmgpu.gate.classify import exit_status
+    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
-        in_force = policy_of(arguments)
-        if arguments.dump_policy:
-            show(policy_file.dump(in_force).rstrip("\n"))
-            return 0
-        if arguments.base is None or arguments.head is None:
-            raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
-        verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
-        text = as_json(verdicts) if arguments.json is not None else ""
-        # Before the table is printed, because its reader may close the pipe early.
-        if arguments.json not in {None, "-"}:
-            save(f"{text}\n", Path(arguments.json))
-        if arguments.json == "-":
-            write_data(text)
-        else:
-            most = None if arguments.all else verdict_tables.MOST_CASES
-            table = verdict_tables.table(verdicts, in_force, color(), most)
-            conclusion = verdict_tables.conclusion(verdicts, in_force, color())
-            show("\n".join(filter(None, (f"{conclusion}\n", table, judged_by))))
-        return exit_status(verdicts, in_force)
+    in_force = policy_of(arguments)
+    if arguments.dump_policy:
+        show(policy_file.dump(in_force).rstrip("\n"))
+        return 0
+    if arguments.base is None or arguments.head is None:
+        raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
+    verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
+    text = as_json(verdicts) if arguments.json is not None else ""
+    # Before the table is printed, because its reader may close the pipe early.
+    if arguments.json not in {None, "-"}:
+        save(f"{text}\n", Path(arguments.json))
+    if arguments.json == "-":
+        write_data(text)
+    else:
+        most = None if arguments.all else verdict_tables.MOST_CASES
+        table = verdict_tables.table(verdicts, in_force, color(), most)
+        conclusion = verdict_tables.conclusion(verdicts, in_force, color())
+        show("\n".join(filter(None, (f"{conclusion}\n", table, judged_by))))
+    return exit_status(verdicts, in_force)
 
 
 def _positive(text: str) -> float:
@@ -76,6 +74,3 @@ def _positive(text: str) -> float:
         return option_values.positive(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-
-COMMAND: Command = _Gate()

@@ -6,38 +6,35 @@ import argparse
 
 from pytest_llmgpu.cli.arguments import add_storage, storage_of
 from pytest_llmgpu.cli.output import complain, show
-from pytest_llmgpu.cli.protocol import Command
+
+HELP = "list the reports of the store"
 
 
-class _List:
-    name = "list"
-    help = "list the reports of the store"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_storage(parser)
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.store import listing, store
-
-        folder = storage_of(arguments)
-        if arguments.storage is not None and not folder.is_dir():
-            raise ValueError(f"storage {folder}: is not a folder")
-        kept = store.stored(folder)
-        lines, broken = [], []
-        for one, summary in zip(kept, listing.summarise(kept), strict=True):
-            if isinstance(summary, str):
-                broken.append(summary)
-            else:
-                lines.append((one, summary))
-        if lines or not kept:
-            show(
-                listing.table(lines)
-                if lines
-                else f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it"
-            )
-        for line in broken:
-            complain(line)
-        return 2 if broken else 0
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    add_storage(parser)
 
 
-COMMAND: Command = _List()
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.store import listing, store
+
+    folder = storage_of(arguments)
+    if arguments.storage is not None and not folder.is_dir():
+        raise ValueError(f"storage {folder}: is not a folder")
+    kept = store.stored(folder)
+    lines, broken = [], []
+    for one, summary in zip(kept, listing.summarise(kept), strict=True):
+        if isinstance(summary, str):
+            broken.append(summary)
+        else:
+            lines.append((one, summary))
+    if lines or not kept:
+        show(
+            listing.table(lines)
+            if lines
+            else f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it"
+        )
+    for line in broken:
+        complain(line)
+    return 2 if broken else 0

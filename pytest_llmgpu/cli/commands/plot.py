@@ -9,39 +9,39 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
     from pytest_llmgpu.render.charts import Chart
     from pytest_llmgpu.report.report import Report
 
+HELP = "draw the charts of a report as PNG or SVG"
 
-class _Plot:
-    name = "plot"
-    help = "draw the charts of a report as PNG or SVG"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-        parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
-        parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
-        parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
-        parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
-        add_baseline(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
+    parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
+    parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
+    parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
+    add_baseline(parser)
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.render import charts
-        from pytest_llmgpu.render.charts.images import formats, write
 
-        chosen = formats(arguments.format)
-        report = source(arguments.report, arguments).report()
-        report.verdicts = comparison(arguments, report).verdicts or report.verdicts
-        drawn = charts.of_report(report)
-        timelines = [] if arguments.case is None else _timelines(report, arguments.case)
-        for path in write([*drawn.charts, *timelines], arguments.output, chosen, dark=arguments.dark):
-            show(str(path))
-        for reason in drawn.omitted:
-            show(f"left out: {reason}")
-        return 0
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.render import charts
+    from pytest_llmgpu.render.charts.images import formats, write
+
+    chosen = formats(arguments.format)
+    report = source(arguments.report, arguments).report()
+    report.verdicts = comparison(arguments, report).verdicts or report.verdicts
+    drawn = charts.of_report(report)
+    timelines = [] if arguments.case is None else _timelines(report, arguments.case)
+    for path in write([*drawn.charts, *timelines], arguments.output, chosen, dark=arguments.dark):
+        show(str(path))
+    for reason in drawn.omitted:
+        show(f"left out: {reason}")
+    return 0
 
 
 def _timelines(report: Report, name: str) -> list[Chart]:
@@ -52,6 +52,3 @@ def _timelines(report: Report, name: str) -> list[Chart]:
         known = ", ".join(result.id for result in report.cases) or "none"
         raise ValueError(f"--case {name!r}: the report has no such case; its cases are {known}")
     return charts.of_case(result, report.environment)
-
-
-COMMAND: Command = _Plot()

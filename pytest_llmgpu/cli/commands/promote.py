@@ -9,69 +9,69 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import complain, show
-from pytest_llmgpu.cli.protocol import Command
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.promotion import Trial
     from pytest_llmgpu.store.references import Source
+
+HELP = "make a report the baseline unless it is dirty, failed, invalid, undecided or worse"
 
 _REFUSED = 1
 _SHOWN = 10
 """Most objections that are printed."""
 
 
-class _Promote:
-    name = "promote"
-    help = "make a report the baseline unless it is dirty, failed, invalid, undecided or worse"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file"
+    parser.add_argument("report", metavar="REF", help=REFERENCE)
+    parser.add_argument(
+        "--to",
+        metavar="PATH",
+        type=Path,
+        help="file of the baseline, such as benchmarks/baseline.json.gz (default: `baseline` in the store)",
+    )
+    add_rules(parser)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file"
-        parser.add_argument("report", metavar="REF", help=REFERENCE)
-        parser.add_argument(
-            "--to",
-            metavar="PATH",
-            type=Path,
-            help="file of the baseline, such as benchmarks/baseline.json.gz (default: `baseline` in the store)",
-        )
-        add_rules(parser)
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.analysis import launch_findings
-        from pytest_llmgpu.gate import promotion
-        from pytest_llmgpu.store import store as storage
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.analysis import launch_findings
+    from pytest_llmgpu.gate import promotion
+    from pytest_llmgpu.store import store as storage
 
-        policy = policy_of(arguments)
-        candidate = source(arguments.report, arguments).report()
-        today, noise = rules_of(arguments, candidate)
-        store = storage_of(arguments)
-        present = _present(arguments.to, store, storage.hardware(candidate))
-        verdicts, replaced = None, ""
-        objections = [promotion.describe(one) for one in promotion.unfit(candidate)]
-        remedies: list[str] = []
-        if present is not None:
-            base = present.report()
-            if promotion.is_same(candidate, base):
-                show(f"{arguments.report} is already the baseline")
-                return 0
-            baseline = present.baseline(present.name, base)
-            trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
-            remedies = [] if objections else _remedies(trial, present.name)
-            objections += promotion.describe_trial(trial)
-            verdicts = trial.verdicts
-            counted = promotion.counted(verdicts)
-            replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
-        if objections:
-            return _refuse(arguments.report, objections, remedies)
-        try:
-            path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
-        except OSError as error:
-            where = arguments.to or store
-            raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
-        unsure = "note: the report does not record whether the working tree had uncommitted changes"
-        far_apart = launch_findings.far_apart(candidate.cases)
-        lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, far_apart]
-        show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
-        return 0
+    policy = policy_of(arguments)
+    candidate = source(arguments.report, arguments).report()
+    today, noise = rules_of(arguments, candidate)
+    store = storage_of(arguments)
+    present = _present(arguments.to, store, storage.hardware(candidate))
+    verdicts, replaced = None, ""
+    objections = [promotion.describe(one) for one in promotion.unfit(candidate)]
+    remedies: list[str] = []
+    if present is not None:
+        base = present.report()
+        if promotion.is_same(candidate, base):
+            show(f"{arguments.report} is already the baseline")
+            return 0
+        baseline = present.baseline(present.name, base)
+        trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
+        remedies = [] if objections else _remedies(trial, present.name)
+        objections += promotion.describe_trial(trial)
+        verdicts = trial.verdicts
+        counted = promotion.counted(verdicts)
+        replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
+    if objections:
+        return _refuse(arguments.report, objections, remedies)
+    try:
+        path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
+    except OSError as error:
+        where = arguments.to or store
+        raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
+    unsure = "note: the report does not record whether the working tree had uncommitted changes"
+    far_apart = launch_findings.far_apart(candidate.cases)
+    lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, far_apart]
+    show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
+    return 0
 
 
 def _present(path: Path | None, store: Path, machine: str) -> Source | None:
@@ -105,6 +105,3 @@ def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
     for line in remedies:
         complain(line)
     return _REFUSED
-
-
-COMMAND: Command = _Promote()

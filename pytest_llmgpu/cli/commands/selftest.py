@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import as_json, save, show, write_data
-from pytest_llmgpu.cli.protocol import Command
 from pytest_llmgpu.report.text import plural, printable
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.selftest.injected_regressions import Regression
     from pytest_llmgpu.gate.selftest.selftest import Missed, SelfTest, Trial
+
+HELP = "check that the gate detects regressions injected into a report"
 
 _NAMES = ("time", "device-time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
 _SHOWN = 3
@@ -24,52 +25,51 @@ _SHOWN = 3
 _INDENT = "    "
 
 
-class _Selftest:
-    name = "selftest"
-    help = "check that the gate detects regressions injected into a report"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.epilog = (
+        "exit status: 0 every injected regression is detected and an unchanged copy passes, 1 otherwise, "
+        "2 bad usage or an unreadable file"
+    )
+    parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    parser.add_argument(
+        "--plant",
+        metavar="NAME",
+        action="append",
+        choices=_NAMES,
+        help=f"inject only this regression, may be repeated: {', '.join(_NAMES)} (default: all)",
+    )
+    parser.add_argument(
+        "--slowdown",
+        metavar="PERCENT",
+        type=_percent,
+        default=0.05,
+        help="size of the regressions of time and device time in percent (default: 5)",
+    )
+    add_rules(parser)
+    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - prints it instead of the text")
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = (
-            "exit status: 0 every injected regression is detected and an unchanged copy passes, 1 otherwise, "
-            "2 bad usage or an unreadable file"
-        )
-        parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-        parser.add_argument(
-            "--plant",
-            metavar="NAME",
-            action="append",
-            choices=_NAMES,
-            help=f"inject only this regression, may be repeated: {', '.join(_NAMES)} (default: all)",
-        )
-        parser.add_argument(
-            "--slowdown",
-            metavar="PERCENT",
-            type=_percent,
-            default=0.05,
-            help="size of the regressions of time and device time in percent (default: 5)",
-        )
-        add_rules(parser)
-        parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - prints it instead of the text")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        from pytest_llmgpu.gate.selftest import selftest
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from pytest_llmgpu.gate.selftest import selftest
 
-        policy = policy_of(arguments)
-        injected = _chosen(arguments.slowdown, arguments.plant)
-        report = source(arguments.report, arguments).report()
-        today, noise = rules_of(arguments, report)
-        found = selftest.selftest(
-            report, policy, today=today, calibration=noise, injected=injected, in_turn=arguments.in_turn
-        )
-        data = as_json(found)
-        # Before the text is printed, because its reader may close the pipe early.
-        if arguments.json not in {None, "-"}:
-            save(f"{data}\n", Path(arguments.json))
-        if arguments.json == "-":
-            write_data(data)
-        else:
-            show("\n".join(_text(found, assumed=noise is None)))
-        return 0 if found.ok else 1
+    policy = policy_of(arguments)
+    injected = _chosen(arguments.slowdown, arguments.plant)
+    report = source(arguments.report, arguments).report()
+    today, noise = rules_of(arguments, report)
+    found = selftest.selftest(
+        report, policy, today=today, calibration=noise, injected=injected, in_turn=arguments.in_turn
+    )
+    data = as_json(found)
+    # Before the text is printed, because its reader may close the pipe early.
+    if arguments.json not in {None, "-"}:
+        save(f"{data}\n", Path(arguments.json))
+    if arguments.json == "-":
+        write_data(data)
+    else:
+        show("\n".join(_text(found, assumed=noise is None)))
+    return 0 if found.ok else 1
 
 
 def _chosen(slowdown: float, names: Sequence[str] | None) -> list[Regression]:
@@ -141,6 +141,3 @@ def _percent(text: str) -> float:
     if not 0 < value <= 1000:  # noqa: PLR2004 - a factor of 11 needs no gate
         raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and up to 1000")
     return value / 100
-
-
-COMMAND: Command = _Selftest()
