@@ -3,7 +3,8 @@
     python benchmarks/overhead/work_passes.py --sessions 2 -- --strategy=tp --llmgpu-batch-sizes=1,8,32 ...
 
 What follows `--` are flags of pytest for the main job. Sessions with `--llmgpu-work=on` and `off` take turns, in an
-order that changes from pair to pair. `added` is the share of a session that the passes add; at most 25 % is allowed.
+order that changes from pair to pair; a session before them, which is not counted, fills the caches of the file system.
+`added` is the share of a session that the passes add; at most 25 % is allowed.
 For each case, `inference_on_s` has the time of every launch; cases that ran as CUDA graphs may differ by at most 0.5 %.
 With `--off-only` there is nothing to compare.
 """
@@ -39,6 +40,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {switch: [] for switch in switches}
     reports: dict[str, list[Report]] = {switch: [] for switch in switches}
     with tempfile.TemporaryDirectory() as folder:
+        _session(Path(folder) / "first.json", "off", arguments.flags)
         for pair in range(arguments.sessions):
             for switch in switches if pair % 2 == 0 else reversed(switches):
                 took_s, report = _session(Path(folder) / f"{switch}-{pair}.json", switch, arguments.flags)

@@ -209,7 +209,7 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
         requests: The tokenised dataset.
         batch_size: The rows of a batch; the last batch may have fewer.
         few_shapes: False pads rows to the longest row of their batch. True pads some batches further, so that the
-            forwards have as few shapes as 2 % more time allow: each shape has to be recorded as a CUDA graph.
+            forwards have as few shapes as 2 % more time allow: each shape is warmed up, or recorded as a CUDA graph.
 
     Raises:
         ValueError: The batch size is below 1 or above the number of requests.

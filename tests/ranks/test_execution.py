@@ -103,15 +103,29 @@ def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
         *((requested, (GPU,), {"recordable": False}) for requested in ("auto", "on")),
     ],
 )
-def test_excluded_graphs_leave_the_batches_alone(
+def test_excluded_graphs_are_named(
     model: Any, requested: str, devices: tuple[torch.device, ...], fields: dict[str, Any]
 ) -> None:
-    """Rows are padded no further than a batch needs; `on` is no error, and the reason is named."""
+    """`on` is no error. On GPUs the batches are those of CUDA graphs: a few shapes are warmed up in a fraction of the
+    time. On a CPU rows are padded no further than a batch needs.
+    """
     decision = _decide(_loaded(model, *devices, **fields), requested)
     assert (decision.reason, decision.execution) == ("excluded", "eager")
     allowed = "the strategy forbids CUDA graphs" if fields else "CUDA graphs are switched off"
     assert decision.detail == (cuda_graphs.reason_against(model, devices) or allowed)
-    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+    few = devices != (CPU,)
+    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE, few_shapes=few).sha256
+    assert (decision.padding > 0) == few
+
+
+@pytest.mark.parametrize("requested", ["off", "auto"])
+def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.MonkeyPatch, requested: str) -> None:
+    """There padding costs time of the GPU, and there are few of them to warm up."""
+    monkeypatch.setattr(execution, "MOST_TOKENS", 71)
+    for devices in ((GPU,), _TWO_GPUS):
+        decision = _decide(_loaded(model, *devices), requested)
+        assert decision.execution == "eager"
+        assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
 
 
 @pytest.mark.parametrize("requested", ["auto", "on"])
@@ -120,6 +134,7 @@ def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str
     decision = _decide(_loaded(model), requested, workload=logits.FULL_LOGITS)
     assert decision.reason == "excluded"
     assert "--llmgpu-scoring=harness" in decision.detail
+    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
 
 
 @pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
@@ -145,11 +160,11 @@ def test_the_limit_is_8192_tokens(model: Any) -> None:
 
 @pytest.mark.parametrize("requested", ["auto", "on"])
 def test_what_could_not_be_recorded_runs_eagerly(model: Any, requested: str) -> None:
-    """The decision names the operation, and the batches have their own widths."""
+    """The decision names the operation, and the batches are those that were to be recorded."""
     decision = _decide(_loaded(model), requested, not_recorded="`x.item()` (gate.py, line 3): not permitted")
     assert (decision.reason, decision.execution) == ("not_recorded", "eager")
     assert "x.item()" in execution.describe(decision)
-    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE, few_shapes=True).sha256
 
 
 def test_the_execution_is_the_same_in_every_launch(model: Any) -> None:
