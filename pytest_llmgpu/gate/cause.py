@@ -191,6 +191,13 @@ def describe(cause: Cause) -> str:
     return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
 
 
+def module_of(cause: Cause) -> str | None:
+    """Return the module with the largest part of a cause; None if no module is named."""
+    if cause.modules:
+        return cause.modules[0].name
+    return next((call.module for call in (*cause.kernels, *cause.ops) if call.module is not None), None)
+
+
 def details(cause: Cause) -> list[str]:
     """Return at most three lines: the parts of the difference, the modules, and the calls that changed."""
     lines = []

@@ -10,7 +10,7 @@ import msgspec
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.verdicts import ALL_CASES, BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts
 
-_TIMES = ("device_time", "time")
+TIMES = ("device_time", "time")
 """The metrics that show a slowdown, the best first."""
 
 _MAY_HIDE: frozenset[Verdict] = frozenset(("OK", "NOT_ENOUGH_DATA", "INVALID"))
@@ -85,7 +85,7 @@ def with_unseen(rows: Sequence[Row], policy: Policy) -> list[Row]:
     """
     best: dict[tuple[str, str], int] = {}
     for number, row in enumerate(rows):
-        if row.metric in _TIMES and row.gated and row.id != ALL_CASES:
+        if row.metric in TIMES and row.gated and row.id != ALL_CASES:
             before = best.get((row.key, row.id))
             if before is None or _order(row) < _order(rows[before]):
                 best[row.key, row.id] = number
@@ -115,4 +115,4 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
 
 def _order(row: Row) -> tuple[bool, int]:
     """Return the sort key of the times of a case: those that were compared first, then the better metric."""
-    return row.smallest_seen is None, _TIMES.index(row.metric)
+    return row.smallest_seen is None, TIMES.index(row.metric)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
-from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
+from pytest_llmgpu.gate.classify import TIMES, ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
-from pytest_llmgpu.report.verdicts import ALL_CASES, COMPARED, WORSE, Row, SessionState, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import (
+    ALL_CASES,
+    COMPARED,
+    DIFFERS,
+    SEVERITY,
+    WORSE,
+    Row,
+    SessionState,
+    Verdicts,
+    worst_first,
+)
 
 _MOST_LAUNCHES = 16
 """Most launches that are proposed; more would take longer than launches of both versions in turn."""
 
 _REASONS = 2
 """Most reasons why nothing was compared that are named."""
+
+_DIFFERENCES = 3
+"""Most differences of the environment that are named."""
 
 _WORDS = {
     ExitStatus.PASSED: "PASSED",
@@ -68,6 +81,10 @@ class Headline(NamedTuple):
     """The `largest_unseen_slowdown` of the policy."""
     states: Sequence[SessionState]
     """What is wrong with the candidate's session or source."""
+    undecided: Row | None
+    """The largest slowdown, if there is not enough data to decide it; None if a decided one is as large."""
+    differences: Sequence[str]
+    """The differences of the environment, if a row is worse or slower."""
 
 
 class NextSteps(NamedTuple):
@@ -91,7 +108,7 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
     compared = [row for row in verdicts.rows if row.verdict in COMPARED and row.id != ALL_CASES]
     deciding = {
-        ExitStatus.REGRESSED: [row for row in failing if row.verdict in {*WORSE, "MISSING"}],
+        ExitStatus.REGRESSED: _with_numbers_first(row for row in failing if row.verdict in {*WORSE, "MISSING"}),
         ExitStatus.NOT_COMPARABLE: [row for row in failing if row.verdict == "NOT_COMPARABLE"],
         ExitStatus.NOT_ENOUGH_DATA: failing,
     }
@@ -99,9 +116,11 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     seen = {metric: _smallest_seen(compared, metric) for metric in ("device_time", "time")}
     hidden = [row.n or 1 for row in compared if row.metric == "time" and row.gated and (row.smallest_seen or 0) > limit]
     states = verdicts.head.states if verdicts.head is not None else []
+    slower = sorted((row for row in compared if is_slower(row)), key=lambda row: -(row.ratio or 0.0))
+    worst = deciding.get(status, [])
     return Headline(
         status=status,
-        worst=deciding.get(status, []),
+        worst=worst,
         cases=len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}),
         device_time=max(seen["device_time"], default=None),
         time=max((value for value in seen["time"] if value <= limit), default=None),
@@ -112,6 +131,8 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         limit=limit,
         # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
         states=[state for state in states if state != "failed" or status is ExitStatus.PASSED],
+        undecided=slower[0] if slower and slower[0].verdict == "NOT_ENOUGH_DATA" else None,
+        differences=differences(verdicts) if slower or any(row.verdict in WORSE for row in worst) else [],
     )
 
 
@@ -128,9 +149,30 @@ def describe(headline: Headline) -> str:
         if headline.cases:
             why = f"the policy requires every gated row (require_armed): {why}"
         text = f"{_WORDS[headline.status]}: {why}"
+    if headline.undecided is not None:
+        text += f"; not enough data to decide {row_in_words(headline.undecided)}"
+    if headline.differences:
+        text += f"; {DIFFERS}{listed(headline.differences, _DIFFERENCES)}"
     if headline.states:
         text += f"; the candidate {' and '.join(_STATES[state] for state in headline.states)}"
     return text
+
+
+def word(status: ExitStatus) -> str:
+    """Return the word for an exit status, with which every output begins."""
+    return _WORDS[status]
+
+
+def differences(verdicts: Verdicts) -> list[str]:
+    """Return the differences between the environments of both reports."""
+    return [text.removeprefix(DIFFERS) for text in verdicts.warnings if text.startswith(DIFFERS)]
+
+
+def is_slower(row: Row) -> bool:
+    """Return whether a time is longer than the baseline's, also if the threshold is larger than what was measured."""
+    if row.metric not in TIMES or row.ratio is None or row.ratio <= 1:
+        return False
+    return row.verdict in WORSE or (row.verdict == "NOT_ENOUGH_DATA" and row.low is not None and row.low > 1)
 
 
 def row_in_words(row: Row, limit: float | None = None) -> str:
@@ -197,6 +239,12 @@ def describe_next(steps: NextSteps) -> str:
 def step_of(row: Row) -> str:
     """Return the next step for the reader of a row."""
     return _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
+
+
+def _with_numbers_first(rows: Iterable[Row]) -> list[Row]:
+    """Return rows of each verdict with those first that have a number."""
+    severity = list(SEVERITY)
+    return sorted(rows, key=lambda row: (severity.index(row.verdict), row.verdict == "REGRESSED" and row.ratio is None))
 
 
 def _of_rows(rows: Sequence[Row], limit: float) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate import headline
+from pytest_llmgpu.gate import cause_groups, headline
 from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
@@ -29,9 +29,9 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     """How severe it is."""
     title: str
-    """The finding and the case in a few words: `REGRESSED: mp-bs8, time`."""
+    """The finding and the case in a few words: `REGRESSED: mp-bs8 wall time +5.0 % (220.5 s, was 210 s)`."""
     text: str
-    """The reason in a few lines: the result, then its cause, then other differences."""
+    """The reason in a few lines: the result, then its cause, then the other cases and the next step."""
     nodeid: str | None = None
     """The node id of the test; None if the notice belongs to no test."""
 
@@ -74,15 +74,18 @@ def _of_gate(verdicts: Verdicts | None) -> Iterator[Notice]:
 
 
 def _of_rows(verdicts: Verdicts | None) -> Iterator[Notice]:
+    """Yield one notice per cause."""
     if verdicts is None:
         return
     policy = policy_of(verdicts)
-    for row in worst_first(verdicts.rows):
-        if (severity := level(row, policy)) == "info":
-            continue
-        known = f"\nKnown: {row.known}" if row.known is not None else ""
-        title = f"{row.verdict}: {row.id}, {row.metric.replace('_', ' ')}"
-        yield Notice(level=severity, title=title, text=f"{row.reason}{known}", nodeid=row.nodeid)
+    for group in cause_groups.group(verdicts, policy):
+        worst = group.rows[0]
+        yield Notice(
+            level=min((level(row, policy) for row in group.rows), key=_ORDER.index),
+            title=f"{worst.verdict}: {cause_groups.title(group)}",
+            text="\n".join([*cause_groups.lines(group), f"Next: {cause_groups.next_step(group)}"]),
+            nodeid=group.largest.nodeid or worst.nodeid,
+        )
 
 
 def _of_cases(report: Report) -> Iterator[Notice]:

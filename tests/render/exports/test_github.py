@@ -26,6 +26,7 @@ from pytest_llmgpu.render.exports.github_summary import LIMIT_BYTES
 from pytest_llmgpu.render.exports.markdown_table import HEADER
 from pytest_llmgpu.render.exports.notices import notices
 from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Finding
@@ -62,16 +63,16 @@ def _finding(severity: Any, text: str = "Something.") -> Finding:
 def test_annotations_are_limited_to_what_github_shows() -> None:
     """The worst are kept, and the last one has the number of the others."""
     report = make_report()
-    rows = [row("NOT_ENOUGH_DATA", id=f"mp-bs{number}") for number in range(20)]
+    rows = [row("NOT_ENOUGH_DATA", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
     report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("FAILED", id="tp-bs2", metric="outcome")])
     lines = _annotations(report)
     assert len(lines) == LIMIT
     assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * 8]
-    assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: FAILED: tp-bs2, outcome"
+    assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: FAILED: tp-bs2: as said"
     assert _parsed(lines[-1])[2].startswith("13 more are not shown")
     report.verdicts = verdicts(rows[:LIMIT])
     assert len(_annotations(report)) == LIMIT
-    assert "more" not in _annotations(report)[-1]
+    assert "are not shown" not in _annotations(report)[-1]
 
 
 def test_an_annotation_stands_at_its_test() -> None:
@@ -84,9 +85,25 @@ def test_an_annotation_stands_at_its_test() -> None:
     (line,) = _annotations(report)
     assert _parsed(line) == (
         "error",
-        {"file": "a/test_b.py", "line": "1", "title": "pytest-llmgpu: REGRESSED: mp-bs8, time"},
-        "+5 %.\nRun it again.",
+        {"file": "a/test_b.py", "line": "1", "title": "pytest-llmgpu: REGRESSED: mp-bs8 wall time: +5 %"},
+        f"+5 %.\nRun it again.\nNext: {spec_of('time').next_step}",
     )
+
+
+def test_one_cause_has_one_annotation() -> None:
+    """It names the largest change, and every metric with its cases."""
+    rows = [
+        msgspec.structs.replace(
+            row("REGRESSED", id=f"mp-bs{size}"), base=1.0, head=1 + size / 100, ratio=1 + size / 100
+        )
+        for size in (8, 64)
+    ]
+    report = make_report()
+    report.verdicts = verdicts([*rows, *(row("REGRESSED", "traffic", id=one.id) for one in rows)])
+    (line,) = _annotations(report)
+    _, properties, text = _parsed(line)
+    assert properties["title"] == "pytest-llmgpu: REGRESSED: mp-bs64 wall time +64.0 % (1.64 s, was 1 s)"
+    assert "time REGRESSED: mp-bs64, mp-bs8; traffic REGRESSED: mp-bs8, mp-bs64." in text
 
 
 def test_annotations_contain_no_command_of_a_user() -> None:
@@ -113,9 +130,9 @@ def test_the_severity_follows_the_policy() -> None:
     known = Known(case="tp-bs64", metric="outcome", reason="bug 7", expires=TODAY)
     series = Known(case="tp", metric="largest_batch", reason="bug 7", expires=TODAY)
     report = judged(two_strategies(), two_strategies(oom=()), Policy(known=[known, series], on_inconclusive="pass"))
-    found = {notice.title: notice for notice in notices(report)}
-    assert found["CAPACITY_REGRESSED: tp-bs64, outcome"].level == "warning"
-    assert found["CAPACITY_REGRESSED: tp-bs64, outcome"].text.endswith("Known: bug 7")
+    [known_one] = [one for one in notices(report) if one.title.startswith("CAPACITY_REGRESSED: tp-bs64: ")]
+    assert known_one.level == "warning"
+    assert "Known: bug 7" in known_one.text
     strict = judged(two_strategies(), two_strategies(), Policy(on_inconclusive="fail"))
     assert {notice.level for notice in notices(strict) if "NOT_ENOUGH_DATA" in notice.title} == {"failure"}
 
@@ -144,12 +161,10 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
         result.outcome = "crashed"
         result.findings = [_finding("failure")] * number
     titles = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
-    assert sorted(titles) == [
-        "FAILED: tp-bs64, outcome",
-        "FAILED: tp-bs8, outcome",
-        "NOT_ENOUGH_DATA: mp-bs64, time",
-        "NOT_ENOUGH_DATA: mp-bs8, time",
-        "a-warning: mp-bs8",
+    assert sorted(title.partition(" ")[0] for title in titles) == [
+        *["FAILED:"] * 2,
+        "NOT_ENOUGH_DATA:",
+        "a-warning:",
     ]
 
 
@@ -194,7 +209,8 @@ def test_the_summary_begins_with_the_worst() -> None:
     report.verdicts.warnings.append("differs from the baseline: driver")
     page = _summary(report)
     places = [
-        page.index(text) for text in ("CAPACITY_REGRESSED |", "| NOT_ENOUGH_DATA |", "driver", HEADER[0], "| OK |")
+        page.index(text)
+        for text in ("CAPACITY_REGRESSED |", "| NOT_ENOUGH_DATA |", "**Comparison**", HEADER[0], "| OK |")
     ]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2

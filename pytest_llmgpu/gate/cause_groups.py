@@ -1,0 +1,143 @@
+"""The verdicts of a comparison by cause: `group` returns the data, `title`, `lines` and `next_step` word them.
+
+Rows that are worse have one cause if the work passes name the same module for them, else if the environment differs
+from the baseline. Without either, rows of the same cases have one cause, and rows whose reasons differ in their numbers
+alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from pytest_llmgpu.gate import cause
+from pytest_llmgpu.gate.classify import RowClass, classify
+from pytest_llmgpu.gate.headline import differences, is_slower, row_in_words, step_of
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.verdicts import ALL_CASES, ALSO_CHANGED, DIFFERS, WORSE, Row, Verdicts, worst_first
+
+_MOST_NAMES = 4
+_ENVIRONMENT = ("environment",)
+
+# A number within a name, as in float16 or mp-bs8, is part of the name.
+_NUMBER = re.compile(r"(?<![\w.-])[-+]?\d[\d,.]*(?:e[-+]?\d+)?(?!\w)")
+
+
+class Group(NamedTuple):
+    """Rows with one cause."""
+
+    rows: list[Row]
+    """The rows, the worst first; those without a comparison last."""
+    fails: bool
+    """True if one of them fails the gate."""
+    differences: list[str]
+    """The differences of the environment that may be the cause; empty if another cause is known, or none."""
+
+    @property
+    def largest(self) -> Row:
+        """The row of the largest slowdown; the worst row if none is slower."""
+        slower = [row for row in self.rows if is_slower(row)]
+        return max(slower, key=lambda row: row.ratio or 0.0, default=self.rows[0])
+
+    @property
+    def known(self) -> str | None:
+        """The reason of the policy's `known` entry that accepts the rows; None if there is none."""
+        return self.rows[0].known
+
+
+def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
+    """Return the rows that are worse or unclear by cause; the causes that fail the gate come first."""
+    differing = differences(verdicts)
+    shown = {RowClass.FAILS, RowClass.ALLOWED, RowClass.UNCLEAR}
+    rows = [row for row in worst_first(verdicts.rows) if classify(row, policy) in shown]
+    found: dict[Hashable, list[Row]] = {}
+    names: dict[tuple[str, str], Hashable] = {}  # the cause of the first worse row of each case
+    for row in rows:
+        name = _cause(row, differing)
+        if row.verdict in WORSE and row.known is None:
+            names.setdefault((row.key, row.id), name)
+        if row.verdict == "NOT_COMPARABLE":
+            name = names.get((row.key, row.id), name)  # what made the case worse also prevents the comparison
+        found.setdefault(name, []).append(row)
+    groups = [
+        Group(of_cause, any(classify(row, policy) is RowClass.FAILS for row in of_cause), _differing(name, differing))
+        for name, of_cause in _merged(found).items()
+    ]
+    return sorted(groups, key=lambda one: not one.fails)
+
+
+def by_reason(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return rows in groups with one metric, verdict and reason but for its numbers; the worst come first."""
+    found: dict[Hashable, list[Row]] = {}
+    for row in worst_first(rows):
+        found.setdefault(_reason(row), []).append(row)
+    return list(found.values())
+
+
+def title(found: Group) -> str:
+    """Return a cause in a few words, with its largest change: `iok-bs64 wall time +207.9 % (1.473 s, was 0.4652 s)`."""
+    return row_in_words(found.largest)
+
+
+def lines(found: Group) -> list[str]:
+    """Return the cause, the cases by metric and verdict, and the lines of the reason of the largest change."""
+    reason = found.largest.reason.splitlines()
+    text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
+    parts: dict[str, list[str]] = {}
+    for row in found.rows:
+        word = row.verdict if row.gated else f"{row.verdict} (not gated)"
+        parts.setdefault(f"{row.metric.replace('_', ' ')} {word}", []).append(row.id)
+    if found.differences:
+        text.insert(0, f"{DIFFERS.capitalize()}{'; '.join(found.differences)}.")
+    if found.known is not None:
+        text.append(f"Known: {found.known}")
+    if len(found.rows) > 1:
+        text.append("; ".join(f"{name}: {listed(ids, _MOST_NAMES)}" for name, ids in parts.items()) + ".")
+    return text
+
+
+def next_step(found: Group) -> str:
+    """Return the next step for the reader of the cause."""
+    if found.differences:
+        return "Measure again in the environment of the baseline, or make this report the baseline."
+    return step_of(found.rows[0])
+
+
+def _cause(row: Row, differing: Sequence[str]) -> Hashable:
+    if row.known is not None:
+        return _reason(row)
+    is_worse = row.verdict in WORSE or is_slower(row)
+    if is_worse and row.cause is not None and (module := cause.module_of(row.cause)) is not None:
+        return module
+    return _ENVIRONMENT if differing and is_worse else _reason(row)
+
+
+def _reason(row: Row) -> Hashable:
+    return row.verdict, row.metric, _NUMBER.sub("#", row.reason), row.known
+
+
+def _differing(name: Hashable, differing: Sequence[str]) -> list[str]:
+    return list(differing) if name == _ENVIRONMENT else []
+
+
+def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
+    """Return the causes; worse rows without a module belong to the first cause of which all their cases are worse."""
+    merged: dict[Hashable, list[Row]] = {}
+    # Rows of all cases come last: they belong to any cause.
+    for name, rows in sorted(found.items(), key=lambda pair: not _ids(pair[1])):
+        alike = name
+        if all(row.verdict in WORSE and row.known is None for row in rows) and isinstance(name, tuple):
+            fitting = (other for other, others in merged.items() if _is_worse(others) and _ids(rows) <= _ids(others))
+            alike = next(fitting, name)
+        merged.setdefault(alike, []).extend(rows)
+    return merged
+
+
+def _is_worse(rows: Sequence[Row]) -> bool:
+    return rows[0].verdict in WORSE and rows[0].known is None
+
+
+def _ids(rows: Iterable[Row]) -> set[str]:
+    return {name for row in rows if row.id != ALL_CASES for name in (row.cases or [row.id])}
