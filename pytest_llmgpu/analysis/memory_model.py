@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -228,10 +229,6 @@ def _fit(peaks: Mapping[int, int]) -> _Line | None:
 
 
 def _least_squares(tokens: list[int], peaks: Sequence[int]) -> _Line:
-    mean_tokens, mean_peak = math.fsum(tokens) / len(tokens), math.fsum(peaks) / len(peaks)
-    spread = math.fsum((each - mean_tokens) ** 2 for each in tokens)
-    together = math.fsum((each - mean_tokens) * (peak - mean_peak) for each, peak in zip(tokens, peaks, strict=True))
-    slope = together / spread
-    fixed = mean_peak - slope * mean_tokens
+    slope, fixed = statistics.linear_regression(tokens, peaks)
     residual = max(abs(fixed + slope * each - peak) for each, peak in zip(tokens, peaks, strict=True))
     return _Line(fixed, slope, residual, tokens)

@@ -112,8 +112,14 @@ def compare(result: CaseResult, reference: CaseResult, metric: str) -> Compariso
 
 def flipped(accuracy: Accuracy, before: Accuracy, metric: str) -> list[int]:
     """Return the item numbers whose predictions differ."""
-    pairs = zip(predictions_of(accuracy, metric), predictions_of(before, metric), strict=True)
-    return [number for number, (now, then) in enumerate(pairs) if now != then]
+    return differing(predictions_of(before, metric), predictions_of(accuracy, metric))
+
+
+def differing(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Return the numbers of the items whose answer changed."""
+    if before == after:  # most launches
+        return []
+    return [number for number, (then, now) in enumerate(zip(before, after, strict=True)) if then != now]
 
 
 def lost_and_won(accuracy: Accuracy, before: Accuracy, metric: str) -> tuple[int, int] | None:

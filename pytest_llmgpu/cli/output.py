@@ -36,11 +36,22 @@ def write_data(text: str) -> None:
         raise ValueError(f"the output cannot be written: {error.strerror}") from None
 
 
-def as_json(record: object) -> str:
-    """Return a record as indented JSON."""
+def write_json(record: object, target: str | None) -> bool:
+    """Write a record as indented JSON to the file of `--json`, or to stdout if that is `-`; return whether to stdout.
+
+    Raises:
+        ValueError: one line: the file cannot be written.
+    """
+    if target is None:
+        return False
     import msgspec
 
-    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+    text = msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+    if target == "-":
+        write_data(text)
+    else:
+        save(f"{text}\n", Path(target))
+    return target == "-"
 
 
 def save(text: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from pytest_llmgpu.analysis.reference import largest_difference
+from pytest_llmgpu.analysis.reference import differing, largest_difference
 from pytest_llmgpu.analysis.sign_test import by_chance, written
 from pytest_llmgpu.gate.policy import AccuracyRule
 from pytest_llmgpu.gate.series import series_of
@@ -100,12 +100,12 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     if any(len(one) != len(before) for one in (*afters, *([labels] if labels is not None else []))):
         reason = f"The numbers of scored items differ: {len(afters[0]):,}, were {len(before):,}."
         return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
-    counts = [len(_flips(before, after)) for after in afters]
+    counts = [len(differing(before, after)) for after in afters]
     odd = not _agree(afters) and _agree(befores)
     if odd:
         now = min(zip(nows, counts, strict=True), key=lambda one: (value_of(one[0], rule.metric), -one[1]))[0]
     after = predictions_of(now, rule.metric)
-    flips = _flips(before, after)
+    flips = differing(before, after)
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
     differences = [found for one in nows if (found := _difference(then, one)) is not None]
@@ -450,13 +450,6 @@ def _median(scored: Sequence[Accuracy], metric: str) -> Accuracy:
 
 def _agree(predictions: Sequence[Sequence[int]]) -> bool:
     return all(one == predictions[0] for one in predictions)
-
-
-def _flips(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Return the numbers of the items whose answer changed."""
-    if before == after:
-        return []
-    return [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
 
 
 def _difference(before: Accuracy, after: Accuracy) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -14,7 +13,7 @@ from pytest_llmgpu.gate.noise_model import Prior
 from pytest_llmgpu.gate.policy import LoadTimeRule, Rules
 from pytest_llmgpu.gate.time import Name, Samples, Timed
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.metrics import MetricName, loads_s
+from pytest_llmgpu.report.metrics import loads_s
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdict
 
@@ -109,11 +108,13 @@ def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
         verdict = "CAPACITY_IMPROVED"
     else:
         verdict = "OK"
-    return _row(
-        head,
-        "largest_batch",
-        verdict,
-        f"Largest batch size {_reach(head)}, was {_reach(base)}.",
+    case = head.result.case
+    return Row(
+        key=case.series,
+        id=case.strategy,
+        metric="largest_batch",
+        verdict=verdict,
+        reason=f"Largest batch size {_reach(head)}, was {_reach(base)}.",
         gated=gated,
         base=float(base.fits),
         head=float(head.fits),
@@ -123,11 +124,6 @@ def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
 
 def _reach(series: Series) -> str:
     return f"{series.fits}" + (f" (out of memory at {series.fails})" if series.fails is not None else "")
-
-
-def _row(of: Series, metric: MetricName, verdict: Verdict, reason: str, **figures: Any) -> Row:
-    case = of.result.case
-    return Row(key=case.series, id=case.strategy, metric=metric, verdict=verdict, reason=reason, **figures)
 
 
 def settled(

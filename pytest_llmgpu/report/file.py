@@ -29,8 +29,6 @@ from pytest_llmgpu.report.verdicts import with_present_names
 
 _Record = TypeVar("_Record")
 
-_SUFFIXES = (".json", ".json.gz")
-
 
 _WORK_ROW = re.compile(r"\.work\..*\.rows\[\d+\]$")
 """Place of a row of kernels: with a line for each field they would be most of a report."""
@@ -43,29 +41,29 @@ class _Head(msgspec.Struct):
     cases: msgspec.Raw
 
 
-def check_writable(path: Path) -> None:
-    """Check that a report can be written to `path`, without creating a file or a folder.
+def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (".json", ".json.gz")) -> None:
+    """Check that a file of a kind can be written to `path`, without creating a file or a folder.
 
     It is called before the run, so that hours of measuring are not lost at the end.
 
     Raises:
-        ValueError: the report cannot be written. The message names the path and the reason.
+        ValueError: the file cannot be written. The message names the path and the reason.
     """
-    if not path.name.endswith(_SUFFIXES):
-        raise ValueError(f"report {path}: the name must end in {' or '.join(_SUFFIXES)}")
+    if not path.name.endswith(tuple(suffixes)):
+        raise ValueError(f"{kind} {path}: the name must end in {' or '.join(suffixes)}")
     try:
         target = path.resolve()
         if (mode := _mode(target)) is not None:
             if not stat.S_ISREG(mode):
-                raise ValueError(f"report {path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
+                raise ValueError(f"{kind} {path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
             if not os.access(target, os.W_OK):
-                raise ValueError(f"report {path}: exists and is read-only")
+                raise ValueError(f"{kind} {path}: exists and is read-only")
         folder = next(parent for parent in target.parents if parent.exists())
         # Only creating a file shows quotas, read-only mounts and the rights of root. This one has no name.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links, before Python 3.13
-        raise ValueError(f"report {path}: cannot be written: {one_line(error)}") from None
+        raise ValueError(f"{kind} {path}: cannot be written: {one_line(error)}") from None
 
 
 def dump(report: Report, path: Path, texts: CaseTexts | None = None) -> None:
@@ -102,6 +100,14 @@ def write(path: Path, data: bytes) -> None:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save(path: Path, data: bytes, kind: str) -> None:
+    """Write a file as `write` does; ValueError in one line with the kind of the file, the path and the reason."""
+    try:
+        write(path, data)
+    except OSError as error:
+        raise ValueError(f"{kind} {path}: cannot be written: {one_line(error)}") from None
 
 
 def encode(report: Report, *, compressed: bool, texts: CaseTexts | None = None) -> bytes:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
-from pytest_llmgpu.cli.output import as_json, color, save, show, write_data
+from pytest_llmgpu.cli.output import color, show, write_json
 from pytest_llmgpu.report import option_values
 
 HELP = "judge a report against a baseline; the exit status is the result"
@@ -55,13 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.base is None or arguments.head is None:
         raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
     verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
-    text = as_json(verdicts) if arguments.json is not None else ""
     # Before the table is printed, because its reader may close the pipe early.
-    if arguments.json not in {None, "-"}:
-        save(f"{text}\n", Path(arguments.json))
-    if arguments.json == "-":
-        write_data(text)
-    else:
+    if not write_json(verdicts, arguments.json):
         most = None if arguments.all else verdict_tables.MOST_CASES
         table = verdict_tables.table(verdicts, in_force, color(), most)
         conclusion = verdict_tables.conclusion(verdicts, in_force, color())

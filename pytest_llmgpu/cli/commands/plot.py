@@ -45,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _timelines(report: Report, name: str) -> list[Chart]:
-    from pytest_llmgpu.render import charts
+    from pytest_llmgpu.render.charts import timelines
 
     result = next((result for result in report.cases if result.id == name), None)
     if result is None:
         known = ", ".join(result.id for result in report.cases) or "none"
         raise ValueError(f"--case {name!r}: the report has no such case; its cases are {known}")
-    return charts.of_case(result, report.environment)
+    return list(timelines.charts(result, report.environment))

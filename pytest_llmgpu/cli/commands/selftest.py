@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
-from pytest_llmgpu.cli.output import as_json, save, show, write_data
+from pytest_llmgpu.cli.output import show, write_json
 from pytest_llmgpu.report.text import plural, printable
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.gate.selftest.injected_regressions import Regression
     from pytest_llmgpu.gate.selftest.selftest import Missed, SelfTest, Trial
 
 HELP = "check that the gate detects regressions injected into a report"
@@ -53,29 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from pytest_llmgpu.gate.selftest import selftest
+    from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 
     policy = policy_of(arguments)
-    injected = _chosen(arguments.slowdown, arguments.plant)
+    injected = [one for one in regressions(arguments.slowdown) if one.name in (arguments.plant or _NAMES)]
     report = source(arguments.report, arguments).report()
     today, noise = rules_of(arguments, report)
     found = selftest.selftest(
         report, policy, today=today, calibration=noise, injected=injected, in_turn=arguments.in_turn
     )
-    data = as_json(found)
     # Before the text is printed, because its reader may close the pipe early.
-    if arguments.json not in {None, "-"}:
-        save(f"{data}\n", Path(arguments.json))
-    if arguments.json == "-":
-        write_data(data)
-    else:
+    if not write_json(found, arguments.json):
         show("\n".join(_text(found, assumed=noise is None)))
     return 0 if found.ok else 1
-
-
-def _chosen(slowdown: float, names: Sequence[str] | None) -> list[Regression]:
-    from pytest_llmgpu.gate.selftest.injected_regressions import regressions
-
-    return [one for one in regressions(slowdown) if names is None or one.name in names]
 
 
 def _text(found: SelfTest, *, assumed: bool) -> Iterator[str]:

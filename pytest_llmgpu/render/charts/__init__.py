@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.render.charts import accuracy, balance, baseline_ratios, communication, memory, timelines, timing
+from pytest_llmgpu.render.charts import accuracy, balance, baseline_ratios, communication, memory, timing
 from pytest_llmgpu.render.charts.chart import Chart, Charts
 from pytest_llmgpu.render.charts.images import Format, image
 from pytest_llmgpu.render.charts.panels import Panel, panels
 from pytest_llmgpu.render.charts.theme import theme
-from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
 
-__all__ = ["Chart", "Charts", "Format", "image", "of_case", "of_report", "theme"]
+__all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
 
 
 def of_report(report: Report) -> Charts:
@@ -42,16 +40,6 @@ def of_report(report: Report) -> Charts:
         charts=[one for one in found if isinstance(one, Chart)],
         omitted=[one for one in found if isinstance(one, str)],
     )
-
-
-def of_case(result: CaseResult, environment: Environment) -> list[Chart]:
-    """Return the time lines of one case, one chart per metric; none if nothing was sampled.
-
-    Args:
-        result: the case.
-        environment: the environment of its report, which names the GPUs.
-    """
-    return list(timelines.charts(result, environment))
 
 
 def _named(one: Chart | str, panel: Panel) -> Chart | str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from pytest_llmgpu.render.charts.chart import Chart, Spec
 from pytest_llmgpu.render.charts.theme import theme
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.text import printable
 
 Format = Literal["png", "svg"]
@@ -81,9 +82,5 @@ def write(charts: Sequence[Chart], folder: Path, chosen: Sequence[Format], *, da
         for one in chosen:
             data = image(chart, one, dark=dark)  # before the folder is made: an image that cannot be drawn leaves none
             path = folder / f"{chart.id}{'-dark' if dark else ''}.{one}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
-            except OSError as error:
-                raise ValueError(f"image {path}: cannot be written: {error.strerror}") from None
+            file.save(path, data, "image")
             yield path

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import datetime
-import errno
 import hashlib
 import importlib.util
-import os
 import shlex
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +17,12 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, grouping
+from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, templates, vega
 from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.render.summary import conclude, describe
-from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.render.time_table import make_time_table
 from pytest_llmgpu.render.work_table import make_work_table
 from pytest_llmgpu.report import file
@@ -33,7 +30,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 
 _LIBRARIES = ("jinja2", "vl_convert")
-_SUFFIXES = (".html", ".htm")
 _OPEN_PROBLEMS = 3  # the other problems are in a closed element
 
 
@@ -43,21 +39,10 @@ def check(path: Path) -> None:
     Raises:
         ValueError: the name, a library or the folder does not permit it; one line with the path and the reason.
     """
-    if not path.name.endswith(_SUFFIXES):
-        raise ValueError(f"page {path}: the name must end in {' or '.join(_SUFFIXES)}")
     for library in _LIBRARIES:
         if importlib.util.find_spec(library) is None:
             raise ValueError(MISSING)
-    target = path.resolve()
-    folder = next(parent for parent in target.parents if parent.exists())
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # Only the creation of a file shows quotas, read-only mounts and the permissions of root.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"page {path}: cannot be written: {error.strerror or error}") from None
+    file.check_writable(path, "page", (".html", ".htm"))
 
 
 def write(page: str, path: Path) -> None:
@@ -66,10 +51,7 @@ def write(page: str, path: Path) -> None:
     Raises:
         ValueError: the page cannot be written; one line with the path and the reason.
     """
-    try:
-        file.write(path, page.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise ValueError(f"page {path}: cannot be written: {error.strerror or error}") from None
+    file.save(path, page.encode("utf-8", "backslashreplace"), "page")
 
 
 def render(
@@ -133,7 +115,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         ],
         verdicts=verdicts,
         parts=[] if verdicts is None else grouped(verdicts, policy),
-        notes=[] if verdicts is None else verdict_tables.notes(verdicts),
+        notes=[] if verdicts is None else verdicts.warnings,
         machine=facts.machine(report, baseline),
         libraries=facts.libraries(report, baseline),
         options=facts.options(report, baseline),
@@ -158,7 +140,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
 
 def _timelines(report: Report) -> dict[str, list[Chart]]:
     """Return the timelines of each case that has samples."""
-    drawn = {result.id: charts.of_case(result, report.environment) for result in report.cases}
+    drawn = {result.id: list(timelines.charts(result, report.environment)) for result in report.cases}
     return {name: found for name, found in drawn.items() if found}
 
 

@@ -59,11 +59,6 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     return "\n\n".join(filter(None, parts))
 
 
-def notes(verdicts: Verdicts) -> list[str]:
-    """Return the notes on all verdicts: the warnings of the gate."""
-    return verdicts.warnings
-
-
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each case in the order of the metrics; the worst case comes first."""
     cases: dict[tuple[str, str], list[Row]] = {}
@@ -136,5 +131,5 @@ def _ends(verdicts: Verdicts, policy: Policy) -> Iterator[str]:
     compared = f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated, {ok:,} OK"
     compared += f"; {sum(armed.unarmed.values()):,} not compared: {missing}" if missing else ""
     yield textwrap.fill(compared, WIDTH, subsequent_indent=_INDENT)
-    for note in notes(verdicts):
+    for note in verdicts.warnings:
         yield textwrap.fill(f"note: {printable(note)}", WIDTH, subsequent_indent=_INDENT)

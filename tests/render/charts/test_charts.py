@@ -27,7 +27,7 @@ from pytest_llmgpu.analysis.reference import compare
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
-from pytest_llmgpu.render.charts import Chart
+from pytest_llmgpu.render.charts import Chart, timelines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Path
 
@@ -85,7 +85,7 @@ def test_a_report_has_every_chart_that_it_has_data_for() -> None:
 def test_every_summary_is_reviewed(prose: Prose) -> None:
     """The snapshot has the titles and captions of all charts of a report and of a case."""
     found = charts.of_report(_judged())
-    drawn = found.charts + charts.of_case(sampled(), make_report().environment)
+    drawn = found.charts + list(timelines.charts(sampled(), make_report().environment))
     assert prose == "\n".join([f"{chart.title}: {chart.summary}" for chart in drawn] + found.omitted)
 
 
@@ -116,7 +116,7 @@ def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> No
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_every_specification_is_valid_vega_lite() -> None:
     """Altair checks each one with Vega-Lite's schema."""
-    found = charts.of_report(_judged()).charts + charts.of_case(sampled(), make_report().environment)
+    found = charts.of_report(_judged()).charts + list(timelines.charts(sampled(), make_report().environment))
     assert len(found) == len(_OF_PAPER) + 6
     for chart in found:
         altair.Chart.from_dict(chart.spec)
@@ -444,7 +444,7 @@ def test_every_chart_names_model_and_machine() -> None:
     """An image stands alone; time lines too."""
     report = _judged()
     measured = "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset"
-    found = charts.of_report(report).charts + charts.of_case(sampled(30), report.environment)
+    found = charts.of_report(report).charts + list(timelines.charts(sampled(30), report.environment))
     assert {chart.measured for chart in found} == {measured}
 
 
@@ -459,6 +459,6 @@ def test_the_specifications_of_a_large_report_stay_small() -> None:
     """3 strategies, 7 batch sizes and 4 GPUs take under 2 MB with the time lines of every case."""
     report = _judged()
     text = [json.dumps(chart.spec) for chart in charts.of_report(report).charts]
-    lines = charts.of_case(sampled(2000), report.environment)
+    lines = list(timelines.charts(sampled(2000), report.environment))
     text += [json.dumps(chart.spec) for chart in lines] * 21
     assert sum(map(len, text)) < 2e6

@@ -4,13 +4,13 @@ import pytest
 from support.chart_data import sampled, values_of
 from support.report_factory import make_failed, make_profile, make_report, make_result
 
-from pytest_llmgpu.render import charts
+from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.report.result import Series
 
 
 def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
     """The table has at most 20 lines."""
-    found = {chart.id: chart for chart in charts.of_case(sampled(2000), make_report().environment)}
+    found = {chart.id: chart for chart in list(timelines.charts(sampled(2000), make_report().environment))}
     assert sorted(found) == [f"timeline-{name}" for name in ("memory", "nvlink", "pcie", "power", "utilization")]
     chart = found["timeline-utilization"]
     rows = list(values_of(chart.spec))
@@ -25,7 +25,7 @@ def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
 @pytest.mark.parametrize("points", [1, 2, 199, 200, 201, 202, 203, 1999])
 def test_a_series_of_any_length_is_drawn(points: int) -> None:
     """The last bin may have a single sample."""
-    chart = next(iter(charts.of_case(sampled(points, 1), make_report().environment)))
+    chart = next(iter(list(timelines.charts(sampled(points, 1), make_report().environment))))
     rows = list(values_of(chart.spec))
     assert min(points, 130) <= len(rows) <= 200
     assert [row["t"] for row in rows] == sorted(row["t"] for row in rows)
@@ -40,7 +40,7 @@ def test_a_peak_of_one_sample_is_drawn_at_its_height(place: int) -> None:
     assert profile.series is not None
     profile.series.devices[0]["power_w"][place] = 700.0
     del profile.series.devices[1]["power_w"]
-    found = {chart.id: chart for chart in charts.of_case(result, make_report().environment)}
+    found = {chart.id: chart for chart in list(timelines.charts(result, make_report().environment))}
     rows = list(values_of(found["timeline-power"].spec))
     assert [row["t"] for row in rows] == sorted({row["t"] for row in rows})
     (spike,) = [row for row in rows if row["0"] == 700]
@@ -50,7 +50,7 @@ def test_a_peak_of_one_sample_is_drawn_at_its_height(place: int) -> None:
 
 def test_gpus_differ_in_more_than_colour() -> None:
     """Each has its own dashes (WCAG 2.2, 1.4.1)."""
-    (chart, *_) = charts.of_case(sampled(30), make_report().environment)
+    (chart, *_) = list(timelines.charts(sampled(30), make_report().environment))
     dashes = chart.spec["layer"][0]["encoding"]["strokeDash"]["scale"]
     assert dashes["domain"] == ["0", "1", "2", "3"]
     assert len(set(map(tuple, dashes["range"]))) == 4
@@ -59,7 +59,7 @@ def test_gpus_differ_in_more_than_colour() -> None:
 def test_missing_samples_are_gaps_in_a_time_line() -> None:
     """A driver that refreshes slowly leaves gaps, which are not 0."""
     series = Series(t_s=[0.0, 0.2, 0.4], devices=[{"utilization_pct": [None, 40.0, None]}])
-    (chart,) = charts.of_case(make_result(profile=make_profile(1, series=series)), make_report().environment)
+    (chart,) = list(timelines.charts(make_result(profile=make_profile(1, series=series)), make_report().environment))
     assert [row.get("0") for row in values_of(chart.spec)] == [None, 40.0, None]
     assert [row[1] for row in chart.rows] == ["-", "40", "-"]
 
@@ -67,5 +67,5 @@ def test_missing_samples_are_gaps_in_a_time_line() -> None:
 def test_a_case_without_samples_has_no_time_lines() -> None:
     """It ran on a CPU or never started."""
     environment = make_report().environment
-    assert charts.of_case(make_result(), environment) == []
-    assert charts.of_case(make_failed("skipped_after_oom"), environment) == []
+    assert list(timelines.charts(make_result(), environment)) == []
+    assert list(timelines.charts(make_failed("skipped_after_oom"), environment)) == []

@@ -19,7 +19,6 @@ from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.html import page_name
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.html import report as html_report
-from pytest_llmgpu.render.terminal.verdicts import notes
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding
@@ -253,7 +252,7 @@ def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
     assert "Fails" not in text
     warning = "override[0] of the policy matches no case: check its strategy, test and marker"
     report.verdicts = msgspec.structs.replace(report.verdicts, warnings=[warning])
-    assert notes(report.verdicts) == [warning]
+    assert report.verdicts.warnings == [warning]
     assert warning in Page(html_report.render(report)).text
 
 
