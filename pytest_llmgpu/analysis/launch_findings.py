@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis.noise_regime import largest_spread, of_time
+from pytest_llmgpu.analysis.noise_regime import largest_spread, of_device_time, of_time
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
-from pytest_llmgpu.report.derived import inference_s, predictions_of
+from pytest_llmgpu.report.derived import device_times_s, inference_s, predictions_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Finding, Link
 from pytest_llmgpu.report.text import listed
 
@@ -25,14 +26,16 @@ _NAMED = 3
 class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
     """The fastest and the slowest launch of a case."""
 
+    of_device: bool
+    """True if the device time of the launches is far apart; False: the seconds that they spent in batches."""
     fastest: int
     """Number of the fastest launch, from 1."""
     fastest_s: float
-    """Seconds that it spent in batches."""
+    """Seconds of that launch."""
     slowest: int
     """Number of the slowest launch, from 1."""
     slowest_s: float
-    """Seconds that it spent in batches."""
+    """Seconds of that launch."""
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,22 +104,25 @@ def _count_differing(accuracies: Sequence[Accuracy], metric: str) -> int:
 
 
 def _decide_times(launches: Sequence[CaseResult]) -> TimeSpread | None:
-    """Return the fastest and the slowest launch if chance does not explain them and all launches did the same."""
+    """Return the fastest and the slowest launch if chance does not explain them and all launches did the same.
+
+    Device time counts where it is far apart although wall time is not.
+    """
     completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
-    timed = [
-        (inference_s(launch), number)
-        for number, result in completed
-        for launch in result.launches
-        if launch.batches.latency_s
-    ]
+    numbered = [(number, launch) for number, result in completed for launch in result.launches]
     did = {(launch.plan_sha256, result.case.execution) for _, result in completed for launch in result.launches}
-    if not timed or len(did) > 1:
+    if len(did) > 1:
         return None
-    (fastest_s, fastest), (slowest_s, slowest) = min(timed), max(timed)
-    spread = max(largest_spread(of_time(result)) for _, result in completed)
-    if not slowest_s >= spread * fastest_s > 0:
-        return None
-    return TimeSpread(fastest=fastest, fastest_s=fastest_s, slowest=slowest, slowest_s=slowest_s)
+    wall = [(inference_s(launch), number) for number, launch in numbered if launch.batches.latency_s]
+    device = [(max(times), number) for number, launch in numbered if (times := device_times_s(launch))]
+    for timed, regime_of in ((wall, of_time), (device, of_device_time)):
+        spread = max((largest_spread(regime_of(result)) for _, result in completed), default=math.inf)
+        (fastest_s, fastest), (slowest_s, slowest) = min(timed, default=(0.0, 0)), max(timed, default=(0.0, 0))
+        if slowest_s >= spread * fastest_s > 0:
+            return TimeSpread(
+                of_device=timed is device, fastest=fastest, fastest_s=fastest_s, slowest=slowest, slowest_s=slowest_s
+            )
+    return None
 
 
 def describe(found: Differences) -> list[Finding]:
@@ -161,11 +167,12 @@ def _describe(found: Differences) -> Iterator[Finding]:
             "same way.",
         )
     if (times := found.times) is not None:
+        metric = "device time" if times.of_device else "time"
         yield _warning(
             _TIMES_DIFFER,
-            f"Launches differ in time by a factor of {times.slowest_s / times.fastest_s:.1f}: launch {times.slowest} "
-            f"of {found.launches} was the slowest with {times.slowest_s:.3g} s, launch {times.fastest} the fastest "
-            f"with {times.fastest_s:.3g} s.",
+            f"Launches differ in {metric} by a factor of {times.slowest_s / times.fastest_s:.1f}: launch "
+            f"{times.slowest} of {found.launches} was the slowest with {times.slowest_s:.3g} s, launch {times.fastest} "
+            f"the fastest with {times.fastest_s:.3g} s.",
             "Look for another user of the machine (`profile.invalid`, nvidia-smi, top). If there is none, run more "
             "launches (--llmgpu-launches) to see which time is typical.",
         )

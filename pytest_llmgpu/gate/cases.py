@@ -20,7 +20,14 @@ from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.noise_model import Prior, prior_of
 from pytest_llmgpu.gate.policy import Policy, Rules
-from pytest_llmgpu.gate.series import by_series, series_of, series_rows, settled, undecided_load_time
+from pytest_llmgpu.gate.series import (
+    by_series,
+    series_of,
+    series_rows,
+    settled,
+    undecided_load_time,
+    with_distinct_names,
+)
 from pytest_llmgpu.gate.time import Timed
 from pytest_llmgpu.gate.work import work_rows
 from pytest_llmgpu.report.metrics import MetricName
@@ -262,7 +269,9 @@ class _Comparison:
         self._entries += time.all_cases([entry for entry in self._entries if isinstance(entry, Timed)], known)
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
         times = iter(time.rows(timed, self.policy.confidence, note))
-        rows = [next(times) if isinstance(entry, Timed) else entry for entry in self._entries]
+        rows = with_distinct_names(
+            [next(times) if isinstance(entry, Timed) else entry for entry in self._entries], self.head.cases
+        )
         return [self._with_cause(row) for row in rows if not undecided_load_time(row)]
 
     def _with_cause(self, row: Row) -> Row:

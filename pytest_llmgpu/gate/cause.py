@@ -19,7 +19,7 @@ from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, UNCLEAR, WORSE, Row
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, WORSE, Row
 from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
 _EXPLAINED = frozenset(("device_time", "time", "flops", "host_syncs", "kernels", "ops", "runtime_calls", "traffic"))
@@ -46,8 +46,11 @@ _COPIES = re.compile(r"Mem(cpy|set)")
 _COMMUNICATES = re.compile(r"c10d")
 _PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
 
+PREFIX = "Cause: "
+"""Start of the line of a reason that states the cause."""
 _CALLS = "Calls: "
 """Start of the line of a reason that lists calls; those of exact metrics have it already."""
+_FLOPS = "FLOPs"
 _IDLE, _WAITING, _TRANSFER, _COPYING = "idle", "waiting", "transfer", "copies"
 _PLACES: dict[str, Place] = {_IDLE: "host", _WAITING: "waiting", _TRANSFER: "transfer", _COPYING: "copies"}
 
@@ -88,6 +91,7 @@ class _Rank(NamedTuple):
     modules: dict[_Part, _Amount]
     runtime_calls: dict[str, int]
     ops: dict[str, int]
+    flops_by_module: dict[str, int]
 
     @property
     def families(self) -> dict[KernelFamily, _Amount]:
@@ -136,8 +140,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
         head: The case in the candidate.
         names: The kernel names of both reports.
     """
-    significant = row.verdict in UNCLEAR and row.low is not None and row.low > 1
-    if row.metric not in _EXPLAINED or (row.verdict not in WORSE and not significant):
+    if row.metric not in _EXPLAINED or row.verdict not in WORSE:
         return row
     launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
     if len({launch.plan_sha256 for launch in launches}) != 1:
@@ -149,7 +152,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
     lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
     also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
     more = [line for line in details(found) if not (_lists_calls(line) and any(map(_lists_calls, lines)))]
-    text = "\n".join([*lines, f"Cause: {describe(found)}.", *more, *also])
+    text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *more, *also])
     return msgspec.structs.replace(row, cause=found, reason=text)
 
 
@@ -211,6 +214,7 @@ def details(cause: Cause) -> list[str]:
         f"{_short(change.name)} {change.before:,} -> {change.after:,}"
         for changes in (cause.kernels, cause.runtime_calls, cause.ops if not cause.kernels else [])
         for change in changes[:_NAMED]
+        if change.name != _FLOPS
     ]
     if calls:
         lines.append(f"{_CALLS}{', '.join(calls)}.")
@@ -401,12 +405,15 @@ def _kernels(pair: _Pair) -> list[CallsChange]:
 
 def _module_of_calls(pair: _Pair, family: KernelFamily, growth: int) -> str | None:
     """Return the module with most of the calls that a family has more than before, or fewer, in the eager pass."""
-    changes = {
-        module: pair.after.modules.get((module, of), _Amount()).calls
-        - pair.before.modules.get((module, of), _Amount()).calls
-        for module, of in {**pair.before.modules, **pair.after.modules}
-        if of == family
-    }
+    before, after = (
+        {module: amount.calls for (module, of), amount in rank.modules.items() if of == family} for rank in pair
+    )
+    return _module_with_most(before, after, growth)
+
+
+def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], growth: int) -> str | None:
+    """Return the module with at least half of the changes in the direction of `growth`; None if no module has."""
+    changes = {module: after.get(module, 0) - before.get(module, 0) for module in {**before, **after}}
     found = {module: abs(change) for module, change in changes.items() if change * growth > 0}
     best = max(sorted(found), key=lambda module: found[module], default=None)
     return best if best is not None and found[best] >= sum(found.values()) / 2 else None
@@ -417,10 +424,23 @@ def _runtime_calls(pair: _Pair) -> list[CallsChange]:
 
 
 def _ops(pair: _Pair, metric: MetricName) -> list[CallsChange]:
-    """Return the ops whose number of calls changed; a product has the module with more calls of its kernels."""
+    """Return the ops whose number of calls changed; a product has the module whose FLOPs or kernels changed.
+
+    Products of other sizes have equal calls: for FLOPs, the module that computes more is then named alone.
+    """
+    flops = pair.before.flops_by_module, pair.after.flops_by_module
     found = _counts(pair.before.ops, pair.after.ops, _COMMUNICATES if metric == "traffic" else _PRODUCES)
+
+    def module_of(growth: int) -> str | None:
+        return _module_with_most(*flops, growth) if all(flops) else None
+
+    if metric == "flops" and (module := module_of(1)) and not any(_PRODUCES.search(change.name) for change in found):
+        before, after = (sum(side.values()) for side in flops)
+        return [CallsChange(name=_FLOPS, module=module, before=before, after=after)]
     return [
-        msgspec.structs.replace(change, module=_module_of_calls(pair, "GEMM", change.growth))
+        msgspec.structs.replace(
+            change, module=module_of(change.growth) or _module_of_calls(pair, "GEMM", change.growth)
+        )
         if _PRODUCES.search(change.name)
         else change
         for change in found
@@ -470,6 +490,7 @@ def _rank(measured: Measured, number: int) -> _Rank:
         modules=_median_amounts([_by_module(rank) for rank in ranks]),
         runtime_calls=_median_counts([rank.runtime_calls or {} for rank in ranks]),
         ops=_median_counts([rank.ops or {} for rank in ranks]),
+        flops_by_module=_median_counts([rank.flops_by_module or {} for rank in ranks]),
     )
 
 

@@ -20,9 +20,11 @@ Sides = tuple[list[Launch], list[Launch]]
 class Refusal(NamedTuple):
     """The reason why no launches can be compared."""
 
-    verdict: Verdict | None
-    """The verdict of the case; None if the baseline has no time."""
+    verdict: Verdict
+    """The verdict of the case."""
     reason: str
+    next_step: str = ""
+    """The next step for the reader, if it depends on the reason."""
 
 
 def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
@@ -34,17 +36,18 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
         if not measured and result is head:
             return Refusal("MISSING", "No batch was timed.")
         if not measured:
-            return Refusal(None, "no batch of the baseline was timed")
+            return Refusal("INVALID", "No batch of the baseline was timed.", _again(name))
         if not valid:
-            disturbance = disturbances.untimed(measured[0])
-            return Refusal("INVALID", f"The launches of the {name} were disturbed: {disturbance}.")
+            disturbance = disturbances.untimed(measured[0]) or ""
+            reason = f"The launches of the {name} were disturbed: {disturbance}."
+            return Refusal("INVALID", reason, _again(name, disturbances.remedy(disturbance)))
         sides.append(valid)
     alike = _equally_throttled(*sides)
     if isinstance(alike, str):
-        return Refusal("INVALID", alike)
-    if (reason := _unpaired([*alike[0], *alike[1]])) is not None:
-        cause = other_execution(base, head)
-        return Refusal("NOT_COMPARABLE", reason if cause is None else f"{reason}\n{cause}")
+        return Refusal("INVALID", alike, _again("throttled report", disturbances.COOLER))
+    if (unpaired := _unpaired([*alike[0], *alike[1]])) is not None:
+        other = other_execution(base, head)
+        return Refusal("NOT_COMPARABLE", unpaired if other is None else f"{unpaired}\n{other}")
     return alike
 
 
@@ -78,9 +81,14 @@ def _equally_throttled(base: list[Launch], head: list[Launch]) -> Sides | str:
     if not _with_known_throttling(side):
         return f"Power or heat throttled the {one}; for the {other} it is not known (`profile.devices`)."
     if len(rest) == len(side):
-        return f"Power or heat throttled only the {one} (`profile.invalid`). Measure again with cooler GPUs."
+        return f"Power or heat throttled only the {one} (`profile.invalid`)."
     counted = f"{len(side) - len(rest)} of {len(side)}"
     return f"Power or heat throttled all launches of the {one} and {counted} of the {other} (`profile.invalid`)."
+
+
+def _again(name: str, remedy: str = "") -> str:
+    """Return the step that measures a report again, after the remedy of what disturbed it."""
+    return f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
 
 
 def _with_known_throttling(side: list[Launch]) -> list[Launch]:

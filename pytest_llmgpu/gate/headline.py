@@ -50,7 +50,7 @@ _STATES: dict[SessionState, str] = {
 _NEXT_STEPS = {
     "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
     "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
-    "INVALID": "Measure again with no other process on the GPUs.",
+    "INVALID": "Measure again.",
     "NOT_ENOUGH_DATA": "Measure again with more launches: --llmgpu-launches.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
@@ -91,7 +91,7 @@ class NextSteps(NamedTuple):
     """What to run next."""
 
     worst: Row | None
-    """The worst row that fails the gate; None if none does."""
+    """The worst row that fails the gate, else the worst gated one that is INVALID; None if there is none."""
     commits: tuple[str, str] | None
     """The commits between which a regression began; None if they are equal or not known."""
     undecided: int
@@ -204,10 +204,11 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
         for row in undecided
         if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= _MOST_LAUNCHES
     )
+    worst = failing or worst_first(row for row in verdicts.rows if row.verdict == "INVALID" and row.gated)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
     head = verdicts.head.commit if verdicts.head is not None else None
     return NextSteps(
-        worst=failing[0] if failing else None,
+        worst=worst[0] if worst else None,
         commits=(base, head) if base and head and base != head else None,
         undecided=len(undecided),
         launches=needed[-1] if 2 * len(needed) >= len(undecided) and needed else None,
@@ -238,7 +239,7 @@ def describe_next(steps: NextSteps) -> str:
 
 def step_of(row: Row) -> str:
     """Return the next step for the reader of a row."""
-    return _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
+    return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
 
 
 def _with_numbers_first(rows: Iterable[Row]) -> list[Row]:

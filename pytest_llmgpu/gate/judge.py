@@ -70,7 +70,7 @@ def judge(
     known = with_unseen(known, policy)
     warnings += idle_overrides(policy, results)
     if base is not None:
-        warnings += _unmatched(policy, results)
+        warnings += _unmatched(policy, results, known)
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
         other = other_devices(base.cases, head.cases)
@@ -120,7 +120,7 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
     reasons: dict[tuple[str, str], str] = {}
     for entry in policy.known:
         name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
-        about = [row for row in rows if row.metric == entry.metric and entry.case in {row.id, *(row.cases or ())}]
+        about = [row for row in rows if row.metric == entry.metric and entry.case in {*_names(row), *(row.cases or ())}]
         open_rows = [row for row in about if row.verdict in _MAY_BE_KNOWN]
         grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
         if entry.expires < today:
@@ -139,11 +139,16 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
 
 def _marked(row: Row, reasons: Mapping[tuple[str, str], str]) -> Row:
     """Return the row with the reason why it is accepted: of its id, or of each case that it is about."""
-    reason = reasons.get((row.id, row.metric))
+    reason = next((text for name in _names(row) if (text := reasons.get((name, row.metric)))), None)
     of_cases = [reasons.get((case, row.metric)) for case in row.cases or ()]
     if reason is None and of_cases and None not in of_cases:
         reason = of_cases[0]
     return row if reason is None else msgspec.structs.replace(row, known=reason)
+
+
+def _names(row: Row) -> tuple[str, str]:
+    """Return the id of a row, and the strategy of one of several series of it."""
+    return row.id, row.id.partition(" (")[0]
 
 
 def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
@@ -151,9 +156,10 @@ def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
     return [row for row in rows if row.id == entry.case] if entry.metric in _CHANGES_ONLY else []
 
 
-def _unmatched(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
+def _unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row]) -> list[str]:
     """Return a line for each known regression whose case neither report has: its name may be misspelt."""
     names = {ALL_CASES, *(name for result in cases for name in (result.id, result.case.strategy))}
+    names |= {row.id for row in rows}
     return [
         f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
         for entry in policy.known

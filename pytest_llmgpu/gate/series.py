@@ -13,9 +13,15 @@ from pytest_llmgpu.gate.noise_model import Prior
 from pytest_llmgpu.gate.policy import LoadTimeRule, Rules
 from pytest_llmgpu.gate.time import Name, Samples, Timed
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.metrics import loads_s
+from pytest_llmgpu.report.metrics import loads_s, spec_of
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdict
+
+_NOT_OF_SERIES = frozenset(("batch_size", "execution"))
+"""Fields in which the cases of one series can differ."""
+
+_NAMED = 2
+"""Most fields in the name of a series."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -38,9 +44,7 @@ def series_of(case: Case) -> tuple[object, ...]:
     """Return what the cases of one series share. Faster than `Case.series`, and valid within one process only."""
     fields = msgspec.structs.asdict(case)
     return tuple(
-        str(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name not in {"batch_size", "execution"}
+        str(value) if isinstance(value, dict) else value for name, value in fields.items() if name not in _NOT_OF_SERIES
     )
 
 
@@ -124,6 +128,36 @@ def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
 
 def _reach(series: Series) -> str:
     return f"{series.fits}" + (f" (out of memory at {series.fails})" if series.fails is not None else "")
+
+
+def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
+    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`.
+
+    Args:
+        rows: Rows of cases and of series.
+        results: The results of the candidate.
+    """
+    keys: dict[str, set[str]] = {}
+    for row in rows:
+        if spec_of(row.metric).scope == "series":
+            keys.setdefault(row.id, set()).add(row.key)
+    names: dict[str, str] = {}
+    for strategy, several in keys.items():
+        if len(several) > 1:
+            cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
+            fields = {key: msgspec.structs.asdict(case) for key, case in cases.items()}
+            differing = [
+                name
+                for name in next(iter(fields.values()), {})
+                if name not in _NOT_OF_SERIES and len({str(one[name]) for one in fields.values()}) > 1
+            ]
+            # A hash names nothing to the reader, unless it is all that differs.
+            shown = [name for name in differing if not name.endswith("sha256")] or differing
+            names |= {
+                key: f"{strategy} ({', '.join(f'{name}={one[name]}' for name in shown[:_NAMED])})"
+                for key, one in fields.items()
+            }
+    return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]
 
 
 def settled(

@@ -35,6 +35,7 @@ from pytest_llmgpu.gate.noise_model import (
 from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
 from pytest_llmgpu.gate.stats.distributions import t_quantile, t_tail
 from pytest_llmgpu.gate.stats.holm import holm
+from pytest_llmgpu.gate.work import lost
 from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold
 from pytest_llmgpu.report.result import CaseResult, Launch
@@ -158,7 +159,7 @@ def wall_times(
     regime: NoiseRegime,
     in_turn: bool,
     machine_sd: float,
-) -> Timed | Row | str:
+) -> Timed | Row:
     """Return the wall times of two completed results, or why they cannot be compared.
 
     Args:
@@ -497,8 +498,8 @@ def _p(case: Timed, estimate: Estimate, sign: int) -> float:
     return min(1.0, len(case.ranks) * t_tail(distance / estimate.error, estimate.degrees))
 
 
-def _refused(head: CaseResult, metric: MetricName, why: Refusal, *, gated: bool) -> Row | str:
-    return why.reason if why.verdict is None else Row.of(head, metric, why.verdict, why.reason, gated=gated)
+def _refused(head: CaseResult, metric: MetricName, why: Refusal, *, gated: bool) -> Row:
+    return Row.of(head, metric, why.verdict, why.reason, gated=gated, next_step=why.next_step)
 
 
 def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:
@@ -539,8 +540,7 @@ def _measured(
     if not then:
         return ONLY_CANDIDATE if now else NEITHER
     if not now:
-        reason = f"Only the baseline has device time: {_why_absent(head)}."
-        return Row.of(head, "device_time", "MISSING", reason, gated=gated)
+        return lost(head, "device_time", _why_absent(head), gated=gated)
     if isinstance(sides, Refusal):
         return _refused(head, "device_time", sides, gated=gated)
     measured = _Measured(
@@ -581,13 +581,13 @@ def _largest_change(ranks: Sequence[Samples]) -> float:
 
 
 def _why_absent(result: CaseResult) -> str:
-    """Return why a result has no device time, without a full stop."""
+    """Return why a result has no device time."""
     for launch in result.launches:
         if launch.work is None:
-            return launch.why.get("work", "the report has no reason").rstrip(".")
+            return launch.why.get("work", "the report has no reason")
         for rank in launch.work.ranks:
             if "device_time_s" in rank.why:
-                return rank.why["device_time_s"].rstrip(".")
+                return rank.why["device_time_s"]
     return "the report has no reason"
 
 

@@ -52,7 +52,7 @@ _Identity = tuple[str, str]
 """Key and id of a result. A case that is measured twice in a session has two ids."""
 
 _Rows = dict[tuple[str, str, MetricName], Row]
-"""The row of the gate for each key, id and metric."""
+"""The row of the gate for each key, id and metric; for metrics of a series the id is empty."""
 
 _TIMES = ("device_time", "time")
 """The metrics whose changes are searched in the history, the best first."""
@@ -283,11 +283,16 @@ def _rows(earlier: Iterable[Report], report: Report, noise: Calibration | None) 
         if common:
             rows = judge.judge(base, report, Policy(), today=datetime.date.min, calibration=noise).rows
             keys = common | {result.case.series for result in report.cases if result.key in common}
-            found |= {(row.key, row.id, row.metric): row for row in rows if row.key in keys}
+            found |= {(row.key, _id(row), row.metric): row for row in rows if row.key in keys}
         left -= common
         if not left:
             break
     return found
+
+
+def _id(row: Row) -> str:
+    """Return the id of a case; the key of a series suffices."""
+    return "" if spec_of(row.metric).scope == "series" else row.id
 
 
 def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, place: int) -> Figure:
@@ -303,7 +308,7 @@ def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, pl
         if name == spec.name and place in marks:
             continue  # the history shows no change
         of_series = spec_of(name).scope == "series"
-        row = rows.get((case.series, case.strategy, name) if of_series else (result.key, result.id, name))
+        row = rows.get((case.series, "", name) if of_series else (result.key, result.id, name))
         if row is not None and row.verdict in _CHANGES and result.id in (row.cases or [result.id]):
             change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]
             return msgspec.structs.replace(figure, change=change, reason=row.reason)

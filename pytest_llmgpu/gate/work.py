@@ -16,7 +16,7 @@ from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
-from pytest_llmgpu.report.work import WORK_OFF, RankWork
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork
 
 _NAMED = 3
 """Most calls that a reason names, since it has two lines."""
@@ -90,6 +90,19 @@ def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Foun
             yield Found(metric.name, row, gap=rule.gate)
 
 
+def lost(head: CaseResult, metric: MetricName, why: str, *, gated: bool) -> Row:
+    """Return the row of a figure of the work passes that only the baseline has.
+
+    Args:
+        head: The result of the candidate.
+        metric: The metric.
+        why: The reason why the candidate lacks it.
+        gated: True if the policy gates the metric.
+    """
+    reason = f"Only the baseline has {metric.replace('_', ' ')}: {why.rstrip('.')}."
+    return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
+
+
 def _row_or_reason(
     metric: _Metric,
     before: Sequence[Launch],
@@ -102,10 +115,9 @@ def _row_or_reason(
         return ONLY_CANDIDATE
     if not after:
         why = _why(metric, head)
-        if why == WORK_OFF or not rule.gate:
+        if not rule.gate:
             return f"the candidate lacks it: {why}"
-        reason = f"Only the baseline has {metric.name}: {why.rstrip('.')}."
-        return Row.of(head, metric.name, "MISSING", reason, gated=rule.gate)
+        return lost(head, metric.name, why, gated=rule.gate)
     thens_by, nows_by = (_by_batches(metric, side) for side in (before, after))
     common = next((batches for batches in nows_by if batches in thens_by), None)
     if common is None:

@@ -8,8 +8,17 @@ first. The formulas are those of torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_llmgpu.ranks import kernel_records
+from pytest_llmgpu.report.work import OTHER_MODULE
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_MODULES = 100
 
 _LIKE_FLASH_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -26,19 +35,26 @@ class OpCounts(NamedTuple):
     """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""
     flops: int
     """The sum over ops that torch has a formula for: matrix products, convolutions, attention."""
+    flops_by_module: dict[str, int]
+    """The innermost module, with layer numbers folded, to its part of `flops`, the largest first."""
 
 
-def count(forward: Callable[[], object]) -> OpCounts:
+def count(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
     """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
 
     Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
+
+    Args:
+        forward: The function.
+        model: The model whose modules share the FLOPs; None: they are not split.
     """
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     formulas = _formulas()
     ops: Counter[str] = Counter()
-    flops = 0
+    flops: Counter[str] = Counter()
+    entered = [OTHER_MODULE]
 
     class Counting(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -46,7 +62,6 @@ def count(forward: Callable[[], object]) -> OpCounts:
         def __torch_dispatch__(
             self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            nonlocal flops
             named = kwargs or {}
             if any(issubclass(one, DTensor) for one in types):
                 return NotImplemented  # it comes again, as ops on the local parts
@@ -61,12 +76,47 @@ def count(forward: Callable[[], object]) -> OpCounts:
             ops[name] += 1
             formula = formulas.get(getattr(func, "_overloadpacket", func))
             if formula is not None:
-                flops += int(formula(*args, **named, out_val=answer))
+                flops[entered[-1]] += int(formula(*args, **named, out_val=answer))
             return answer
 
-    with Counting():  # type: ignore[no-untyped-call]  # torch leaves its constructor untyped
+    # torch leaves the constructor of its modes untyped.
+    with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
         forward()
-    return OpCounts(ops=dict(sorted(ops.items())), flops=flops)
+    largest = dict(flops.most_common(_MOST_MODULES))
+    if rest := flops.total() - sum(largest.values()):
+        largest[OTHER_MODULE] = largest.get(OTHER_MODULE, 0) + rest
+    return OpCounts(ops=dict(sorted(ops.items())), flops=flops.total(), flops_by_module=largest)
+
+
+@contextmanager
+def module_hooks(
+    model: torch.nn.Module | None, enter: Callable[[str], object], leave: Callable[[], object]
+) -> Iterator[None]:
+    """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
+
+    Args:
+        model: The model; None: nothing is called.
+        enter: Called before a forward.
+        leave: Called after a forward, even if it raised.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    handles = []
+    for name, module in [] if model is None else model.named_modules():
+        folded = kernel_records.folded(name, prefix)
+        # Outside of all other hooks: those of a strategy compute and launch kernels, too.
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, folded=folded: _nothing(enter(folded)), prepend=True)
+        )
+        handles.append(module.register_forward_hook(lambda *_: _nothing(leave()), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing(_: object) -> None:
+    """Drop a value: what a hook returns replaces the arguments or the output of the module."""
 
 
 def _formulas() -> dict[Any, Callable[..., Any]]:

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -153,7 +153,7 @@ def measure(
     def run() -> float:
         return _run(loaded, [plan.batches[number]], workload, on_batch)
 
-    counted = ops.count(run)
+    counted = ops.count(run, loaded.model)
     why = {} if loaded.dispatched else {"flops": _BYPASSED}
     modules = None
     if loaded.devices[0].type == "cuda":
@@ -169,6 +169,7 @@ def measure(
         uuids=_uuids(loaded.devices),
         ops=counted.ops,
         flops=counted.flops if loaded.dispatched else None,
+        flops_by_module=counted.flops_by_module if loaded.dispatched else None,
         runtime_calls=None if modules is None else modules.runtime_calls,
         host_syncs=None if modules is None else modules.host_syncs,
         why=why,
@@ -369,35 +370,17 @@ def _set_detaching(*, wanted: bool) -> None:
     os.environ[_DETACHING] = "1" if wanted else "0"
 
 
-@contextmanager
-def _module_ranges(model: torch.nn.Module) -> Iterator[None]:
+def _module_ranges(model: torch.nn.Module) -> AbstractContextManager[None]:
     """While entered, each forward of a module of the model is a range of torch.profiler with the module's name."""
     import torch
 
     opened: list[torch.profiler.record_function] = []
 
-    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(*_: object) -> None:
-            opened.append(torch.profiler.record_function(name))
-            opened[-1].__enter__()
+    def enter(name: str) -> None:
+        opened.append(torch.profiler.record_function(RANGE_PREFIX + name))
+        opened[-1].__enter__()
 
-        def leave(*_: object) -> None:
-            opened.pop().__exit__(None, None, None)
-
-        return enter, leave
-
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    handles = []
-    for name, module in model.named_modules():
-        enter, leave = hooks(RANGE_PREFIX + kernel_records.folded(name, prefix))
-        # Outside of all other hooks: those of a strategy launch kernels, too.
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return ops.module_hooks(model, enter, lambda: opened.pop().__exit__(None, None, None))
 
 
 def _uuids(devices: Sequence[torch.device]) -> list[str]:

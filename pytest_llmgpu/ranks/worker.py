@@ -308,8 +308,11 @@ def model_size(state: RankState) -> ModelSize | str | None:
         return None
     if state.model_size is None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
-        # The loaded model holds this rank's part only.
-        state.model_size = work.model_size(models.skeleton(state.source, dtype), dtype.itemsize)
+        try:
+            # The loaded model holds this rank's part only.
+            state.model_size = work.model_size(models.skeleton(state.source, dtype), dtype.itemsize)
+        except Exception as error:  # noqa: BLE001 - a model of a user can fail in any way, and costs its bound alone
+            state.model_size = f"{type(error).__name__}: {error}"
     return state.model_size
 
 

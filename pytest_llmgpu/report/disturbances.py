@@ -43,6 +43,23 @@ TITLES: dict[Kind, str] = {
 }
 """The beginning of the sentence about each kind."""
 
+COOLER = "Cool the GPUs, or lock their clocks (nvidia-smi --lock-gpu-clocks)."
+"""Next step where power or heat throttled the GPUs."""
+
+_ALONE = "End the other programs on these GPUs; nvidia-smi lists them."
+_BROKEN = "Read the driver's log (dmesg), and reset or replace the GPU."
+
+_REMEDIES: dict[Kind, str] = {
+    "lost": _BROKEN,
+    "throttled": COOLER,
+    "clock": COOLER,
+    "processes": _ALONE,
+    "memory": _ALONE,
+    "ecc": _BROKEN,
+    "xid": _BROKEN,
+}
+"""The next step for each kind."""
+
 _DETAILS: dict[Kind, str] = {
     "lost": "GPU {index} ({value})",
     "throttled": "GPU {index} for {value:.1f} % of the time",
@@ -116,6 +133,11 @@ def describe(found: Sequence[Disturbance]) -> list[str]:
 def is_power(sentence: str) -> bool:
     """Return whether a sentence of `describe` is about the power and heat limits of a GPU."""
     return sentence.startswith(_POWER)
+
+
+def remedy(sentence: str) -> str:
+    """Return the next step for the disturbance of a sentence of `describe`; empty for other sentences."""
+    return next((_REMEDIES[kind] for kind, title in TITLES.items() if sentence.startswith(title)), "")
 
 
 def disturbed(profile: Profile) -> str | None:

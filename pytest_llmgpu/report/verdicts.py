@@ -83,6 +83,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Result of the comparison."""
     reason: str
     """Explanation: the result in one line, then the cause if there is one, then other differences or the next step."""
+    next_step: str = ""
+    """Next step for the reader where it depends on the reason; empty if that of the verdict or the metric applies."""
     gated: bool = True
     """False if the policy only reports this metric, so that it cannot fail the gate."""
     base: float | None = None

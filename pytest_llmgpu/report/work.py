@@ -23,6 +23,9 @@ OTHER_MODULE = "other"
 WORK_OFF = "work passes are switched off for this case (--llmgpu-work=off)"
 """Reason in `why` of a launch."""
 
+WORK_ON = "Measure the candidate again without --llmgpu-work=off."
+"""Next step where the candidate has `WORK_OFF` and the baseline has work."""
+
 TRAFFIC_FAILED = "the forwards in which traffic is counted failed"
 """Beginning of the reason why a completed case has no traffic, if a rank failed."""
 NO_WORK = "work passes run for completed cases only"
@@ -87,6 +90,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     flops: Count | None = None
     """The floating-point operations of this rank in an eager pass over `eager_batches`, by torch's formulas for matrix
     products, convolutions and attention. Tensors that are split over ranks count with the part of this rank."""
+    flops_by_module: dict[str, Count] | None = None
+    """Name of a module, with layer numbers folded, to its part of `flops`: that of ops which no module within it
+    computes. Null where `flops` is, and in older reports."""
     runtime_calls: dict[str, Count] | None = None
     """Name of each function of the CUDA runtime and driver to its number of calls in an eager pass over
     `eager_batches`. Calls that poll, and the calls by which results are read back, are left out."""

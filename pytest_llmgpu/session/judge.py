@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu.gate import calibration, headline, policy_file
+from pytest_llmgpu.gate import calibration, cause, headline, policy_file
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
@@ -205,8 +205,10 @@ def _describe_rows(rows: list[Row], limit: float) -> str:
     """Return each of the first rows with its reason, and the number of the others."""
     lines = []
     for row in rows[:_SHOWN]:
-        lines.append(f"{row.verdict}: {headline.row_in_words(row, limit)}")
-        lines += [line for line in row.reason.splitlines() if line.rstrip(".") not in lines[-1]]
+        first = f"{row.verdict}: {headline.row_in_words(row, limit)}"
+        # The first line of a reason has the change, which the headline of the row has as well.
+        reason = row.reason.splitlines()[0 if row.ratio is None or row.unseen else 1 :]
+        lines += [first, *(line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in first)]
     more = [f"and {len(rows) - _SHOWN} more rows: see the table"] if len(rows) > _SHOWN else []
     return "\n".join([*lines, *more])
 

@@ -261,13 +261,13 @@ class Runner:
         if replies is None:
             return
         sizes = self._ask_for_work(request, launch, worker.model_size)
-        if sizes is None:
-            return
-        launch.work = work.join(replies, self.kernel_names, sizes[0])
+        # Without the size of the model the bound alone is unknown.
+        launch.work = work.join(replies, self.kernel_names, launch.why["work"] if sizes is None else sizes[0])
         del launch.why["work"]
-        self._measure_ceilings(request, len(replies))
+        if self._group is not None:
+            self._measure_ceilings(self._group, request, len(replies))
 
-    def _measure_ceilings(self, request: Request, ranks: int) -> None:
+    def _measure_ceilings(self, group: RankGroup, request: Request, ranks: int) -> None:
         """Measure the rates of the GPUs of a case that were not measured in this session."""
         uuids = [gpu.uuid for gpu in request.machine.gpus]
         measured = self._ceilings_measured
@@ -278,12 +278,11 @@ class Runner:
         )
         if request.case.device != "cuda" or not (wanted.products or wanted.copies or wanted.all_reduce):
             return
-        assert self._group is not None
         measured.update((kind, uuid) for uuid in uuids for kind in (request.case.dtype, "copy"))
         if wanted.all_reduce:
             measured.add(("all_reduce", *uuids))
         try:
-            found: list[Ceilings] = self._group.ask(
+            found: list[Ceilings] = group.ask(
                 worker.measure_ceilings, wanted, phase="forward", timeout_s=request.timeout_s
             )
         except RankFailedError as error:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from support import verdict_factory
 from support.prose import Prose
-from support.report_factory import make_answers, make_failed, make_result, make_traffic
+from support.report_factory import make_answers, make_failed, make_result, make_traffic, make_work
 
 from pytest_llmgpu.analysis.launch_findings import decide, disagreements, far_apart
 from pytest_llmgpu.report.result import CaseResult
@@ -65,6 +66,23 @@ def test_launches_whose_times_are_far_apart_are_a_finding() -> None:
     assert (times.fastest, times.fastest_s, times.slowest, times.slowest_s) == (2, 1.0, 3, 3.1)
     assert _codes(results) == ["launch-times-differ"]
     assert _codes([make_result(1.0), make_result(2.8)]) == []
+
+
+def test_launches_whose_device_times_are_far_apart_are_a_finding() -> None:
+    """Wall time hides it where the host decides. Kernels of equal launches never differ by a factor of 2."""
+
+    def launch(device_s: float) -> CaseResult:
+        result = make_result(1.0)
+        work = make_work(ranks=1)
+        rank = msgspec.structs.replace(work.ranks[0], device_time_s=[device_s] * 3)
+        result.launches[0].work = msgspec.structs.replace(work, ranks=[rank])
+        return result
+
+    times = decide([launch(0.1), launch(0.21), launch(0.15)]).times
+    assert times is not None
+    assert (times.of_device, times.fastest, times.slowest, times.slowest_s) == (True, 1, 2, 0.21)
+    assert _codes([launch(0.1), launch(0.21)]) == ["launch-times-differ"]
+    assert _codes([launch(0.1), launch(0.19)]) == []
 
 
 def test_cases_far_apart_are_named_in_one_line() -> None:

@@ -65,6 +65,7 @@ class _Program:
     wait_s: float = 0.0
     runtime_calls: dict[str, int] = dataclasses.field(default_factory=lambda: dict(_CALLS))
     ops: dict[str, int] = dataclasses.field(default_factory=lambda: {"aten::mm": 200, "aten::add": 192})
+    flops_by_module: dict[str, int] | None = None
 
     def slower(self, module: str, times: float, family: str = "GEMM") -> _Program:
         """Return it with longer kernels of a family in a module; for "" in all modules."""
@@ -102,6 +103,7 @@ class _Program:
             idle_s=[noise(self.idle_s) + self.copy_s] * 3,
             runtime_calls=self.runtime_calls,
             ops=self.ops,
+            flops_by_module=self.flops_by_module,
             rows=[
                 WorkRow(
                     module=row.module,
@@ -178,6 +180,21 @@ def test_a_cause_is_worded(fault: str, prose: Prose) -> None:
     lines = cause.details(found)
     assert len(lines) <= 3
     assert prose == "\n".join([cause.describe(found), *lines])
+
+
+@pytest.mark.parametrize(
+    ("ops", "flops", "words"),
+    [
+        ({"aten::bmm": 4}, {_MLP: 100, _PROJECTION: 180}, "4 more aten::bmm in layers.*.mlp.down_proj"),
+        ({}, {_MLP: 100, _PROJECTION: 180}, "80 more FLOPs in layers.*.mlp.down_proj"),
+        ({"aten::bmm": 4}, None, "4 more aten::bmm"),
+    ],
+)
+def test_the_cause_of_more_flops_names_a_module(ops: dict[str, int], flops: dict[str, int] | None, words: str) -> None:
+    """Also on a CPU, where no kernel is recorded: ops have no module, their FLOPs do. Larger products count as well."""
+    before = _Program(kernels={}, ops={"aten::mm": 7}, flops_by_module={_MLP: 100, _PROJECTION: 100})
+    after = _Program(kernels={}, ops={"aten::mm": 7, **ops}, flops_by_module=flops)
+    assert cause.describe(_found("flops", [before], [after])) == words
 
 
 def test_the_parts_add_up_to_the_difference() -> None:
@@ -404,14 +421,14 @@ def test_work_passes_of_other_batches_explain_nothing() -> None:
     ("verdict", "low", "caused"),
     [
         ("REGRESSED", None, True),
-        ("NOT_ENOUGH_DATA", 1.01, True),
+        ("NOT_ENOUGH_DATA", 1.01, False),
         ("NOT_ENOUGH_DATA", 0.99, False),
         ("OK", 1.01, False),
         ("IMPROVED", None, False),
     ],
 )
 def test_a_change_within_the_noise_has_no_cause(verdict: Verdict, low: float | None, caused: bool) -> None:
-    """A row has a cause if it is worse, or undecided with an interval that lies above no change."""
+    """A row has a cause if it is worse: an undecided one has none, even where its interval lies above no change."""
     base, head = _report(1.0, _measured(_HEALTHY_PROGRAM)), _report(2.0, _measured(_HEALTHY_PROGRAM.slower("", 3.0)))
     row = Row.of(head.cases[0], "time", verdict, "Time +2 %.\nAlso changed: torch.", ratio=2.0, low=low)
     names = base.environment.kernel_names, head.environment.kernel_names

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.gate.comparable_launches import Refusal, Sides, comparable
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, Launch
 
 _HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
@@ -60,10 +62,25 @@ def test_a_launch_with_evidence_against_it_does_not_count() -> None:
 
 
 def test_a_time_that_is_gone_is_missing() -> None:
-    """A case that completed without a timed batch; one that the baseline did not time is nothing to compare."""
+    """A case that completed without a timed batch. Where the baseline has none, nothing can be compared: no pass."""
     found = _refused(with_launches([1.0]), with_launches([]))
     assert found.verdict == "MISSING"
-    assert _refused(with_launches([]), with_launches([1.0])) == (None, "no batch of the baseline was timed")
+    found = _refused(with_launches([]), with_launches([1.0]))
+    assert (found.verdict, found.next_step) == ("INVALID", "Measure the baseline again.")
+
+
+@pytest.mark.parametrize("kind", disturbances.TITLES)
+def test_the_next_step_follows_the_disturbance(kind: disturbances.Kind) -> None:
+    """Another program is to be ended, a throttled GPU to be cooled: the step also names the report."""
+    head = with_launches([1.0])
+    make_invalid(head.launches[0], f"{disturbances.TITLES[kind]}: GPU 0")
+    if kind in ("throttled", "clock"):
+        found = _refused(with_launches([1.0]), head)
+        assert found.next_step.startswith(disturbances.COOLER)
+    else:
+        found = _refused(with_launches([1.0]), head)
+        assert found.next_step.startswith("End the other" if kind in ("processes", "memory") else "Read the driver's")
+        assert found.next_step.endswith("Then measure the candidate again.")
 
 
 def _held(*launches: tuple[float, bool]) -> CaseResult:
@@ -143,7 +160,7 @@ def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
     for other, words in (
         (
             _held((1.0, False)),
-            "Power or heat throttled only the {} (`profile.invalid`). Measure again with cooler GPUs.",
+            "Power or heat throttled only the {} (`profile.invalid`).",
         ),
         (
             _held((1.0, False), (1.08, True)),
@@ -152,4 +169,5 @@ def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
     ):
         for sides, names in (((other, whole), ("candidate", "baseline")), ((whole, other), ("baseline", "candidate"))):
             found = _refused(*sides)
-            assert found == ("INVALID", words.format(*names))
+            assert (found.verdict, found.reason) == ("INVALID", words.format(*names))
+            assert found.next_step.startswith(disturbances.COOLER)

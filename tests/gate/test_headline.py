@@ -176,7 +176,8 @@ def test_points_and_reasons_are_in_words() -> None:
             [_row("NOT_ENOUGH_DATA")],
             "Next: llmgpu ab BASE HEAD -- pytest ... launches both in turn, to decide 1 undecided row.",
         ),
-        ([_row("INVALID", "outcome")], "Next: Measure again with no other process on the GPUs."),
+        ([_row("INVALID", "outcome")], "Next: Measure again."),
+        ([_row("INVALID", next_step="Cool the GPUs.")], "Next: Cool the GPUs."),
     ],
 )
 def test_the_next_step_is_one_line(rows: list[Row], text: str) -> None:

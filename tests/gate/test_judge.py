@@ -308,6 +308,19 @@ def test_a_known_loss_of_accuracy_names_the_series_or_every_case_with_it(named: 
     assert (row.known, exit_status(found, policy)) == (None if exit_code else "bug 7", exit_code)
 
 
+def test_series_of_one_strategy_have_different_names() -> None:
+    """Two sets of items are two rows; a known regression of the strategy concerns both, one with the name that one."""
+    limits = (40, 80)
+    base = [_full(limit=limit) for limit in limits]
+    head = [_full(limit=limit, wrong=range(30)) for limit in limits]
+    for case, known in (("mp", [True, True]), ("mp (limit=80)", [False, True])):
+        found = _judge(base, head, Policy(known=[_known(case, "accuracy")]))
+        rows = [row for row in found.rows if row.metric == "accuracy"]
+        assert [(row.id, row.verdict) for row in rows] == [(f"mp (limit={limit})", "REGRESSED") for limit in limits]
+        assert [row.known is not None for row in rows] == known
+        assert not any("no case of these reports" in warning for warning in found.warnings)
+
+
 def test_an_override_that_is_for_no_case_is_named(prose: Prose) -> None:
     """A misspelt strategy would be judged by the usual thresholds without a warning."""
     policy = msgspec.convert({"override": [{"strategy": "tq", "time": {"margin": 0.2}}]}, Policy)

@@ -12,7 +12,7 @@ from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.gate.work import work_rows
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
-from pytest_llmgpu.report.work import WORK_OFF, RankWork, Work
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork, Work
 
 STRICT = Rules(kernels=ExactRule(), ops=ExactRule(), runtime_calls=ExactRule())
 
@@ -180,9 +180,12 @@ def test_work_without_ranks_is_no_work() -> None:
     assert _rows(head=empty)["flops"].verdict == "MISSING"
 
 
-def test_work_passes_that_the_user_switched_off_are_not_missing() -> None:
-    """As deselected cases are not; the policy can require them."""
+def test_work_that_an_option_switched_off_is_missing() -> None:
+    """The candidate lost what the gate judges. The next step names the option, which another reason does not."""
     head = _result(None)
     head.launches[0].why["work"] = WORK_OFF
-    assert _rows(head=head) == {}
-    assert {gap for _, gap in _reasons(_result(make_work()), head).values()} == {True}
+    rows = _rows(head=head)
+    assert {(row.metric, row.verdict) for row in rows.values()} == {("flops", "MISSING"), ("host_syncs", "MISSING")}
+    assert {row.next_step for row in rows.values()} == {WORK_ON}
+    head.launches[0].why["work"] = "the work passes failed"
+    assert {row.next_step for row in _rows(head=head).values()} == {""}

@@ -35,6 +35,21 @@ def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None
     assert found.ops["aten::mm"] == 8
     assert not {"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention"} & set(found.ops)
     assert list(found.ops) == sorted(found.ops)
+    assert found.flops_by_module == {"other": found.flops}
+
+
+def test_flops_are_split_over_the_modules_that_compute_them() -> None:
+    """Layer numbers are folded, each op belongs to its innermost module, and the forward computes the same."""
+    model = tiny_model.random_model()
+    ids_BS = torch.zeros(2, 8, dtype=torch.int64)
+    plain = ops.count(lambda: model(input_ids=ids_BS))
+    found = ops.count(lambda: model(input_ids=ids_BS), model)
+    assert (found.flops, found.ops) == (plain.flops, plain.ops)
+    assert sum(found.flops_by_module.values()) == found.flops
+    names = {f"layers.*.self_attn.{name}" for name in _LINEAR[:4]} | {f"layers.*.mlp.{name}" for name in _LINEAR[4:]}
+    assert set(found.flops_by_module) >= {*names, "layers.*.self_attn", "lm_head"}
+    assert found.flops_by_module["layers.*.mlp.down_proj"] == 2 * 16 * 32 * 48
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_same_forward_has_the_same_ops() -> None:

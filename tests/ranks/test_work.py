@@ -368,6 +368,14 @@ def test_a_mixture_of_experts_has_no_size() -> None:
     assert "experts" in str(work.model_size(model, 2))
 
 
+def test_a_model_whose_size_cannot_be_computed_costs_its_bound_alone() -> None:
+    """A model of a user can lack any attribute; the error is the reason, and the rank goes on."""
+    state = worker.RankState(lambda _: None)
+    state.case, state.loaded = _CASE, _loaded()
+    state.source = object()  # type: ignore[assignment]
+    assert "AttributeError" in str(worker.model_size(state))
+
+
 def test_every_module_has_a_range(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges are nested as the modules are, and each forward closes its own."""
     entered: list[str] = []

@@ -395,12 +395,29 @@ def test_ranks_that_end_in_a_work_pass_count_no_traffic(recorded: list[CaseResul
     assert launcher.ended == ["killed"]
 
 
-@pytest.mark.parametrize("failing", [worker.run_eager_passes, worker.model_size])
-def test_failed_work_passes_cost_no_measurement(recorded: list[CaseResult], failing: Callable[..., Any]) -> None:
+def test_a_model_without_a_size_keeps_its_work(recorded: list[CaseResult]) -> None:
+    """The bound alone needs the size. Here the ranks fail; an error within the computation is an answer."""
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if fn is worker.model_size:
+            raise RankFailedError("crashed", Failure(phase="forward", message="killed by SIGKILL"))
+        return _working(fn, args)
+
+    runner, _ = _runner(_FakeLauncher(answer))
+    (launch,) = runner.run(_request(_case(4), work=True), recorded.append).launches
+    assert launch.work is not None
+    assert launch.work.ranks[0].flops == 7
+    assert launch.work.model is None
+    assert "SIGKILL" in launch.work.why["model"]
+    assert "work" not in launch.why
+    assert runner.ceilings is None
+
+
+def test_failed_work_passes_cost_no_measurement(recorded: list[CaseResult]) -> None:
     """The case stays completed with the reason; the ranks, which may be stuck, are started again."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if fn is failing:
+        if fn is worker.run_eager_passes:
             raise RankFailedError("oom", Failure(phase="forward", message="CUDA out of memory"))
         return _working(fn, args)
 
