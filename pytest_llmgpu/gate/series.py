@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,18 +146,20 @@ def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> S
     for strategy, several in keys.items():
         if len(several) > 1:
             cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
-            fields = {key: msgspec.structs.asdict(case) for key, case in cases.items()}
+            fields = {
+                key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
+                for key, case in cases.items()
+            }
             differing = [
                 name
-                for name in next(iter(fields.values()), {})
-                if name not in _NOT_OF_SERIES and len({str(one[name]) for one in fields.values()}) > 1
+                for name in dict.fromkeys(itertools.chain(*fields.values()))
+                if name not in _NOT_OF_SERIES and len({str(one.get(name)) for one in fields.values()}) > 1
             ]
             # A hash names nothing to the reader, unless it is all that differs.
             shown = [name for name in differing if not name.endswith("sha256")] or differing
-            names |= {
-                key: f"{strategy} ({', '.join(f'{name}={one[name]}' for name in shown[:_NAMED])})"
-                for key, one in fields.items()
-            }
+            for key, one in fields.items():
+                its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
+                names[key] = f"{strategy} ({', '.join(its[:_NAMED])})" if its else strategy
     return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]
 
 
