@@ -158,7 +158,7 @@ def _describe_failure(result: CaseResult) -> Finding:
 
     if result.outcome == "timeout":
         option = "--llmgpu-load-timeout" if failure.phase == "load" else "--llmgpu-timeout"
-        advice = f"Raise {option} if the case is slow. If it hung, `failure.log_tail` in the report shows where."
+        advice = f"Raise {option} if the case is slow. If it hung, `llmgpu show REPORT --log CASE` shows where."
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
         advice = "Run it again." + (" The report has the batches that finished." if finished else "")
@@ -167,7 +167,8 @@ def _describe_failure(result: CaseResult) -> Finding:
     elif failure.signal == signal.SIGTERM:
         advice = "A user or a scheduler ended it, perhaps at the job's time limit. Run it again with more time."
     else:
-        advice = "Read the traceback in `failure.log_tail` in the report."
+        log = "`llmgpu show REPORT --log CASE` prints the traceback."
+        advice = log if failure.log_tail else "Remove the cause, and run it again."
     return Finding(code=result.outcome, severity="failure", text=f"{text}.", next_step=advice)
 
 

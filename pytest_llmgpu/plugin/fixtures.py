@@ -100,7 +100,10 @@ class LLM:
         return reply
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `fn(loaded, *args)` on every rank and return the results in the order of the ranks.
+        """Run `fn(loaded, *args)` on every rank and return a list with the result of each, in their order.
+
+        mp has one rank, tp and iok have one for each device. Results are pickled. An exception of `fn` is raised here
+        again, with its class if that is imported here; the ranks are then ended. Out of memory ends the test as OOM.
 
         Args:
             fn: A function at the top level of a module; its first argument is the rank's `strategies.protocol.Loaded`.
@@ -125,17 +128,23 @@ class LLM:
 
     def _ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
         __tracebackhide__ = True
+        from pytest_llmgpu.ranks import worker
         from pytest_llmgpu.ranks.protocol import RankFailedError
+        from pytest_llmgpu.ranks.raised import rebuild
 
         try:
             return self._session.runner.ask(request, fn, *args)
         except RankFailedError as error:
-            outcome, failure = error.outcome, error.failure
+            outcome, failure, raised = error.outcome, error.failure, error.raised
         if outcome == "oom":
             self._item.stash[OUTCOME] = outcome
             self._session.note((self.strategy, self.options), outcome)
             pytest.skip(printable_lines(f"out of memory: {failure.message}"))
-        pytest.fail(printable_lines(f"{outcome}: {failure.message}\n{failure.log_tail or ''}"), pytrace=False)
+        if fn is worker.call and raised is not None and failure.phase == "forward":
+            again = rebuild(raised)
+            if again is not None:
+                raise again
+        pytest.fail(printable_lines(f"{outcome}: {failure.message}"), pytrace=False)
 
 
 def make(chosen: Options) -> ModuleType:
@@ -260,6 +269,12 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
 
     def measure(llm: LLM, items: Dataset | Sequence[Item], batch_size: int) -> CaseResult:
         __tracebackhide__ = True
+        if not isinstance(llm, LLM):
+            pytest.fail(
+                f"measure: llm: {type(llm).__name__} is not allowed: the fixture llm of pytest-llmgpu is needed. A "
+                "fixture of that name in the test suite hides it: give that one another name.",
+                pytrace=False,
+            )
         wanted = llm.request(items, batch_size)
         kept: list[CaseResult] = []
 

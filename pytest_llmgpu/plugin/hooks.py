@@ -165,8 +165,14 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the outcome to pytest's report, where other plugins and xdist's controller can read it."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the outcome to pytest's report, where other plugins can read it, and the output of the ranks."""
+    benchmark = _made(item.config)
+    if benchmark is not None:
+        for rank, text in benchmark.runner.take_output().items():
+            item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
     report = yield
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute

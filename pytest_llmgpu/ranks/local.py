@@ -43,6 +43,8 @@ _STACKS_S = 1.0
 _MOST_BYTES = 2**29
 """An answer is at most this long. Text that a library writes to the pipe by mistake would be a longer one."""
 _FULL_BYTES = 2**16
+_OUTPUT_LINES = 1_000
+"""Most lines of the output of a rank that belong to one test."""
 _DRAIN_S = 2.0
 """Time limit for the data that is still in a pipe when the process has ended."""
 
@@ -55,6 +57,8 @@ class LocalLauncher:
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory
         self._started = 0
+        self._taken_bytes: dict[Path, int] = {}
+        """Maps each log to the bytes that `take_output` has returned."""
 
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[LocalRank]:
         """Start one process per environment."""
@@ -65,8 +69,19 @@ class LocalLauncher:
         for number, environment in enumerate(environments):
             log = self._log_directory / f"launch{self._started}-rank{number}.log"
             ranks.append(LocalRank(number, {**ours, **environment}, log, on_batch))
+            self._taken_bytes[log] = 0
         self._started += 1
         return ranks
+
+    def take_output(self) -> dict[int, str]:
+        """Return what the processes of each rank wrote since the last call; of long output the end."""
+        output: dict[int, str] = {}
+        for log, taken_bytes in self._taken_bytes.items():
+            self._taken_bytes[log] = log.stat().st_size
+            if text := excerpts.log_tail(log, taken_bytes, most_lines=_OUTPUT_LINES):
+                rank = int(log.stem.rpartition("rank")[2])
+                output[rank] = "\n".join(filter(None, (output.get(rank), text)))
+        return output
 
 
 class LocalRank:
@@ -203,13 +218,13 @@ class LocalRank:
             answer = pickle.loads(content)  # noqa: S301 - written by our own child
         except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
             message = f"the answer does not unpickle: {excerpts.beginning(str(error))}"
-            done, answer = False, ("error", Failure(phase="forward", message=message), [])
+            done, answer = False, ("error", Failure(phase="forward", message=message), [], None)
         if done:
             future.set_result(answer)
         else:
-            outcome, failure, use = answer
+            outcome, failure, use, raised = answer
             failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=self.log_tail())
-            future.set_exception(RankFailedError(outcome, failure, use))
+            future.set_exception(RankFailedError(outcome, failure, use, raised))
 
     def _watch(self) -> None:
         """Fail all pending futures when the process ends; its pipes stay open if a child of it holds them."""

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.raised import Raised
 from pytest_llmgpu.report.result import Failure, Outcome
 
 
@@ -28,11 +29,15 @@ BatchListener = Callable[[int, FinishedBatch], None]
 class RankFailedError(Exception):
     """A command failed on a rank; the error holds plain records, never the exception of the rank."""
 
-    def __init__(self, outcome: Outcome, failure: Failure, use: Sequence[DeviceUse] = ()) -> None:
+    def __init__(
+        self, outcome: Outcome, failure: Failure, use: Sequence[DeviceUse] = (), raised: Raised | None = None
+    ) -> None:
         super().__init__(failure.message)
         self.outcome: Outcome = outcome
         self.failure = failure
         self.use = use
+        self.raised = raised
+        """The exception of the rank; None if the rank itself ended."""
 
 
 class Rank(Protocol):
@@ -69,6 +74,10 @@ class Launcher(Protocol):
     """One way to start processes."""
 
     name: str
+
+    def take_output(self) -> Mapping[int, str]:
+        """Return what the processes of each rank wrote to stdout and stderr since the last call."""
+        ...
 
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
         """Start one rank per environment: the variables of this process, with these added or replaced."""

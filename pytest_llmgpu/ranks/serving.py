@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
 from pytest_llmgpu.processes import die_with_parent
-from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.ranks import oom, raised
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report import excerpts
@@ -72,16 +72,23 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
             return
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
-            done, content = True, pickle.dumps(fn(state, *args))
+            done, content = True, _pickled(fn(state, *args))
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
             with contextlib.suppress(OSError):  # the disk of the log is full
                 print(excerpts.beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
-            done, content = False, pickle.dumps((*failure_of(error, state.phase), state.use()))
+            done, content = False, pickle.dumps((*failure_of(error, state.phase), state.use(), raised.describe(error)))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
             del error
         # The content is pickled apart: it may be an object of the user that does not unpickle.
         answers.send_bytes(pickle.dumps((sent, done, content)))
+
+
+def _pickled(answer: object) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:
+        raise TypeError(f"the answer does not pickle: {error}") from error
 
 
 def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:

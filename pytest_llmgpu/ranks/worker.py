@@ -142,6 +142,7 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
     state.held_bytes = device_memory.hold(devices, case.gpu_memory_bytes)
     state.devices, state.weights_bytes, state.loading_peak_bytes = devices, [None] * len(devices), [None] * len(devices)
     state.loaded = strategy.load(case, source)
+    _check_loaded(case, state.loaded)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.loaded.world_size != started:
         raise ValueError(
@@ -150,6 +151,23 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
         )
     state.weights_bytes, state.loading_peak_bytes = device_memory.allocated(devices), device_memory.peaks(devices)
     return state.use()
+
+
+def _check_loaded(case: Case, loaded: object) -> None:
+    import torch
+
+    from pytest_llmgpu.strategies.protocol import Loaded
+
+    if not isinstance(loaded, Loaded):
+        raise TypeError(f"strategy {case.strategy}: load returned {_type_name(loaded)}, a Loaded is needed")
+    if not isinstance(loaded.model, torch.nn.Module):
+        raise TypeError(
+            f"strategy {case.strategy}: Loaded.model is {_type_name(loaded.model)}, a torch.nn.Module is needed"
+        )
+
+
+def _type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def reset(state: RankState) -> None:

@@ -21,15 +21,21 @@ def beginning(text: str, most_letters: int = MESSAGE_LETTERS) -> str:
     return f"{text[:most_letters]}... ({left_out_bytes:,} bytes left out)"
 
 
-def log_tail(path: Path, most_lines: int = _LOG_LINES, most_bytes: int = _LOG_BYTES) -> str:
+def log_tail(path: Path, begin_bytes: int = 0, *, most_lines: int = _LOG_LINES, most_bytes: int = _LOG_BYTES) -> str:
     """Return the last lines of a log, each cut; empty if the log cannot be read.
 
     If the log is longer than the part that is read, the first line has the number of bytes before that part.
+
+    Args:
+        path: The log.
+        begin_bytes: What comes before this place does not count.
+        most_lines: Most lines that are returned.
+        most_bytes: Most bytes that are read.
     """
     try:
         with path.open("rb") as file:
             size_bytes = file.seek(0, 2)
-            skipped_bytes = file.seek(max(0, size_bytes - most_bytes))
+            skipped_bytes = file.seek(max(begin_bytes, size_bytes - most_bytes)) - begin_bytes
             text = file.read(most_bytes).decode(errors="replace")
     except OSError:
         return ""

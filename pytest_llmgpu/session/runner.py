@@ -155,6 +155,10 @@ class Runner:
             self._abandon()
             raise
 
+    def take_output(self) -> Mapping[int, str]:
+        """Return what the processes of each rank wrote since the last call."""
+        return self._launcher.take_output()
+
     def close(self) -> None:
         """End all processes."""
         if self._group is not None:

@@ -352,7 +352,12 @@ def test_a_skipped_case_has_no_finding() -> None:
             "Crashed at batch size 1 on rank 2: ended by signal 9.",
             "dmesg",
         ),
-        ("error", Failure(phase="load", message="boom"), "Failed while loading the model: boom.", "failure.log_tail"),
+        (
+            "error",
+            Failure(phase="load", message="boom", log_tail="boom"),
+            "Failed while loading the model: boom.",
+            "`llmgpu show REPORT --log CASE`",
+        ),
         (
             "crashed",
             Failure(phase="forward", message="x", signal=signal.SIGTERM),
@@ -361,7 +366,7 @@ def test_a_skipped_case_has_no_finding() -> None:
         ),
         ("interrupted", Failure(phase="forward", message="by KeyboardInterrupt"), "Interrupted at", "Run it again."),
         ("interrupted", Failure(phase="load", message="x"), "Interrupted while loading the model: x.", "Run it again."),
-        ("error", None, "no reason was recorded", "failure.log_tail"),
+        ("error", None, "no reason was recorded", "run it again"),
     ],
 )
 def test_a_failure_names_place_cause_and_next_step(

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import jsonschema
 import pytest
+from support.report_factory import make_failed
 from support.stored_reports import H200, measured
 
 from pytest_llmgpu.cli import main
@@ -16,7 +17,7 @@ from pytest_llmgpu.cli.commands import commands
 from pytest_llmgpu.profiling.machine import installed_version
 from pytest_llmgpu.render.terminal.report import tables
 from pytest_llmgpu.report.report import Session
-from pytest_llmgpu.report.result import Finding
+from pytest_llmgpu.report.result import Failure, Finding
 from pytest_llmgpu.report.schema import schema
 from pytest_llmgpu.store.store import DEFAULT, save
 
@@ -182,6 +183,21 @@ def test_show_prints_the_tables_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
     assert head == f"{path}, {H200}, 2026-01-02T03:04:05Z, commit 3b1f09ac main, run not complete"
     assert rest == tables(report) + "\n"
     assert "It is slow." in rest
+
+
+def test_show_prints_the_log_of_a_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log of a failed case is printed alone; a case without one is an error that names those with one."""
+    report = measured()
+    failure = Failure(phase="forward", message="x", log_tail='Traceback\n  File "a.py"\x1b[2J')
+    report.cases.append(make_failed("error", failure, batch_size=64))
+    path = str(save(report, tmp_path))
+    assert main(["show", path, "--log", "mp-bs64"]) == 0
+    assert capsys.readouterr().out == 'Traceback\n  File "a.py" [2J\n'
+    for wrong, why in ((report.cases[0].id, "has no log"), ("mp-bs3", "no such case")):
+        assert main(["show", path, "--log", wrong]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        assert f"{why}: cases with a log: mp-bs64" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,19 @@ def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, faked: F
 
 @pytest.mark.slow
 def test_a_failed_case_fails_and_the_next_runs_on_new_processes(pytester: pytest.Pytester, run: Run) -> None:
-    """A crash, a timeout or an error fails its own case only, without a traceback of this package."""
+    """A crash, a timeout or an error fails its own case only, with what its rank wrote."""
     pytester.makepyfile(test_it=_misbehave({1: "die", 2: "hang", 4: "error"}))
     result = run("--llmgpu-timeout=2", sizes="1,2,4,8")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*3 failed, 1 passed*"])
     complaints = ["*signal SIGSEGV*", "*no finished batch for 2 s*", "*ValueError: the layer is broken*"]
     result.stdout.fnmatch_lines_random(complaints)
-    result.stdout.no_fnmatch_line("*Traceback (most recent call last)*")
+    # The tracebacks of the ranks, and none of this process.
+    sections = result.stdout.get_lines_after("*= FAILURES =*")
+    starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]
+    assert len(starts) == 3
+    assert not any("Traceback (most recent" in line for line in sections[: starts[0]])
+    assert any(f'File "{pytester.path / "test_it.py"}", line' in line for line in sections[starts[-1] :])
     assert _outcomes(pytester) == {"mp-bs1": "crashed", "mp-bs2": "timeout", "mp-bs4": "error", "mp-bs8": "completed"}
     for case in _report(pytester).cases[:3]:
         assert case.failure is not None
@@ -339,14 +344,29 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
         import pytest
         import torch
 
+        class BrokenLayerError(ValueError):
+            def __init__(self, layer, why):
+                super().__init__(f"layer {layer} is {why}")
+
         def error(loaded):
-            raise ValueError("the layer is broken")
+            print("this is the layer")
+            raise BrokenLayerError(3, why="broken")
+
+        def leave(loaded):
+            raise SystemExit("no more")
 
         def oom(loaded):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         def test_error(llm):
             llm.run(error)
+
+        def test_expected(llm):
+            with pytest.raises(BrokenLayerError, match="layer 3 is broken"):
+                llm.run(error)
+
+        def test_exit(llm):
+            llm.run(leave)
 
         def test_oom(llm, batch_size):
             if batch_size == 4:
@@ -355,12 +375,23 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
         """
     )
     result = run("-v", sizes="1,4")
-    result.stdout.fnmatch_lines(["*test_oom?mp-bs1? OOM*", "error: ValueError: the layer is broken*"])
-    result.stdout.fnmatch_lines(["*1 failed, 1 skipped, 1 oom*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*test_oom?mp-bs1? OOM*",
+            ">       llm.run(error)",
+            "E       test_it.BrokenLayerError: layer 3 is broken",
+            "*- Captured rank 0 call -*",
+            "this is the layer",
+            f'  File "{pytester.path}/test_it.py", line * in error',
+            "error: SystemExit: no more",
+        ]
+    )
+    result.stdout.fnmatch_lines(["*2 failed, 1 passed, 1 skipped, 1 oom*"])
+    assert result.stdout.str().count("this is the layer") == 1, "the output of a passed test is its own"
     result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
     text = result.stdout.str()
     assert "RankFailedError" not in text
-    assert "pytest_llmgpu/fixtures.py" not in text
+    assert "plugin/fixtures.py" not in text
 
 
 @pytest.mark.slow
@@ -394,6 +425,25 @@ def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) ->
     result = run()
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*llm.run needs a function at the top level of a module*"])
+
+
+def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+    """The message names the object and the fixture that hides ours."""
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.fixture
+        def llm():
+            return {}
+
+        def test_theirs(llm, hellaswag, measure):
+            measure(llm, hellaswag, 4)
+        """
+    )
+    result = faked()
+    result.stdout.fnmatch_lines(["measure: llm: dict is not allowed: *fixture of that name in the test suite*"])
+    result.assert_outcomes(failed=1)
 
 
 def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None:

@@ -78,8 +78,28 @@ def test_out_of_memory_is_an_outcome_of_its_own(rank: LocalRank) -> None:
 @pytest.mark.parametrize("value", [ranks.unreadable, ranks.unsendable])
 def test_a_result_that_does_not_pickle_is_an_error(rank: LocalRank, value: Callable[..., Any]) -> None:
     """A function of the user may return any object; the rank continues."""
-    assert _failure(rank, value).outcome == "error"
+    error = _failure(rank, value)
+    assert error.outcome == "error"
+    assert "the answer does not " in error.failure.message
     assert _answer(rank.submit(ranks.add, 1, 1)) == 2
+
+
+def test_the_output_of_a_rank_is_taken_once(tmp_path: Path) -> None:
+    """Each call returns what was written since the last one, with real paths, also of a process that has ended."""
+    launcher = LocalLauncher(tmp_path)
+    (rank,) = launcher.start([{}], lambda *_: None)
+    assert launcher.take_output() == {}
+    _failure(rank, ranks.fail)
+    output = launcher.take_output()
+    assert list(output) == [0]
+    assert f'File "{ranks.__file__}", line' in output[0]
+    assert launcher.take_output() == {}
+    _failure(rank, ranks.log_and_die, 10_000, "the last line")
+    assert launcher.take_output()[0].endswith("the last line")
+    (again,) = launcher.start([{}], lambda *_: None)
+    _failure(again, ranks.fail)
+    assert list(launcher.take_output()) == [0]
+    again.close()
 
 
 def test_an_exit_is_a_crash_with_its_status(rank: LocalRank) -> None:

@@ -86,6 +86,9 @@ class _FakeLauncher:
         self.ranks = [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
         return self.ranks
 
+    def take_output(self) -> Mapping[int, str]:
+        return {}
+
 
 class _FakeProfiler(Profiler):
     def __init__(self) -> None:

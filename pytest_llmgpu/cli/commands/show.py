@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source
 from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.report.text import listed
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.report.report import Report
 
 HELP = "show the tables and findings of a report"
 
@@ -15,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show all cases, with work, communication and memory per GPU"
+    )
+    parser.add_argument(
+        "--log", metavar="CASE", help="show the end of the log of a case that failed, with its traceback"
     )
     add_storage(parser)
 
@@ -26,8 +34,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = source(arguments.report, arguments)
     report = found.report()
+    if arguments.log is not None:
+        show(_log(report, arguments.log))
+        return 0
     parts = [found.name, store.hardware(report), report.created, f"commit {listing.commit(report.commit)}"]
     if not report.session.complete:
         parts.append("run not complete")
     show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
     return 0
+
+
+def _log(report: Report, case_id: str) -> str:
+    """Return the end of the log of a case.
+
+    Raises:
+        ValueError: The report has no such case, or the case has no log.
+    """
+    logs = {case.id: case.failure.log_tail for case in report.cases if case.failure is not None}
+    if not logs.get(case_id):
+        why = "the case has no log" if case_id in {case.id for case in report.cases} else "there is no such case"
+        having = listed(name for name, log in logs.items() if log) or "none"
+        raise ValueError(f"--log {case_id}: {why}: cases with a log: {having}")
+    return logs[case_id] or ""
