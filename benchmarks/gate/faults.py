@@ -85,9 +85,11 @@ _SIZES: dict[str, dict[str, object]] = {
     },
 }
 
-_ITEMS = {"cuda": 48, "cpu": 6}
-_TOKENIZER = Path(bundled.__file__).parent / "model"
-_ARGUMENTS = ("--llmgpu-load-format=dummy", "--llmgpu-cuda-graphs=off", "--llmgpu-batch-sizes=8")
+ITEMS = {"cuda": 48, "cpu": 6}
+"""Items of the dataset that are scored."""
+
+TOKENIZER = Path(bundled.__file__).parent / "model"
+ARGUMENTS = ("--llmgpu-load-format=dummy", "--llmgpu-cuda-graphs=off", "--llmgpu-batch-sizes=8")
 
 
 class Site:
@@ -252,6 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if answer["ok"] else 1
 
 
+def model_config(device: str) -> dict[str, object]:
+    """Return the `config.json` of the model of four layers."""
+    return {"model_type": "llama", **_SIZES[device]}
+
+
 def devices_of(strategy: str, device: str) -> int | None:
     """Return the number of devices of a strategy on this machine; None if there are too few."""
     if strategy == "mp":
@@ -284,13 +291,13 @@ def session(
             suite.write_text(_SUITE.format(names=", ".join(map(repr, names))))
             model = Path(temporary, "llama-4-layers")
             model.mkdir()
-            (model / "config.json").write_text(json.dumps({"model_type": "llama", **_SIZES[device]}))
+            (model / "config.json").write_text(json.dumps(model_config(device)))
             here = str(Path(__file__).parent.resolve())
             search = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite), *_ARGUMENTS]
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite), *ARGUMENTS]
             command += [f"--rootdir={temporary}", f"--strategy={strategy}", f"--llmgpu-device={device}"]
-            command += [f"--llmgpu-devices={devices}", f"--llmgpu-model={model}", f"--llmgpu-limit={_ITEMS[device]}"]
-            command += [f"--llmgpu-tokenizer={_TOKENIZER}", f"--llmgpu-json={path.resolve()}", *arguments]
+            command += [f"--llmgpu-devices={devices}", f"--llmgpu-model={model}", f"--llmgpu-limit={ITEMS[device]}"]
+            command += [f"--llmgpu-tokenizer={TOKENIZER}", f"--llmgpu-json={path.resolve()}", *arguments]
             done = subprocess.run(
                 command, env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE, text=True, check=False
             )
