@@ -275,7 +275,7 @@ class _Comparison:
         return [self._with_cause(row) for row in rows if not undecided_load_time(row)]
 
     def _with_cause(self, row: Row) -> Row:
-        if self.base is None or row.id not in self._compared:
+        if row.verdict == "OK" or self.base is None or row.id not in self._compared:
             return row
         names = self.base.environment.kernel_names, self.head.environment.kernel_names
         return with_cause(row, *self._compared[row.id], names=names)

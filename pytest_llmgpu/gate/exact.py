@@ -13,7 +13,7 @@ from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import peaks_bytes
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Path, Traffic
+from pytest_llmgpu.report.result import CaseResult, Launch, Path, Traffic
 from pytest_llmgpu.report.text import gib, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
 
@@ -117,7 +117,7 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     peak = _Peak("the fullest device", then, now)
     verdict = peak.verdict(rule)
     if verdict in {"OK", "NOT_ENOUGH_DATA"}:
-        for other in _by_device(base, head, _tensors_bytes):
+        for other in _changed(base, head, _tensors_bytes):
             found = other.verdict(rule)
             if SEVERITY.index(found) < SEVERITY.index(verdict):
                 peak, verdict = other, found
@@ -186,20 +186,25 @@ class _Peak(NamedTuple):
         return min(self.now) - max(self.then) > max(rule.used_margin * max(self.then), _USED_BYTES)
 
 
-def _by_device(base: CaseResult, head: CaseResult, figure: Callable[[Launch, DeviceMemory], int | None]) -> list[_Peak]:
-    """Return a figure of each device that every launch of both reports has; devices correspond by their order."""
-    sides = [
-        [[figure(launch, device) for device in launch.memory] for launch in result.launches] for result in (base, head)
-    ]
-    sides = [[launch for launch in side if any(launch)] for side in sides]
+def _changed(base: CaseResult, head: CaseResult, figures: Callable[[Launch], list[int | None]]) -> list[_Peak]:
+    """Return a figure of each device that every launch of both reports has, where the launches differ.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        figures: Returns the figure of each device of a launch; devices correspond by their order.
+    """
+    sides = [[found for launch in result.launches if any(found := figures(launch))] for result in (base, head)]
     launches = [*sides[0], *sides[1]]
     if not all(sides) or len({len(launch) for launch in launches}) > 1:
         return []
-    indices = [device.index for device in head.launches[-1].memory]
     return [
-        _Peak(f"device {indices[place]}", *([launch[place] or 0 for launch in side] for side in sides))
-        for place in range(len(launches[0]))
-        if all(launch[place] for launch in launches)
+        _Peak(
+            f"device {head.launches[-1].memory[place].index}",
+            *([launch[place] or 0 for launch in side] for side in sides),
+        )
+        for place, of_launches in enumerate(zip(*launches, strict=True))
+        if all(of_launches) and len(set(of_launches)) > 1
     ]
 
 
@@ -209,25 +214,28 @@ def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> st
         (_reserved_bytes, "Torch reserved {} on {}, was {}: the allocator's cache or its fragmentation grew."),
         (_used_bytes, "NVML reports {} in use on {}, was {}: caches, CUDA contexts or NCCL's buffers grew."),
     ):
-        grown = [peak for peak in _by_device(base, head, figure) if peak.outgrew(rule)]
+        grown = [peak for peak in _changed(base, head, figure) if peak.outgrew(rule)]
         if grown:
             peak = max(grown, key=lambda one: one.after - one.before)
             return text.format(gib(peak.after), peak.where, gib(peak.before))
     return None
 
 
-def _tensors_bytes(_: Launch, device: DeviceMemory) -> int | None:
-    return device.peak_bytes
+def _tensors_bytes(launch: Launch) -> list[int | None]:
+    return [device.peak_bytes for device in launch.memory]
 
 
-def _reserved_bytes(_: Launch, device: DeviceMemory) -> int | None:
-    return device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
+def _reserved_bytes(launch: Launch) -> list[int | None]:
+    return [
+        device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
+        for device in launch.memory
+    ]
 
 
-def _used_bytes(launch: Launch, device: DeviceMemory) -> int | None:
-    """Return the most that NVML reported in use; None where other programs disturbed the launch."""
+def _used_bytes(launch: Launch) -> list[int | None]:
+    """Return the most that NVML reported in use on each device; empty where other programs disturbed the launch."""
     disturbed = launch.profile is not None and disturbances.disturbed(launch.profile) is not None
-    return None if disturbed else device.nvml_used_max_bytes
+    return [] if disturbed else [device.nvml_used_max_bytes for device in launch.memory]
 
 
 def _missing(head: CaseResult, metric: MetricName, before: object, after: object, *, gated: bool) -> Row | str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,6 +25,11 @@ _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
 _NAMED = 2
 """Most fields in the name of a series."""
 
+_SHARED = operator.attrgetter(
+    *(name for name in Case.__struct_fields__ if name not in {*_NOT_OF_SERIES, "strategy_options"})
+)
+"""Returns what the cases of one series share, without `strategy_options`, which are no key of a mapping."""
+
 
 class Series(msgspec.Struct, kw_only=True):
     """The results of one series in one report."""
@@ -43,10 +49,7 @@ class Series(msgspec.Struct, kw_only=True):
 
 def series_of(case: Case) -> tuple[object, ...]:
     """Return what the cases of one series share. Faster than `Case.series`, and valid within one process only."""
-    fields = msgspec.structs.asdict(case)
-    return tuple(
-        str(value) if isinstance(value, dict) else value for name, value in fields.items() if name not in _NOT_OF_SERIES
-    )
+    return *_SHARED(case), str(case.strategy_options)
 
 
 def by_series(results: Sequence[CaseResult]) -> dict[tuple[object, ...], Series]:

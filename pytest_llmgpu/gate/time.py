@@ -117,6 +117,10 @@ class Estimate(NamedTuple):
 
     change: float
     """The change of the mean of the launches."""
+    least: float
+    """The smaller one of `change` and the change of the sum of all batches, which differ only in wall time."""
+    most: float
+    """The larger one of them."""
     sd: float
     """The deviation between launches: the prior and these launches."""
     error: float
@@ -174,7 +178,7 @@ def wall_times(
     """
     if isinstance(sides, Refusal):
         return _refused(head, "time", sides, gated=rule.gate)
-    samples = Samples(*([statistics.fmean(map(math.log, one.batches.latency_s)) for one in side] for side in sides))
+    samples = Samples(*([_mean_log(one.batches.latency_s) for one in side] for side in sides))
     base_s, head_s = (statistics.geometric_mean(map(inference_s, side)) for side in sides)
     margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold("time")
     left_out = _left_out(base, head, sides, "`profile.invalid`")
@@ -245,13 +249,11 @@ def device_times(
         ]
         for number in range(len(names))
     ]
-    raw, by_gemm = (
-        [Samples(*(_log_times(side, divided=divided) for side in sides)) for sides in sides_of_rank]
-        for divided in (False, True)
-    )
-    known = not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one)
-    divided = known and _largest_change(by_gemm) < _largest_change(raw)
-    ranks = by_gemm if divided else raw
+    ranks, divided = [Samples(*(_log_times(side) for side in sides)) for sides in sides_of_rank], False
+    if not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one):
+        by_gemm = [Samples(*(_log_times(side, divided=True) for side in sides)) for sides in sides_of_rank]
+        if divided := _largest_change(by_gemm) < _largest_change(ranks):
+            ranks = by_gemm
     seconds = [tuple(_mean_s([one.log_s for one in side]) for side in sides) for sides in sides_of_rank]
     left_out = _left_out(base, head, measured, "`work`, `profile.invalid`")
     return Timed(
@@ -360,8 +362,14 @@ def estimated(case: Timed) -> Estimate:
     number = max(range(len(changes)), key=changes.__getitem__)
     rank = case.ranks[number]
     noise = case.prior.updated(deviation(rank))
+    change = of_sums = changes[number]
+    if case.name.metric == "time" and not case.members:
+        base_s, head_s = case.seconds[number]
+        of_sums = math.log(head_s / base_s)
     return Estimate(
-        change=changes[number],
+        change=change,
+        least=min(change, of_sums),
+        most=max(change, of_sums),
         sd=noise.s0,
         error=noise.s0 * math.sqrt(sum(1 / len(side) for side in rank)),
         degrees=noise.df0,
@@ -396,8 +404,7 @@ def decide(
         limit = max(limit, shown + _GPU_QUANTILE * machines)
         error = math.hypot(error, machines)
     half = t_quantile(estimate.degrees, _ONE_SIDED) * error
-    change, alpha = estimate.change, 1 - confidence
-    least, most = _both_changes(case, estimate)
+    change, least, most, alpha = estimate.change, estimate.least, estimate.most, 1 - confidence
     scattered = estimate.spread >= math.log(case.spread)
     needed = None
     if slower <= alpha and least > limit:
@@ -492,7 +499,7 @@ def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Ro
 
 def _p(case: Timed, estimate: Estimate, sign: int) -> float:
     """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
-    distance = min(sign * change for change in _both_changes(case, estimate))
+    distance = estimate.least if sign > 0 else -estimate.most
     if distance <= 0:
         return 1.0
     return min(1.0, len(case.ranks) * t_tail(distance / estimate.error, estimate.degrees))
@@ -511,6 +518,8 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
         used: The launches of both that are used.
         fields: The fields of a launch that show why it is not.
     """
+    if len(used[0]) == len(base.launches) and len(used[1]) == len(head.launches):
+        return ""
     counts = [sum(bool(launch.batches.latency_s) for launch in result.launches) for result in (base, head)]
     found = [
         f"{len(side)} of {count} launches of the {name} are used"
@@ -536,22 +545,25 @@ def _measured(
     gated: bool,
 ) -> _Measured | Row | str:
     """Return the device times that can be compared, or why there are none."""
-    then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
-    if not then:
-        return ONLY_CANDIDATE if now else NEITHER
-    if not now:
-        return lost(head, "device_time", _why_absent(head), gated=gated)
-    if isinstance(sides, Refusal):
-        return _refused(head, "device_time", sides, gated=gated)
-    measured = _Measured(
-        *(
-            [ranks for launch in side if (ranks := _rank_times(launch, head.case.dtype, rates))]
-            for side, rates in zip(sides, ceilings, strict=True)
+    measured = _Measured([], [])
+    if not isinstance(sides, Refusal):
+        measured = _Measured(
+            *(
+                [ranks for launch in side if (ranks := _rank_times(launch, head.case.dtype, rates))]
+                for side, rates in zip(sides, ceilings, strict=True)
+            )
         )
-    )
     if not all(measured):
+        then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
+        if not then:
+            return ONLY_CANDIDATE if now else NEITHER
+        if not now:
+            return lost(head, "device_time", _why_absent(head), gated=gated)
+        if isinstance(sides, Refusal):
+            return _refused(head, "device_time", sides, gated=gated)
         reason = "The launches with device time were disturbed (`profile.invalid`)."
         return Row.of(head, "device_time", "INVALID", reason, gated=gated)
+    assert not isinstance(sides, Refusal)
     batches = {tuple(launch.work.batches) for side in sides for launch in side if launch.work is not None}
     if len(batches) > 1 or len({len(launch) for side in measured for launch in side}) > 1:
         reason = "The work passes ran other batches or ranks than the baseline's."
@@ -570,7 +582,7 @@ def _rank_times(launch: Launch, dtype: str, ceilings: Ceilings | None) -> list[_
     return found
 
 
-def _log_times(ranks: Sequence[_RankTime], *, divided: bool) -> list[float]:
+def _log_times(ranks: Sequence[_RankTime], *, divided: bool = False) -> list[float]:
     """Return the logarithm of the time of one rank in each launch, if `divided` in units of its GEMM time."""
     return [rank.log_s - math.log(rank.gemm_s) if divided and rank.gemm_s else rank.log_s for rank in ranks]
 
@@ -602,18 +614,6 @@ def _other_gpus(case: Timed) -> str:
     return f"{by}{divided} (measured on five GPUs)."
 
 
-def _both_changes(case: Timed, estimate: Estimate) -> tuple[float, float]:
-    """Return the smaller and the larger of two changes: of the mean over the batches and of their sum, as logarithms.
-
-    They are equal for everything but the wall time of one case.
-    """
-    if case.name.metric != "time" or case.members:
-        return estimate.change, estimate.change
-    base_s, head_s = case.seconds[estimate.rank]
-    of_sums = math.log(head_s / base_s)
-    return min(estimate.change, of_sums), max(estimate.change, of_sums)
-
-
 def _of_sums(case: Timed, estimate: Estimate) -> str:
     """Return a sentence if the sum of all batches changed by another factor than the batches did; else empty."""
     base_s, head_s = case.seconds[estimate.rank]
@@ -621,6 +621,10 @@ def _of_sums(case: Timed, estimate: Estimate) -> str:
     if case.machine_sd or abs(of_sums - _ratio(estimate.change)) <= _POINT:
         return ""
     return f" The sum of all batches {signed_percent(of_sums - 1)}: the batches did not change by the same factor."
+
+
+def _mean_log(times_s: Sequence[float]) -> float:
+    return math.fsum(map(math.log, times_s)) / len(times_s)
 
 
 def _mean_of(columns: Sequence[Sequence[float]]) -> list[float]:

@@ -72,11 +72,15 @@ def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Foun
     neither report has, such as the FLOPs of fused kernels, is no gap.
     """
     sides = _worked(base), _worked(head)
+    same = _equal_ranks(*sides)
     for metric in _METRICS:
         rule: AmountRule | ExactRule = getattr(rules, metric.name)
+        if same is not None and not rule.gate:
+            continue
+        if same is not None and None not in (values := [metric.value(rank) for rank in same]):
+            yield Found(metric.name, _equal_row(metric, values[0] or 0, sides, head, rule), gap=True)
+            continue
         figures = [[_figures(metric, launch) for launch in side] for side in sides]
-        if not rule.gate and len({ranks for side in figures for ranks in side}) == 1:
-            continue  # The most frequent case is decided first: reports can have many thousand cases.
         before, after = (
             [launch for launch, ranks in zip(side, known, strict=True) if None not in ranks]
             for side, known in zip(sides, figures, strict=True)
@@ -101,6 +105,44 @@ def lost(head: CaseResult, metric: MetricName, why: str, *, gated: bool) -> Row:
     """
     reason = f"Only the baseline has {metric.replace('_', ' ')}: {why.rstrip('.')}."
     return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
+
+
+def _equal_ranks(before: Sequence[Launch], after: Sequence[Launch]) -> _Ranks | None:
+    """Return the ranks of the first launch if every launch of both reports ran the same batches with equal figures.
+
+    That is the most frequent case, and decided first: reports can have many thousand cases.
+    """
+    if not before or not after:
+        return None
+    first, *others = map(_exact, [*before, *after])
+    return _ranks(before[0]) if all(one == first for one in others) else None
+
+
+def _equal_row(
+    metric: _Metric, value: int, sides: Sequence[list[Launch]], head: CaseResult, rule: AmountRule | ExactRule
+) -> Row:
+    return Row.of(
+        head,
+        metric.name,
+        "OK",
+        f"{metric.noun} are equal.",
+        gated=rule.gate,
+        base=float(value),
+        head=float(value),
+        ratio=1.0 if value else None,
+        threshold=_threshold(rule),
+        n=min(map(len, sides)),
+    )
+
+
+def _threshold(rule: AmountRule | ExactRule) -> float:
+    return rule.margin if isinstance(rule, AmountRule) else 0.0
+
+
+def _exact(launch: Launch) -> tuple[object, ...]:
+    assert launch.work is not None
+    figures = [(rank.flops, rank.host_syncs, rank.kernels, rank.ops, rank.runtime_calls) for rank in launch.work.ranks]
+    return launch.plan_sha256, launch.work.batches, launch.work.eager_batches, figures
 
 
 def _row_or_reason(
@@ -155,7 +197,7 @@ def _row(
     metric: _Metric, thens: Sequence[_Ranks], nows: Sequence[_Ranks], head: CaseResult, rule: AmountRule | ExactRule
 ) -> Row:
     """Compare each rank with itself, and return the worst verdict with the figures of the rank that changed most."""
-    threshold = rule.margin if isinstance(rule, AmountRule) else 0.0
+    threshold = _threshold(rule)
     ranks = [
         _Rank(number, *([metric.value(launch[number]) or 0 for launch in side] for side in (thens, nows)))
         for number in range(len(nows[0]))

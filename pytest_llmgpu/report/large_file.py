@@ -1,6 +1,7 @@
 """Reading a large report without the rows of its work passes: they are most of it, and few cases need them.
 
-The file stays open, and the rows of a case are read from it when they are used.
+The rows of a case are read when they are used, from the file, which stays open, or from the text of a report that was
+compressed or came from git.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ PART_BYTES = 2**22
 """A file is read in parts of this size."""
 
 # A report is split where `file.encode` separates its cases. In JSON a line break is never part of a text.
-_FIRST = b'\n  "cases": [\n    {'
-_NEXT = b"\n    },\n    {"
+_FIRST = b'\n  "cases": [\n    {\n      "id": '
+_NEXT = b'\n    },\n    {\n      "id": '
 _LAST = b"\n    }\n  ]"
+_CASE = b'{"id": %b}'
 
-_ROWS, _SKIPPED = b'"rows": [', b'"skip": ['
-"""A field of an unknown name is skipped without being decoded. Within a text a quote has a backslash before it."""
+# The rows of a rank are between these.
+_ROWS = b'\n                "rows": [\n'
+_ROWS_END = b"\n                ]"
 
 
 class _Rank(msgspec.Struct):
@@ -52,59 +55,39 @@ class _Rows(msgspec.Struct):
     launches: list[_Launch] = []
 
 
-class LargeFile:
-    """A file that is open for reading; its content is not kept in memory."""
+class Text:
+    """The text of a report in memory."""
 
-    def __init__(self, descriptor: int, name: str) -> None:
-        weakref.finalize(self, os.close, descriptor)
+    def __init__(self, data: bytes, name: str) -> None:
         self.name = name
         """Name of the report in messages."""
-        self._descriptor = descriptor
-        self._state = self._present()
+        self.size_bytes = len(data)
+        """Size of the text."""
+        self._data = data
         self._last: tuple[int, _Rows] | None = None
         """The rows that were read last, and their place: all ranks of a case are used one after the other."""
 
     @classmethod
-    def open(cls, path: Path) -> LargeFile | None:
-        """Open a report; None where it is to be read as a whole, because it is small, compressed or too large.
+    def unpacked(cls, data: bytes, name: str) -> Text:
+        """Return the text in the bytes of a file, compressed or not.
 
         Raises:
-            OSError: the file cannot be opened.
-        """
-        if not path.is_file():
-            return None
-        found = cls(os.open(path, os.O_RDONLY), str(path))
-        size_bytes, _ = found._state
-        plain = found.read(0, 1) == b"{"
-        return found if plain and SMALL_BYTES < size_bytes <= decompression.LIMIT_BYTES else None
-
-    def read(self, start: int, length: int) -> bytes:
-        """Return bytes of the file, fewer at its end.
-
-        Raises:
-            ValueError: one line: the file changed after it was opened, or it cannot be read.
+            ValueError: one line with the name: the bytes cannot be decompressed.
         """
         try:
-            data = os.pread(self._descriptor, length, start)
-            if self._present() == self._state:
-                return data
-        except OSError as error:
-            raise ValueError(f"report {self.name}: cannot be read: {file.one_line(error)}") from None
-        raise ValueError(f"report {self.name}: changed while it was read; run the command again")
+            return cls(decompression.unpack(data), name)
+        except ValueError as error:
+            raise ValueError(f"report {name}: {error}") from None
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return bytes of the text, fewer at its end."""
+        return self._data[start : start + length]
 
     def parts(self, start: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of the file from `start` on."""
+        """Yield the bytes of the text from `start` on."""
         while part := self.read(start, PART_BYTES):
             start += len(part)
             yield part
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the content."""
-        digest = hashlib.sha256()
-        for part in self.parts():
-            digest.update(part)
-        return digest.hexdigest()
 
     def report(self, *, rows: bool = True) -> Report:
         """Return the report.
@@ -116,9 +99,9 @@ class LargeFile:
         Raises:
             ValueError: one line with the file, the error and its place.
         """
-        found = None if rows else self._without_rows()
-        size_bytes, _ = self._state
-        return file.parse(self.read(0, size_bytes), self.name) if found is None else found
+        small = self.size_bytes <= SMALL_BYTES
+        found = None if rows or small else self._without_rows()
+        return file.parse(self.read(0, self.size_bytes), self.name) if found is None else found
 
     def rows(self, start: int, length: int, *, launch: int, rank: int) -> Sequence[WorkRow]:
         """Return the rows of one rank in the case at a place of the file.
@@ -128,7 +111,7 @@ class LargeFile:
         """
         if self._last is None or self._last[0] != start:
             try:
-                self._last = start, msgspec.json.decode(b"{%b}" % self.read(start, length), type=_Rows)
+                self._last = start, msgspec.json.decode(_CASE % self.read(start, length), type=_Rows)
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise ValueError(f"report {self.name}: the case at byte {start}: {file.one_line(error)}") from None
         work = self._last[1].launches[launch].work
@@ -145,12 +128,12 @@ class LargeFile:
         try:
             start, rest = at + len(_FIRST), b""
             for part in self.parts(start):
-                text, last, _ = (rest + part).partition(_LAST)
-                *whole, rest = text.split(_NEXT)
-                for one in [*whole, rest] if last else whole:
-                    result = decoder.decode(with_present_names(b"{%b}" % one.replace(_ROWS, _SKIPPED)))
-                    cases.append(self._with_stored_rows(result, start, len(one)))
-                    start += len(one) + len(_NEXT)
+                *whole, rest = (rest + part).split(_NEXT)
+                one, last, _ = rest.partition(_LAST)
+                for text in [*whole, one] if last else whole:
+                    result = decoder.decode(_without_rows(text))
+                    cases.append(self._with_stored_rows(result, start, len(text)))
+                    start += len(text) + len(_NEXT)
                 if last:
                     break
             else:
@@ -173,23 +156,75 @@ class LargeFile:
                 msgspec.structs.force_setattr(rank, "rows", rows)
         return result
 
+
+class LargeFile(Text):
+    """The text of a large file, which is open for reading; it is not kept in memory."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        super().__init__(b"", name)
+        self._descriptor = descriptor
+        self._state = self._present()
+        self.size_bytes, _ = self._state
+
+    @classmethod
+    def open(cls, path: Path) -> LargeFile | None:
+        """Open a report; None where it is to be read into memory, because it is small, compressed or too large.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        if not path.is_file():
+            return None
+        found = cls(os.open(path, os.O_RDONLY), str(path))
+        plain = found.read(0, 1) == b"{"
+        return found if plain and SMALL_BYTES < found.size_bytes <= decompression.LIMIT_BYTES else None
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return bytes of the file, fewer at its end.
+
+        Raises:
+            ValueError: one line: the file changed after it was opened, or it cannot be read.
+        """
+        try:
+            data = os.pread(self._descriptor, length, start)
+            if self._present() == self._state:
+                return data
+        except OSError as error:
+            raise ValueError(f"report {self.name}: cannot be read: {file.one_line(error)}") from None
+        raise ValueError(f"report {self.name}: changed while it was read; run the command again")
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the content."""
+        digest = hashlib.sha256()
+        for part in self.parts():
+            digest.update(part)
+        return digest.hexdigest()
+
     def _present(self) -> tuple[int, int]:
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns
 
 
+def _without_rows(text: bytes) -> bytes:
+    """Return the JSON of a case without the rows of its ranks."""
+    first, *others = text.split(_ROWS)
+    return _CASE % b'"rows": ['.join([first, *(other[other.index(_ROWS_END) :] for other in others)])
+
+
 class StoredRows(Sequence[WorkRow]):
-    """The rows of one rank in a file. They are read each time they are used."""
+    """The rows of one rank in the text of a report. They are read each time they are used."""
 
     __slots__ = ("_file", "_launch", "_length", "_rank", "_start")
 
-    def __init__(self, stored: LargeFile, start: int, length: int, launch: int, rank: int) -> None:
+    def __init__(self, stored: Text, start: int, length: int, launch: int, rank: int) -> None:
         """Name the rows.
 
         Args:
-            stored: the file.
-            start: the byte at which the text of the case starts.
-            length: the number of bytes of that text.
+            stored: the text that they are in.
+            start: the byte at which the case starts.
+            length: the number of bytes of the case.
             launch: the number of the launch in the case.
             rank: the number of the rank.
         """

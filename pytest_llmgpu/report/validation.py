@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import operator
 import re
 import reprlib
 from collections import Counter
@@ -79,11 +80,10 @@ def check(cases: Sequence[CaseResult]) -> None:
 
 def _check_launch(launch: Launch, place: str) -> None:
     batches = launch.batches
-    for number, latency_s in enumerate(batches.latency_s):
-        if latency_s <= 0:
-            _refuse(f"{place}.batches.latency_s[{number}]", f"seconds above 0, got {latency_s}")
-    for name in ("sequences", "tokens", "padded_tokens"):
-        _check_length(getattr(batches, name), len(batches.latency_s), f"{place}.batches.{name}")
+    if (least_s := min(batches.latency_s, default=1.0)) <= 0:
+        number = batches.latency_s.index(least_s)
+        _refuse(f"{place}.batches.latency_s[{number}]", f"seconds above 0, got {least_s}")
+    _check_lengths(batches, ("sequences", "tokens", "padded_tokens"), len(batches.latency_s), f"{place}.batches")
     if launch.accuracy is not None:
         _check_accuracy(launch.accuracy, f"{place}.accuracy")
     if launch.profile is not None and launch.profile.series is not None:
@@ -98,19 +98,13 @@ def _check_launch(launch: Launch, place: str) -> None:
 
 def _check_work(work: Work, place: str) -> None:
     for number, collective in enumerate(work.collectives or ()):
-        for name in ("transfer_s", "wait_s"):
-            _check_length(getattr(collective, name), work.passes, f"{place}.collectives[{number}].{name}")
+        _check_lengths(collective, ("transfer_s", "wait_s"), work.passes, f"{place}.collectives[{number}]")
     for number, rank in enumerate(work.ranks):
-        for name in ("device_time_s", "copy_s", "idle_s"):
-            if (column := getattr(rank, name)) is not None:
-                _check_length(column, work.passes, f"{place}.ranks[{number}].{name}")
+        _check_lengths(rank, ("device_time_s", "copy_s", "idle_s"), work.passes, f"{place}.ranks[{number}]")
 
 
 def _check_accuracy(accuracy: Accuracy, place: str) -> None:
-    for name in ("predictions", "predictions_norm", "labels"):
-        column = getattr(accuracy, name)
-        if column is not None:
-            _check_length(column, accuracy.items, f"{place}.{name}")
+    _check_lengths(accuracy, ("predictions", "predictions_norm", "labels"), accuracy.items, place)
     try:
         size_bytes = len(base64.b64decode(accuracy.loglikelihoods, validate=True))
     except (binascii.Error, ValueError) as error:  # ValueError: letters beyond ASCII
@@ -121,7 +115,7 @@ def _check_accuracy(accuracy: Accuracy, place: str) -> None:
     for metric, choices in (("acc", accuracy.predictions), ("acc_norm", accuracy.predictions_norm)):
         if accuracy.labels is None or choices is None or not accuracy.items:
             continue
-        right = sum(choice == label for choice, label in zip(choices, accuracy.labels, strict=True)) / accuracy.items
+        right = sum(map(operator.eq, choices, accuracy.labels)) / accuracy.items
         if abs(getattr(accuracy, metric) - right) > _ROUNDING:
             _refuse(f"{place}.{metric}", f"{right:g}, which the predictions give, got {getattr(accuracy, metric):g}")
 
@@ -142,6 +136,13 @@ def _refuse_second(pairs: list[tuple[str, Any]]) -> None:
     name, times = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 0)
     if times > 1:
         raise ValueError(f"the name {name!r} occurs {times} times in one object")
+
+
+def _check_lengths(record: msgspec.Struct, columns: Sequence[str], length: int, place: str) -> None:
+    for name in columns:
+        column = getattr(record, name)
+        if column is not None and len(column) != length:
+            _check_length(column, length, f"{place}.{name}")
 
 
 def _check_length(column: Sequence[object], length: int, place: str) -> None:

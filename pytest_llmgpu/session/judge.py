@@ -117,6 +117,7 @@ class Judge:
             remedy = "; --llmgpu-allow-no-baseline lets a first run pass" if absent else ""
             raise ValueError(f"--llmgpu-compare: {error}{remedy}") from None
         try:
+            # With all rows: the file can change during the run.
             self.base = self._source.report()
         except ValueError as error:
             raise ValueError(f"--llmgpu-compare: {error}") from None

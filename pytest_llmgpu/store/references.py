@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu.report import decompression, file
-from pytest_llmgpu.report.large_file import LargeFile
+from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report.large_file import LargeFile, Text
 from pytest_llmgpu.report.option_values import LATEST
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
@@ -59,9 +59,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one line: the content is not a report.
         """
-        if isinstance(self.data, LargeFile):
-            return self.data.report(rows=rows)
-        return file.parse(self.data, self.name)
+        text = self.data if isinstance(self.data, LargeFile) else Text.unpacked(self.data, self.name)
+        return text.report(rows=rows)
 
     def baseline(self, reference: str, report: Report) -> Baseline:
         """Return the record of this source as a baseline.

@@ -10,7 +10,7 @@ from support.report_factory import make_full_report, make_report, make_result, m
 
 from pytest_llmgpu.report import decompression, large_file
 from pytest_llmgpu.report.file import dump, load
-from pytest_llmgpu.report.large_file import LargeFile, StoredRows
+from pytest_llmgpu.report.large_file import LargeFile, StoredRows, Text
 from pytest_llmgpu.report.report import Report
 
 _PATH = Path("report.json")
@@ -57,6 +57,22 @@ def test_rows_that_are_read_later_are_those_of_the_file(part_bytes: int, monkeyp
     found = _opened().report(rows=False)
     assert _with_rows(found) == load(_PATH)
     assert any(len(rank.rows or ()) for rank in found.cases[2].launches[0].work.ranks)  # type: ignore[union-attr]
+
+
+def test_the_rows_of_a_compressed_report_are_decoded_when_they_are_used() -> None:
+    """So are those of a report from git: only their text is kept."""
+    compressed = Path("report.json.gz")
+    dump(_report(), compressed)
+    found = Text.unpacked(compressed.read_bytes(), "report.json.gz").report(rows=False)
+    assert _with_rows(found) == load(compressed)
+
+
+def test_a_small_compressed_report_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows need little memory."""
+    monkeypatch.setattr(large_file, "SMALL_BYTES", 2**24)
+    dump(_report(), Path("report.json.gz"))
+    found = Text.unpacked(Path("report.json.gz").read_bytes(), "report.json.gz").report(rows=False)
+    assert found == load(Path("report.json.gz"))
 
 
 def test_a_report_with_all_rows_is_the_one_of_the_file() -> None:
