@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    _Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]
+    """A recorded forward, its input and its output."""
+
 
 class RecordingError(RuntimeError):
     """A forward could not be recorded; the message names the operation, its line and the error."""
@@ -44,7 +47,7 @@ class GraphedDecoder:
         self._decoder = model.get_decoder()
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
 
@@ -59,6 +62,11 @@ class GraphedDecoder:
         self._decoder.forward = self._eager
         self._graphs.clear()
         self._hidden = None
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The shapes that have a graph: rows and tokens per row."""
+        return list(self._graphs)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -77,7 +85,7 @@ class GraphedDecoder:
             return self._eager(input_ids=input_ids, **others)
         shape = (input_ids.shape[0], input_ids.shape[1])
         if shape not in self._graphs:
-            self._record(input_ids, others)
+            self._graphs[shape] = self._record(input_ids, others)
         graph, ids_BS, hidden_BSH = self._graphs[shape]
         ids_BS.copy_(input_ids)
         graph.replay()
@@ -85,7 +93,7 @@ class GraphedDecoder:
 
         return BaseModelOutputWithPast(last_hidden_state=hidden_BSH)
 
-    def _record(self, input_ids: torch.Tensor, others: dict[str, Any]) -> None:
+    def _record(self, input_ids: torch.Tensor, others: dict[str, Any]) -> _Graph:
         import torch
 
         rows, width = input_ids.shape
@@ -121,7 +129,7 @@ class GraphedDecoder:
             # After a failed operation the end of the recording fails, too, with an error that does not name it.
             cause = failed or error
             raise RecordingError(_described(cause)) from cause
-        self._graphs[rows, width] = graph, ids_BS, answer_BSH
+        return graph, ids_BS, answer_BSH
 
 
 def _described(error: Exception) -> str:

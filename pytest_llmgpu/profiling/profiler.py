@@ -22,7 +22,7 @@ import msgspec
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling.recording import Recording
 from pytest_llmgpu.profiling.sampler.devices import Method
-from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
+from pytest_llmgpu.profiling.stream import Header, MarkRecord, Refusal, TickRecord
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import Profile
 
@@ -38,13 +38,6 @@ _FRESH_S = 0.1
 _FRESH = 0.01
 """A window can be marked this many seconds after its end, or this fraction of its length (`counter_deltas`)."""
 _NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
-
-
-class _Refusal(msgspec.Struct, frozen=True):
-    """The first and only line of a sampler that has nothing to read."""
-
-    error: str
-    """The reason."""
 
 
 class Window:
@@ -96,7 +89,8 @@ class Profiler:
         self._changed = threading.Condition()  # guards everything below
         self._listener: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
+        """The stream so far; None before its first line. The listening thread changes it."""
         self._open: list[float] = []
         self._marks = 0
         self._marked_s = -math.inf
@@ -109,7 +103,7 @@ class Profiler:
     def why(self) -> str | None:
         """The reason why there are no readings, or no more; None while the sampler runs."""
         with self._changed:
-            if self._failure is not None or self._recording is not None:
+            if self._failure is not None or self.recording is not None:
                 return self._failure
             if self._listener is None:
                 return "the sampler was not started"
@@ -131,7 +125,7 @@ class Profiler:
             if self._uuids == []:
                 self._failure = "no GPU is visible"
                 return
-            failed = self._recording is not None and (self._ended or self._silent)
+            failed = self.recording is not None and (self._ended or self._silent)
             replace = failed and not self._open and not self._closing
         if replace:
             self._discard()
@@ -139,7 +133,7 @@ class Profiler:
             if self._listener is None:
                 self._listener = threading.Thread(target=self._listen, name="llmgpu sampler", daemon=True)
                 self._listener.start()
-            self._changed.wait_for(lambda: self._recording is not None or self._ended, _HEADER_S)
+            self._changed.wait_for(lambda: self.recording is not None or self._ended, _HEADER_S)
 
     def mark(self, *, wait: bool = False) -> None:
         """Request a reading of the cumulative counters now: energy, throttled time, bytes over NVLink.
@@ -152,20 +146,20 @@ class Profiler:
         """
         with self._changed:
             process = self._process
-            if self._recording is None or self._ended or self._closing or process is None or process.stdin is None:
+            if self.recording is None or self._ended or self._closing or process is None or process.stdin is None:
                 return
             with suppress(OSError, ValueError):  # it has ended, which the listener will notice
                 os.write(process.stdin.fileno(), b"mark\n")  # unbuffered: closing must not have to write
                 self._marks += 1
                 self._marked_s = time.monotonic()
             if wait:
-                recording, marks = self._recording, self._marks
+                recording, marks = self.recording, self._marks
                 self._changed.wait_for(lambda: self._ended or recording.marks >= marks, _STREAM_S)
 
     def cpu_s(self, start_s: float, end_s: float) -> float | None:
         """Return the CPU seconds that the sampler used between two times; None if it was not sampling."""
         with self._changed:
-            return None if self._recording is None else self._recording.cpu_s(start_s, end_s)
+            return None if self.recording is None else self.recording.cpu_s(start_s, end_s)
 
     def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
@@ -183,7 +177,7 @@ class Profiler:
         if self._marked_s < end_s and time.monotonic() < end_s + max(_FRESH_S, _FRESH * (end_s - start_s)):
             self.mark()
         with self._changed:
-            recording = self._recording
+            recording = self.recording
             if recording is not None:
                 marks = self._marks
                 self._changed.wait_for(
@@ -255,7 +249,7 @@ class Profiler:
             if listener.is_alive():
                 return
         with self._changed:
-            self._listener = self._process = self._recording = self._failure = None
+            self._listener = self._process = self.recording = self._failure = None
             self._marks, self._marked_s = 0, -math.inf
             self._ended = self._silent = False
 
@@ -307,14 +301,14 @@ class Profiler:
         with self._changed:
             self._silent = False
             if line.startswith(b'{"error":'):
-                self._failure = msgspec.json.decode(line, type=_Refusal).error
-            elif self._recording is None:
-                self._recording = Recording(msgspec.json.decode(line, type=Header))
+                self._failure = msgspec.json.decode(line, type=Refusal).error
+            elif self.recording is None:
+                self.recording = Recording(msgspec.json.decode(line, type=Header))
             elif line.startswith(b'{"mark":'):
-                self._recording.mark(msgspec.json.decode(line, type=MarkRecord))
+                self.recording.mark(msgspec.json.decode(line, type=MarkRecord))
             else:
                 tick = msgspec.json.decode(line, type=TickRecord)
-                self._recording.add(tick, min(self._open, default=math.inf))
+                self.recording.add(tick, min(self._open, default=math.inf))
             self._changed.notify_all()
 
     def _end(self, failure: str) -> None:

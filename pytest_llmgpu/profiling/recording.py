@@ -51,8 +51,10 @@ class Recording:
     def __init__(self, header: Header) -> None:
         self.header = header
         self._why = [dict(device.why) for device in header.devices]
-        self._kept: deque[Reading] = deque()
-        self._marks: list[deque[Mark]] = [deque(maxlen=_MARKS) for _ in header.devices]
+        self.readings: deque[Reading] = deque()
+        """The ticks that are stored."""
+        self.device_marks: list[deque[Mark]] = [deque(maxlen=_MARKS) for _ in header.devices]
+        """[device] The latest marks."""
         self.marks = 0
         """The number of the latest mark; 0 before the first."""
         self._dropped = False
@@ -68,19 +70,19 @@ class Recording:
             open_since_s: Start of the oldest window that is still open.
         """
         seconds = _flat("f", tick.seconds) if tick.seconds else None
-        self._kept.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
+        self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
         self._orders = tick.orders
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
-        while len(self._kept) > self._capacity and self._kept[0].t_s < open_since_s:
-            self._kept.popleft()
+        while len(self.readings) > self._capacity and self.readings[0].t_s < open_since_s:
+            self.readings.popleft()
             self._dropped = True
 
     def mark(self, mark: MarkRecord) -> None:
         """Store the next mark."""
         self.marks = mark.mark
         span_s = min(mark.t_s), max(mark.answered_s)
-        rows = zip(self._marks, mark.t_s, mark.answered_s, mark.counters, mark.why, strict=True)
+        rows = zip(self.device_marks, mark.t_s, mark.answered_s, mark.counters, mark.why, strict=True)
         for marks, t_s, answered_s, counts, why in rows:
             marks.append(Mark(t_s, answered_s, counts, why, span_s))
 
@@ -103,13 +105,13 @@ class Recording:
         if self.behind(end_s):
             return False
         if self.header.spans:
-            return self._kept[-1].t_s > end_s and self._orders >= orders
+            return self.readings[-1].t_s > end_s and self._orders >= orders
         # Without a reading inside, the one after the window may be nearer than the one before.
-        return self._kept[-1].t_s > end_s or any(start_s <= reading.t_s <= end_s for reading in reversed(self._kept))
+        return self.readings[-1].t_s > end_s or any(start_s <= one.t_s <= end_s for one in reversed(self.readings))
 
     def behind(self, end_s: float) -> bool:
         """Return whether the tick of the last deadline before a time is missing so far."""
-        return not self._kept or self._kept[-1].k < self._last_deadline(end_s)
+        return not self.readings or self.readings[-1].k < self._last_deadline(end_s)
 
     def profile(self, start_s: float, end_s: float, held_bytes: Mapping[str, int], why: Mapping[str, str]) -> Profile:
         """Cut the profile between two CLOCK_MONOTONIC times.
@@ -125,14 +127,14 @@ class Recording:
         inside = self._inside(start_s, end_s)
         reasons = {**self.header.why, **why}
         readings = inside
-        if not inside and self._kept:
-            nearest = min(self._kept, key=lambda reading: max(start_s - reading.t_s, reading.t_s - end_s))
+        if not inside and self.readings:
+            nearest = min(self.readings, key=lambda reading: max(start_s - reading.t_s, reading.t_s - end_s))
             distance_s = max(start_s - nearest.t_s, nearest.t_s - end_s)
             reasons["samples"] = f"no reading lies inside the window; the nearest is {distance_s:.3g} s away"
             readings = [nearest]
-        if not self._kept:
+        if not self.readings:
             reasons["profile"] = "the sampler has sent no reading"
-        if self._dropped and (not self._kept or start_s < self._kept[0].t_s):
+        if self._dropped and (not self.readings or start_s < self.readings[0].t_s):
             reasons["history"] = (
                 "the oldest readings of the window were dropped to save memory; an open window keeps its own"
             )
@@ -156,7 +158,7 @@ class Recording:
         )
 
     def _inside(self, start_s: float, end_s: float) -> list[Reading]:
-        return [reading for reading in self._kept if start_s <= reading.t_s <= end_s]
+        return [reading for reading in self.readings if start_s <= reading.t_s <= end_s]
 
     def _last_deadline(self, end_s: float) -> int:
         return math.floor((end_s - self.header.t0_s) / self.header.period_s)
@@ -164,10 +166,10 @@ class Recording:
     def _missed(self, start_s: float, end_s: float) -> int:
         """Count the deadlines inside the window that have no tick, as far back as ticks are stored."""
         first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
-        if self._dropped and self._kept:
-            first = max(first, self._kept[0].k)
+        if self._dropped and self.readings:
+            first = max(first, self.readings[0].k)
         last = self._last_deadline(end_s)
-        return max(0, last - first + 1) - sum(first <= reading.k <= last for reading in self._kept)
+        return max(0, last - first + 1) - sum(first <= reading.k <= last for reading in self.readings)
 
     def _lateness_p99_s(self, inside: Sequence[Reading]) -> float | None:
         late_s = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
@@ -194,7 +196,7 @@ class Recording:
     ) -> DeviceProfile:
         metrics: dict[str, Metric] = {}
         reasons: dict[str, str] = {}
-        reaching = [reading for reading in self._kept if start_s < reading.t_s < end_s + _REACH_S] or readings
+        reaching = [reading for reading in self.readings if start_s < reading.t_s < end_s + _REACH_S] or readings
         for number, (metric, column) in enumerate(columns.items()):
             method = device.methods[number]
             known = [(reading.t_s, value) for reading, value in zip(readings, column, strict=True) if value is not None]
@@ -211,7 +213,7 @@ class Recording:
             if not complete and metric in self._why[place]:
                 reasons[metric] = self._why[place][metric]
             metrics[metric] = figures
-        counts = window_counts(self._marks[place], metrics, reasons, start_s, end_s)
+        counts = window_counts(self.device_marks[place], metrics, reasons, start_s, end_s)
         return DeviceProfile(
             index=device.index,
             uuid=device.uuid,

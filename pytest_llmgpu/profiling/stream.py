@@ -1,4 +1,4 @@
-"""The lines of the sampler's stream, each a JSON record: a header, then ticks and marks."""
+"""The lines of the sampler's stream, each a JSON record: a header, then ticks and marks; or a refusal."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class HeaderDevice(msgspec.Struct, frozen=True):
     """[metric] How long each reading measures from its tick on; None for an instant, an earlier or an unknown time."""
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """The only line of a sampler that has nothing to read."""
+
+    error: str
+    """The reason."""
+
+
 class Header(msgspec.Struct, frozen=True):
     """The first line of the sampler's stream."""
 
@@ -37,7 +44,7 @@ class Header(msgspec.Struct, frozen=True):
     """Maps `gpu 3` to the reason why it did not answer."""
 
 
-class TickRecord(msgspec.Struct, frozen=True):
+class TickRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The readings that began at one deadline."""
 
     k: int

@@ -269,7 +269,7 @@ def _compare(loaded: Loaded) -> list[_Replay]:
             difference = float((found - right).abs().max() / largest)
             moved = float((before[shape] - right).abs().max() / largest) if shape in before else float("inf")
             before[shape] = right
-            replays.append(_Replay(tuple(found.shape), difference, moved, len(decoder._graphs)))
+            replays.append(_Replay(tuple(found.shape), difference, moved, len(decoder.shapes)))
     return replays
 
 

@@ -39,12 +39,11 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Shapes that were recorded; what is recorded here computes on the CPU."""
     shapes: list[tuple[int, int]] = []
 
-    def record(decoder: GraphedDecoder, input_ids: torch.Tensor, _others: dict[str, Any]) -> None:
+    def record(decoder: GraphedDecoder, input_ids: torch.Tensor, _others: dict[str, Any]) -> tuple[Any, ...]:
         rows, width = input_ids.shape
         ids_BS, hidden_BSH = torch.zeros_like(input_ids), torch.zeros(rows, width, 32)
-        graph: Any = _Recorded(decoder, ids_BS, hidden_BSH)
-        decoder._graphs[rows, width] = graph, ids_BS, hidden_BSH
         shapes.append((rows, width))
+        return _Recorded(decoder, ids_BS, hidden_BSH), ids_BS, hidden_BSH
 
     monkeypatch.setattr(GraphedDecoder, "_record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
@@ -148,8 +147,7 @@ def test_suspended_and_left_it_is_the_model_as_it_was(model: Any, recordings: li
         fail()
     _logits(model, _ids(2, 4))
     assert recordings == [(1, 4)]
-    assert decoder._graphs == {}
-    assert decoder._hidden is None
+    assert decoder.shapes == []
 
 
 class _Stream:

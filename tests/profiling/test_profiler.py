@@ -44,11 +44,11 @@ def profiler(environment: dict[str, str], uuids: list[str] | None = None) -> Ite
 
 def wait_for_ticks(profiler: Profiler, count: int) -> None:
     """Wait until the given number of further ticks has come."""
-    recording = profiler._recording
+    recording = profiler.recording
     assert recording is not None, profiler.why
     with profiler._changed:
-        goal = len(recording._kept) + count
-        assert profiler._changed.wait_for(lambda: len(recording._kept) >= goal, 300)
+        goal = len(recording.readings) + count
+        assert profiler._changed.wait_for(lambda: len(recording.readings) >= goal, 300)
 
 
 def wait_for_end(profiler: Profiler) -> None:
@@ -115,9 +115,9 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     with profiler(nvml_stub(fields="74,75,138,139", field_step=1_000_000)) as nvml:
         with nvml.window() as window:
             wait_for_ticks(nvml, 4)
-        recording = nvml._recording
+        recording = nvml.recording
         assert recording is not None
-        [[first, last]] = recording._marks
+        [[first, last]] = recording.device_marks
         assert window.end_s is not None
         assert (nvml.cpu_s(window.start_s, window.end_s) or 0) > 0
     assert window.profile is not None
@@ -210,7 +210,7 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6")) as nvml:
         with nvml._changed:
-            assert nvml._changed.wait_for(lambda: nvml._recording is not None and nvml._recording._kept, 300)
+            assert nvml._changed.wait_for(lambda: nvml.recording is not None and nvml.recording.readings, 300)
         first, process = nvml.pid, nvml._process
         assert process is not None
         nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
@@ -263,12 +263,12 @@ def test_polling_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> 
     nvml = Profiler(period_s, environment=nvml_stub(**settings), method="polling")
     with nvml.window() as window:
         wait_for_ticks(nvml, 5)
-        recording = nvml._recording
+        recording = nvml.recording
     nvml.close()
     profile = window.profile
     assert profile is not None
     assert recording is not None
-    starts_s = [reading.t_s for reading in recording._kept]
+    starts_s = [reading.t_s for reading in recording.readings]
     assert min(after - before for before, after in pairwise(starts_s)) >= period_s - 1e-6
     calls = [line.split() for line in log.read_text().splitlines()]
     at = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
@@ -421,7 +421,7 @@ def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
     monkeypatch.setattr(module, "_END_S", 0.05)
     with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6")) as nvml:
         with nvml._changed:
-            assert nvml._changed.wait_for(lambda: nvml._recording is not None and nvml._recording._kept, 300)
+            assert nvml._changed.wait_for(lambda: nvml.recording is not None and nvml.recording.readings, 300)
         profile = nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
         assert "did not answer within" in profile.why["sampler"]
         assert profile.samples <= 2

@@ -1,8 +1,8 @@
 """The child process that reads NVML in a fixed period: `python -m pytest_llmgpu.profiling.sampler --period 0.1667`.
 
 It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_MONOTONIC. `profiling/stream.py` has the
-records: first a header, or `{"error": reason}` and the end; then ticks. A line `mark` on stdin requests a reading of
-the cumulative counters, whose record is written between two ticks.
+records: first a header, or a refusal and the end; then ticks. A line `mark` on stdin requests a reading of the
+cumulative counters, whose record is written between two ticks.
 
 It is a process of its own because a thread would have to wait up to 5 ms for the interpreter lock at each call. It ends
 when its stdin closes or its parent ends. If nobody reads its stdout, it misses deadlines.
@@ -11,7 +11,6 @@ when its stdin closes or its parent ends. If nobody reads its stdout, it misses 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import select
 import signal
@@ -19,7 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, get_args
+from typing import get_args
+
+import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
@@ -28,6 +29,7 @@ from pytest_llmgpu.profiling.sampler.deadlines import ticks
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, choose, open_devices
 from pytest_llmgpu.profiling.sampler.marking import Marking
 from pytest_llmgpu.profiling.sampler.sampling import Sampler
+from pytest_llmgpu.profiling.stream import Header, HeaderDevice, Refusal, TickRecord
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 choose(devices, options.period)
                 _Stream(devices, options.period, write).run(why, drift=options.method == "polling")
         except (NvmlMissingError, ValueError) as error:
-            write({"error": str(error)})
+            write(Refusal(error=str(error)))
     return 0
 
 
 class _Stream:
     """Rounds at their deadlines. Between them marks are read and byte counters are polled."""
 
-    def __init__(self, devices: Sequence[Device], period_s: float, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, devices: Sequence[Device], period_s: float, write: Callable[[msgspec.Struct], None]) -> None:
         self._write = write
         self._devices = devices
         self._period_s = period_s
@@ -72,28 +74,31 @@ class _Stream:
         spans = any(device.sources for device in self._devices)
         t0_s = time.monotonic()
         self._write(
-            {
-                "t0_s": t0_s,
-                "period_s": self._period_s,
-                "metrics": list(METRICS),
-                "spans": spans,
-                "devices": [_header(device) for device in self._devices],
-                "why": why,
-            }
+            Header(
+                t0_s=t0_s,
+                period_s=self._period_s,
+                metrics=list(METRICS),
+                devices=[_header(device) for device in self._devices],
+                spans=spans,
+                why=why,
+            )
         )
         for tick in ticks(t0_s, self._period_s, time.monotonic, self._wait, drift=drift):
             values, seconds = self._sampler.round(tick.start_s, window_ended=self._window_ended)
             self._window_ended = False
             self._marking.ticked()
-            record: dict[str, Any] = {"k": tick.k, "t_s": tick.start_s, "values": values}
-            if spans:
-                record |= {"seconds": seconds, "orders": self._marking.requested}
-            record["cpu_s"] = time.process_time()
-            changed = {str(at): device.why for at, device in enumerate(self._devices) if device.why != written[at]}
-            if changed:
-                record["why"] = changed
-                written = [dict(device.why) for device in self._devices]
-            self._write(record)
+            self._write(
+                TickRecord(
+                    k=tick.k,
+                    t_s=tick.start_s,
+                    values=values,
+                    why={at: device.why for at, device in enumerate(self._devices) if device.why != written[at]},
+                    seconds=seconds if spans else [],
+                    cpu_s=time.process_time(),
+                    orders=self._marking.requested if spans else 0,
+                )
+            )
+            written = [dict(device.why) for device in self._devices]
 
     def _wait(self, seconds: float) -> bool:
         """Wait for the given time, or less if something must be done; return whether stdin has closed."""
@@ -113,23 +118,23 @@ class _Stream:
         return requests == b""
 
 
-def _header(device: Device) -> dict[str, Any]:
+def _header(device: Device) -> HeaderDevice:
     """Return the record of a device in the header."""
     sources = [device.chosen.get(metric) for metric in METRICS]
-    return {
-        "index": device.index,
-        "uuid": device.uuid,
-        "methods": ["" if source is None else source.method for source in sources],
-        "windows_s": [source.window_s if isinstance(source, Call) else None for source in sources],
-        "why": device.why,
-    }
+    return HeaderDevice(
+        index=device.index,
+        uuid=device.uuid,
+        why=device.why,
+        methods=["" if source is None else source.method for source in sources],
+        windows_s=[source.window_s if isinstance(source, Call) else None for source in sources],
+    )
 
 
-def _writer(descriptor: int) -> Callable[[dict[str, Any]], None]:
+def _writer(descriptor: int) -> Callable[[msgspec.Struct], None]:
     """Return a function that writes a record as one line."""
 
-    def write(record: dict[str, Any]) -> None:
-        line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+    def write(record: msgspec.Struct) -> None:
+        line = memoryview(msgspec.json.encode(record) + b"\n")
         while line:
             line = line[os.write(descriptor, line) :]
 

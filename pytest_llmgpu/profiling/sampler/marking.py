@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
+
+from pytest_llmgpu.profiling.stream import MarkRecord
 
 _DECAY = 0.8
 """The time expected for a device falls to this fraction of itself at most, if the next reading takes less."""
@@ -29,7 +31,7 @@ class Marking:
         self,
         devices: Sequence[Counting],
         clock: Callable[[], float],
-        write: Callable[[dict[str, Any]], None],
+        write: Callable[[MarkRecord], None],
     ) -> None:
         """Begin without a request.
 
@@ -42,7 +44,7 @@ class Marking:
         self._clock = clock
         self._write = write
         self._expected_s = 0.0
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting: deque[MarkRecord] = deque()
         self.requested = 0
         """The number of marks requested so far."""
         self._after_tick = True
@@ -50,7 +52,7 @@ class Marking:
     def request(self) -> None:
         """Add a request to read all counters."""
         self.requested += 1
-        self._waiting.append({"mark": self.requested, "t_s": [], "answered_s": [], "counters": [], "why": []})
+        self._waiting.append(MarkRecord(mark=self.requested, t_s=[], answered_s=[], counters=[], why=[]))
 
     def ticked(self) -> None:
         """Note that a tick has ended."""
@@ -67,13 +69,13 @@ class Marking:
             return False
         self._after_tick = False
         mark = self._waiting[0]
-        counters, why = self._devices[len(mark["t_s"])].cumulative()
+        counters, why = self._devices[len(mark.t_s)].cumulative()
         answered_s = self._clock()
-        mark["t_s"].append(start_s)
-        mark["answered_s"].append(answered_s)
-        mark["counters"].append(counters)
-        mark["why"].append(why)
+        mark.t_s.append(start_s)
+        mark.answered_s.append(answered_s)
+        mark.counters.append(counters)
+        mark.why.append(why)
         self._expected_s = max(answered_s - start_s, _DECAY * self._expected_s)
-        if len(mark["t_s"]) == len(self._devices):
+        if len(mark.t_s) == len(self._devices):
             self._write(self._waiting.popleft())
         return True

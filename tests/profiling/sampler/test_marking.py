@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pytest_llmgpu.profiling.sampler.marking import Marking
+from pytest_llmgpu.profiling.stream import MarkRecord
 
 
 class Devices:
@@ -13,7 +12,7 @@ class Devices:
     def __init__(self, count: int, *, take_s: float) -> None:
         self.now_s = 0.0
         self.take_s = take_s
-        self.written: list[dict[str, Any]] = []
+        self.written: list[MarkRecord] = []
         self.marking = Marking([self] * count, lambda: self.now_s, self.written.append)
 
     def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
@@ -39,8 +38,8 @@ def test_no_tick_waits_for_a_device_with_the_expected_time() -> None:
     assert devices.now_s == 0.1
     assert devices.steps(0.2) == 2
     (mark,) = devices.written
-    assert [round(t_s, 3) for t_s in mark["t_s"]] == [0.0, 0.015, 0.03, 0.045, 0.06, 0.075, 0.1, 0.115]
-    assert [round(t_s, 3) for t_s in mark["answered_s"]] == [0.015, 0.03, 0.045, 0.06, 0.075, 0.09, 0.115, 0.13]
+    assert [round(t_s, 3) for t_s in mark.t_s] == [0.0, 0.015, 0.03, 0.045, 0.06, 0.075, 0.1, 0.115]
+    assert [round(t_s, 3) for t_s in mark.answered_s] == [0.015, 0.03, 0.045, 0.06, 0.075, 0.09, 0.115, 0.13]
     assert devices.steps(0.3) == 0
 
 
@@ -58,5 +57,5 @@ def test_marks_are_in_the_order_of_their_requests() -> None:
     devices.marking.request()
     devices.marking.request()
     assert devices.steps(1.0) == 4
-    assert [mark["mark"] for mark in devices.written] == [1, 2]
-    assert [len(mark["counters"]) for mark in devices.written] == [2, 2]
+    assert [mark.mark for mark in devices.written] == [1, 2]
+    assert [len(mark.counters) for mark in devices.written] == [2, 2]
