@@ -147,13 +147,13 @@ def _compared(results: Sequence[CaseResult]) -> CaseResult:
     """
     merged = merge_results(results)
     if len(results) > 1:
-        new = disagreements([launch for result in results for launch in _launches(result)])
+        new = disagreements([launch for result in results for launch in by_launch(result)])
         codes = {finding.code for finding in new}
         merged.findings = [*(finding for finding in merged.findings if finding.code not in codes), *new]
     return merged
 
 
-def _launches(result: CaseResult) -> list[CaseResult]:
+def by_launch(result: CaseResult) -> list[CaseResult]:
     """Return a result for each launch of a result; a result without launches counts as one launch that failed."""
     return [msgspec.structs.replace(result, launches=[launch]) for launch in result.launches] or [result]
 

@@ -31,7 +31,7 @@ from pytest_llmgpu.gate.series import (
 from pytest_llmgpu.gate.time import Timed
 from pytest_llmgpu.gate.work import work_rows
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Report, started
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row, Verdict
 
@@ -94,7 +94,6 @@ class _Comparison:
         self._same_gpus = then == now
         self._ceilings = (environments[0].ceilings, environments[1].ceilings)
         self._in_turn = in_turn
-        self._other_day = not in_turn and base is not None and time.days_apart(base.created, head.created)
 
     def rows(self) -> list[Row]:
         """Return every row: case by case, then the series."""
@@ -179,6 +178,15 @@ class _Comparison:
             self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
         self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
 
+    def _on_other_days(self, base: CaseResult, head: CaseResult) -> bool:
+        """Return whether launches of two results are of different days; never if launches alternated."""
+        assert self.base is not None
+        then, now = (
+            {started(report, launch) for launch in result.launches}
+            for report, result in ((self.base, base), (self.head, head))
+        )
+        return not self._in_turn and any(time.days_apart(one, other) for one in then for other in now)
+
     def _times(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         sides = comparable(base, head)
         regime = time.noisier(noise_regime.of_device_time(base), noise_regime.of_device_time(head))
@@ -190,7 +198,7 @@ class _Comparison:
             prior=self._prior(head, "device_time", regime),
             regime=regime,
             ceilings=self._ceilings,
-            other_day=self._other_day,
+            other_day=self._on_other_days(base, head),
         )
         if found is not None:
             self._take("device_time", found, rules.device_time.gate)

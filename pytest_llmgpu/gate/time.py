@@ -108,6 +108,8 @@ class Timed(NamedTuple):
     """A sentence about launches that are not used; empty if all are."""
     whole: bool = False
     """True if all launches of both reports are used and both reports are of the same GPUs."""
+    starts: tuple[tuple[int, ...], ...] = ()
+    """For each report, the start of pytest (`Launch.resumption`) of each launch."""
     members: int = 0
     """The number of cases of a row that is the mean over cases; else 0."""
 
@@ -193,6 +195,7 @@ def wall_times(
         machine_sd=machine_sd,
         left_out=left_out,
         whole=not machine_sd and not left_out,
+        starts=_starts(base, head),
     )
 
 
@@ -267,14 +270,20 @@ def device_times(
         machine_sd=0.0 if same else NORMALIZED_GPU_SD if divided else GPU_SD,
         left_out=left_out,
         whole=same and not left_out,
+        starts=_starts(base, head),
     )
+
+
+def _starts(base: CaseResult, head: CaseResult) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(launch.resumption for launch in result.launches) for result in (base, head))
 
 
 def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> list[Timed]:
     """Return the mean over the gated cases, for device time and for wall time; a change of all cases shows there first.
 
     Both reports need two launches, and the same GPUs. The launches of one report share GPU, clock and host, so that the
-    mean of a launch over its cases is one datum.
+    mean of a launch over its cases is one datum. In a session that was resumed, this holds for launches of one start:
+    the row has the cases whose launches are of the most frequent starts.
 
     Args:
         cases: The cases.
@@ -292,9 +301,9 @@ def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> lis
             and min(map(len, case.ranks[0])) >= _LEAST_LAUNCHES
             and (case.name.id, metric) not in known
         ]
-        counts = Counter(tuple(map(len, case.ranks[0])) for case in members)
+        counts = Counter(map(_launches_of, members))
         most = max(counts, key=counts.__getitem__, default=None)
-        members = [case for case in members if tuple(map(len, case.ranks[0])) == most]
+        members = [case for case in members if _launches_of(case) == most]
         if len(members) > 1:
             # First the mean over the ranks: a case counts once, however many ranks it has.
             samples = Samples(
@@ -313,6 +322,10 @@ def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> lis
                 )
             )
     return found
+
+
+def _launches_of(case: Timed) -> tuple[object, ...]:
+    return tuple(map(len, case.ranks[0])), case.starts
 
 
 def noisier(*regimes: NoiseRegime) -> NoiseRegime:

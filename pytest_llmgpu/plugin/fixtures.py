@@ -27,6 +27,8 @@ SESSION = pytest.StashKey["SessionMaker"]()
 """In `config.stash`: returns the benchmark session of the run."""
 OUTCOME = pytest.StashKey[str]()
 """In `item.stash`: the outcome of the case that the test measured."""
+KEPT = pytest.StashKey[bool]()
+"""In `item.stash`: whether the result of the case is from the report that the run resumes."""
 _PROPERTIES = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
 """In `item.stash`: the properties in JUnit's XML of each case that the test measured, by case id."""
 
@@ -262,7 +264,8 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     Returns the result of the case, with all its launches so far if --llmgpu-launches is above 1. Out of memory ends
     the test with the outcome OOM, which is not a failure. A timeout, a crash, an error or an accuracy below its
     baseline fails the test. With --llmgpu-find-max-batch, an out of memory is followed by further cases that find the
-    largest batch size that fits. They are in the report too, and the outcome of the test is that of its own case.
+    largest batch size that fits. They are in the report too, and the outcome of the test is that of its own case. With
+    --llmgpu-resume, a case that the report has is not measured again: the test gets that result, and is shown as KEPT.
     """
     session = request.config.stash[SESSION]()
     item: pytest.Item = request.node
@@ -283,8 +286,13 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
             kept.append(session.record(result, llm.options, item.nodeid))
             _add_junit_properties(item, kept[-1])
 
-        session.runner.run(wanted, record)
-        result = kept[0]
+        result = session.recorder.kept(item.nodeid, wanted.case)
+        item.stash[KEPT] = result is not None
+        if result is None:
+            session.runner.run(wanted, record)
+            result = kept[0]
+        else:
+            _add_junit_properties(item, result)
         item.stash[OUTCOME] = result.outcome
         group = (llm.strategy, llm.options)
         session.note(group, result.outcome)

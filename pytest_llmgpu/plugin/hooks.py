@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_llmgpu.plugin import fixtures, hookspecs, options, selection
-from pytest_llmgpu.plugin.fixtures import OUTCOME, SESSION, BatchSize, SessionMaker
+from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, SESSION, BatchSize, SessionMaker
 from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import printable, printable_lines
 
@@ -176,13 +176,15 @@ def pytest_runtest_makereport(
     report = yield
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
+        report.llmgpu_kept = item.stash.get(KEPT, False)  # type: ignore[attr-defined]
     return report
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Show the outcome out of memory as OOM."""
+    """Show the outcome out of memory as OOM, and a test whose result is from the resumed report as KEPT."""
     if getattr(report, "llmgpu_outcome", None) not in _OUT_OF_MEMORY:
-        return None
+        kept = report.when == "call" and report.passed and getattr(report, "llmgpu_kept", False)
+        return ("passed", ".", "KEPT") if kept else None
     if report.skipped:
         return "oom", "O", "OOM"
     return ("failed", "O", "OOM") if report.failed else None
@@ -236,6 +238,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
         return
     session = items[0].config.stash[SESSION]()
     try:
+        session.find_session(options.resolve(items[0].config))
         session.find_baseline(fixtures.options_of(items[0]))
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
@@ -255,6 +258,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
                 raise pytest.UsageError(printable(str(error))) from None
             given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
             _refuse(item, f"marker llmgpu({given}): {error}")
+    session.resume()
 
 
 def _made(config: pytest.Config) -> BenchmarkSession | None:

@@ -13,20 +13,10 @@ import pytest
 
 from pytest_llmgpu.report import option_values
 from pytest_llmgpu.report.option_values import check_name_is_free
-from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
+from pytest_llmgpu.report.options import GATE_OPTIONS, Options, flag_of, ini_key_of
 
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
-
-_GATE_OPTIONS = (
-    "policy",
-    "calibration",
-    "on_inconclusive",
-    "allow_missing",
-    "allow_no_baseline",
-    "require_armed",
-)
-"""Options that have an effect only if the run is compared with a baseline."""
 
 _NATIVE: dict[Callable[[str], Any], Any] = {
     option_values.whole: int | str,
@@ -118,7 +108,7 @@ def check_gate_flags(config: pytest.Config, chosen: Options) -> None:
     Raises:
         pytest.UsageError: The message has the first such flag.
     """
-    unused = [field for field in _given_flags(config) if field.name in _GATE_OPTIONS]
+    unused = [field for field in _given_flags(config) if field.name in GATE_OPTIONS]
     if unused and chosen.compare is None:
         raise pytest.UsageError(
             f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"

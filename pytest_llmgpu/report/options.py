@@ -43,6 +43,20 @@ def _option(
     return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
 
 
+GATE_OPTIONS = (
+    "policy",
+    "calibration",
+    "on_inconclusive",
+    "allow_missing",
+    "allow_no_baseline",
+    "require_armed",
+)
+"""Options that have an effect only if the run is compared with a baseline."""
+
+OUTPUT_OPTIONS = ("json", "save", "autosave", "storage", "compare", "html", "resume")
+"""Options that are about the report and change nothing in what is measured."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Values of all options for one test. Field names are marker arguments and, with the prefix `llmgpu_`, ini keys."""
@@ -185,6 +199,14 @@ class Options:
         option_values.switch, "false", None, "keep every run in the store that is complete and passed", marker=False
     )
     storage: str = _option(option_values.text, ".llmgpu", "DIR", "folder of the store", marker=False)
+    resume: str | None = _option(
+        option_values.text,
+        None,
+        "REPORT",
+        "continue the session of this report with the cases that are missing, on the same machine and commit with the "
+        "same options; the tests of the other cases get their results from it",
+        marker=False,
+    )
     compare: str | None = _option(
         option_values.text,
         None,

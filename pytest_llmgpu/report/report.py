@@ -8,7 +8,7 @@ from pytest_llmgpu.report.bounds import Count
 from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.machine import Commit, Environment
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
 
 SCHEMA_VERSION = 2
@@ -33,6 +33,21 @@ class Session(msgspec.Struct, kw_only=True):
     """Node ids that `-k` or `-m` deselected, and other selections of this run: `--lf`, or tests named as arguments."""
 
 
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """A later start of pytest that continued the session of a report with the cases that were missing."""
+
+    created: str
+    """Time at which the session was resumed, in UTC as RFC 3339."""
+    argv: list[str] = []
+    """Arguments of pytest, as in `argv` of the report."""
+    source: str
+    """Name of the report that was continued, as the user gave it but without private folders."""
+    sha256: str
+    """SHA-256 of the file of that report."""
+    kept: Count
+    """Number of its cases that were kept. Cases that were interrupted are measured again."""
+
+
 class Report(msgspec.Struct, kw_only=True):
     """One session: the whole object of the JSON file."""
 
@@ -48,6 +63,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Option flag mapped to its value."""
     session: Session = msgspec.field(default_factory=Session)
     """The selected tests and how far the session got."""
+    resumed: list[Resumption] = []
+    """Later starts of pytest that continued the session; empty if one start measured all cases."""
     environment: Environment
     """The machine and its libraries."""
     commit: Commit = Commit()
@@ -58,6 +75,12 @@ class Report(msgspec.Struct, kw_only=True):
     """Largest batch size of each series of cases, as measured and as predicted."""
     verdicts: Verdicts | None = None
     """Verdicts of the gate; null if nothing was compared."""
+
+
+def started(report: Report, launch: Launch) -> str:
+    """Return the time at which the start of pytest that measured a launch began, as the report has it."""
+    number = launch.resumption
+    return report.resumed[number - 1].created if 0 < number <= len(report.resumed) else report.created
 
 
 def next_id(report: Report, case: Case) -> str:

@@ -232,6 +232,9 @@ class Launch(msgspec.Struct, kw_only=True):
     """Number of tokens that the workspace holds. With fewer than requested its rows overlap and answers are wrong."""
     execution_choice: str | None = None
     """Reason for the value of `case.execution`, in one sentence with its figures."""
+    resumption: Count = 0
+    """Number of times that the session had been resumed before this launch (`resumed` of the report). Launches with
+    different numbers are of different starts of pytest."""
     work: Work | None = None
     """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`."""
     why: dict[str, str] = {}

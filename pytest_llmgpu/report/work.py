@@ -31,6 +31,12 @@ TRAFFIC_FAILED = "the forwards in which traffic is counted failed"
 NO_WORK = "work passes run for completed cases only"
 """Reason in `why` of a launch."""
 
+WORK_STOPPED = "the work passes were stopped"
+"""Reason in `why` of a launch that was interrupted after its measured forwards."""
+
+TRAFFIC_STOPPED = "the counting of traffic was stopped"
+"""Reason in `why` of a case that was interrupted then."""
+
 KernelFamily = Literal["GEMM", "attention", "norm", "elementwise", "copy", "collective", "other"]
 """The kind of computation of a kernel, by its name (see `kernel_families`)."""
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.analysis.assess import assess
+from pytest_llmgpu.analysis.launch_merging import by_launch
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.report import excerpts, file
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.option_values import LATEST
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.privacy import anonymous, public_arguments, short_paths
@@ -23,6 +25,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
+from pytest_llmgpu.session import resume
 from pytest_llmgpu.session.commit import commit
 from pytest_llmgpu.store import references, store
 
@@ -67,6 +70,8 @@ class Recorder:
         self._unsaved: str | None = None
         """The reason why the report is not in the store."""
         self._saved: Path | None = None
+        self._launch = 1
+        """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
         """Maps node id and key of a case to the number of its measurements in this launch."""
         self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
@@ -113,8 +118,46 @@ class Recorder:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         return [f"next: {', '.join(steps)}"] if steps else []
 
-    def start_launch(self) -> None:
-        """Begin the next launch: the results that follow are further launches of the same cases."""
+    def find_session(self, reference: str, facts: TorchFacts) -> Report:
+        """Return the report of a broken session with the results that stay, for `resume`.
+
+        Args:
+            reference: The report, as `references.resolve` finds it.
+            facts: What torch reports about the machine.
+
+        Raises:
+            ValueError: There is no such report, or its session cannot be continued.
+        """
+        source = references.resolve(reference, self._storage_path, repository=self._rootdir)
+        started = self._start(facts)
+        return resume.continued(source.report(), started, name=references.public(reference), sha256=source.sha256)
+
+    def resume(self, report: Report) -> None:
+        """Continue a session: the results that follow are added to those that its report has."""
+        self.report = report
+        counts: Counter[tuple[str, str]] = Counter()
+        for place, result in enumerate(report.cases):
+            measured = (result.nodeid or "", result.key)
+            name = (*measured, counts[measured])
+            self._measured[name] = (place, by_launch(result))
+            counts[measured] += 1
+
+    def kept(self, nodeid: str, case: Case) -> CaseResult | None:
+        """Return the result of a case that the session had before it was resumed; None if it is to be measured.
+
+        A test that measures the same case twice calls this, or `add`, once for each of them.
+        """
+        measured = (valid(nodeid), case.key)
+        name = (*measured, self._counts[measured])
+        place, launches = self._measured.get(name, (0, []))
+        if self.report is None or len(launches) < self._launch:
+            return None
+        self._counts[measured] += 1
+        return self.report.cases[place]
+
+    def start_launch(self, number: int) -> None:
+        """Begin a launch: the results that follow are further launches of the same cases."""
+        self._launch = number
         self._counts.clear()
 
     def add(
@@ -162,6 +205,8 @@ class Recorder:
         for why in (result.why, *(launch.why for launch in result.launches)):
             why |= {name: self._text(reason) for name, reason in why.items()}
         result = file.encodable(result)
+        for launch in result.launches:
+            launch.resumption = len(self.report.resumed)
         place, launches = self._launches_of(result)
         if len(launches) == 1:
             result.id = next_id(self.report, result.case)

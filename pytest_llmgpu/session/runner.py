@@ -25,9 +25,10 @@ from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances, profile_figures
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.report.text import percent
-from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, Ceilings
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 
 Progress = Callable[[Case, int, int, float], None]
@@ -103,6 +104,19 @@ class Runner:
         """The rates of the GPUs; None before the first work passes on a GPU."""
         self._ceilings_measured: set[tuple[str, ...]] = set()
         """The dtype of each matrix product, or `copy`, with the UUID of the GPU; `all_reduce` with all UUIDs."""
+
+    def resume(self, report: Report) -> None:
+        """Continue a session: what its cases found holds for those that follow.
+
+        Args:
+            report: The report of the session so far.
+        """
+        self.kernel_names = {name: number for number, name in enumerate(report.environment.kernel_names)}
+        self.ceilings = report.environment.ceilings
+        self._profiles = [profile for result in report.cases for profile in result.profiles]
+        self._out_of_memory = {
+            result.case.series: result.case.batch_size for result in report.cases if result.outcome == "oom"
+        }
 
     def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         """Measure a case and pass the result to `record`, also if the case fails or the user interrupts it.
@@ -240,7 +254,7 @@ class Runner:
             launch.why["work"] = WORK_OFF
             self._count_traffic(request, result)
             return
-        launch.why["work"] = "the work passes were stopped"
+        launch.why["work"] = WORK_STOPPED
         # First: the CUDA graphs of the case end where the traffic is counted.
         recorded = self._ask_for_work(request, launch, worker.record_work) is not None
         self._count_traffic(request, result)
@@ -299,7 +313,7 @@ class Runner:
         if self._group is None:
             result.why["traffic"] = f"the ranks were ended: {result.launches[-1].why['work']}"
             return
-        result.why["traffic"] = "the counting of traffic was stopped"
+        result.why["traffic"] = TRAFFIC_STOPPED
         try:
             replies: list[worker.TrafficReply] = self._group.ask(
                 worker.account, phase="forward", timeout_s=request.timeout_s

@@ -19,7 +19,10 @@ from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
+from pytest_llmgpu.report.text import valid
+from pytest_llmgpu.session import resume
 from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
@@ -79,6 +82,10 @@ class BenchmarkSession:
         self._folder = RunFolder()
         self._profiler: tuple[tuple[str, ...], Profiler] | None = None
         self.runner = Runner(LocalLauncher(self._folder.path), self.profiler_of, self._show, live.note)
+        self._resumed: Report | None = None
+        """The session that this run continues; None if it begins one."""
+        self._kept: dict[str, list[CaseResult]] = {}
+        """Maps each node id to the results that its test has in that session."""
         self._expected: dict[Group, list[str]] = {}
         self._cases: list[tuple[Machine, Case, int | None]] = []
         """Machine and case of each test, and its batch size if the test does not choose it."""
@@ -107,6 +114,10 @@ class BenchmarkSession:
         strategy, options = group
         requests = [self.planner.request(options, strategy, batch_size or 1, task=task) for task in scored]
         requests = requests or [self.planner.request(options, strategy, 1)]
+        for request in requests:
+            for result in self._kept.get(valid(nodeid or ""), ()):
+                if changed := resume.changed_files(result, request.case):
+                    raise ValueError(f"--llmgpu-resume: {nodeid} measured other files: {changed}")
         if group not in self._groups:
             self._groups.add(group)
             self._excused.add(group)
@@ -125,20 +136,42 @@ class BenchmarkSession:
         if self.judge is not None:
             self.judge.find_baseline(self.planner.machine(options))
 
+    def find_session(self, options: Options) -> None:
+        """Read the report that the run continues, if it does so, before a model is looked up.
+
+        Raises:
+            ValueError: The report cannot be read, or its session cannot be continued here.
+        """
+        if options.resume is None:
+            return
+        try:
+            self._resumed = self.recorder.find_session(options.resume, self.planner.machine(options).facts)
+        except ValueError as error:
+            raise ValueError(f"--llmgpu-resume={options.resume}: {error}") from None
+        for result in self._resumed.cases:
+            self._kept.setdefault(result.nodeid or "", []).append(result)
+
+    def resume(self) -> None:
+        """Continue that session, once no test is refused: until then its report may be neither shown nor written."""
+        if self._resumed is not None:
+            self.recorder.resume(self._resumed)
+            self.runner.resume(self._resumed)
+
     def headlines(self) -> list[str]:
-        """Return the lines that name devices, model, data and batch sizes, one per choice of devices."""
+        """Return the lines that name devices, model, data and batch sizes, and the report that is continued."""
         lines: dict[str, list[tuple[Machine, Case, int | None]]] = {}
         for entry in self._cases:
             lines.setdefault(entry[0].describe(), []).append(entry)
+        resumed = [f"llmgpu: {line}" for line in terminal.resumptions(self._resumed)] if self._resumed else []
         return [
             terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])
             for found in lines.values()
-        ]
+        ] + resumed
 
     def start_launch(self, number: int, of: int) -> None:
         """Begin the next launch of the same cases, with new processes."""
         self.runner.close()
-        self.recorder.start_launch()
+        self.recorder.start_launch(number)
         self._launch = f"launch {number} of {of}"
         self._live.note(f"llmgpu: {self._launch}")
 

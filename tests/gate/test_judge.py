@@ -17,11 +17,12 @@ from support.verdict_factory import make_invalid, make_traffic, with_launches
 
 from pytest_llmgpu.gate.classify import exit_status, fails
 from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.noise_model import DAY_SD
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Report, Resumption, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Verdicts, worst_first
 
@@ -479,3 +480,19 @@ def test_an_interrupted_case_is_never_green() -> None:
     base = [_full(batch_size=1), _full(batch_size=8)]
     found = _judge(base, [base[0], make_failed("interrupted", _failure("Ctrl-C"), batch_size=8)])
     assert exit_status(found, Policy()) == 3
+
+
+def test_a_case_that_was_measured_after_a_resumption_has_its_day() -> None:
+    """Only the launches of that start of pytest are of another day than the baseline's."""
+    results = []
+    for size in (1, 2):
+        result = with_launches([1.0], batch_size=size)
+        result.launches[0].work = make_work()
+        results.append(result)
+    resumption = Resumption(created="2026-01-09T00:00:00Z", source="a.json", sha256="f" * 64, kept=1)
+    later = [msgspec.structs.replace(launch, resumption=1) for launch in results[1].launches]
+    head = make_report([results[0], msgspec.structs.replace(results[1], launches=later)])
+    head.resumed = [resumption]
+    rows = judge(make_report(results), head, Policy(), today=TODAY).rows
+    thresholds = {row.id: row.threshold for row in rows if row.metric == "device_time"}
+    assert thresholds == {"mp-bs1": pytest.approx(0.01), "mp-bs2": pytest.approx(0.01 + DAY_SD)}

@@ -374,6 +374,15 @@ def test_the_mean_over_all_cases_is_one_row_for_each_metric() -> None:
     assert all_cases([_timed(1, [0.0], [0.0]), _timed(2, [0.0], [0.0])], known=set()) == [], "two launches are needed"
 
 
+def test_launches_of_two_starts_of_pytest_are_not_one_datum() -> None:
+    """In a session that was resumed, the mean is over the cases whose launches are of the most frequent starts."""
+    starts = [((0, 0), (0, 0)), ((0, 0), (0, 1)), ((0, 0), (0, 1))]
+    cases = [_timed(number, [0.0, 0.0], [0.1 * number] * 2, starts=one) for number, one in enumerate(starts)]
+    (mean,) = all_cases(cases, known=set())
+    assert mean.members == 2
+    assert estimated(mean).change == pytest.approx(0.15)
+
+
 def test_a_case_counts_once_in_the_mean_however_many_ranks_it_has() -> None:
     """Four ranks that are 8 % slower and one that is not come to 4 %."""
     name = Name("", "", None, "device_time")

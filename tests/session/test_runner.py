@@ -536,6 +536,23 @@ def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[Case
     assert launcher.ended == ["killed", "closed", "killed"], "the next case finds clean devices"
 
 
+def test_a_session_that_is_resumed_knows_what_it_found(recorded: list[CaseResult]) -> None:
+    """Sizes that ran out of memory are skipped, and numbers of kernels and rates of GPUs stay as they are."""
+    launcher = _FakeLauncher(_reply)
+    runner, _ = _runner(launcher)
+    oom = _case(8)
+    report = report_factory.make_report([CaseResult(id=oom.id, key=oom.key, case=oom, outcome="oom")])
+    report.environment.kernel_names = ["first", "second"]
+    report.environment.ceilings = report_factory.make_ceilings()
+    runner.resume(report)
+    assert [runner.run(_request(_case(size)), recorded.append).outcome for size in (16, 4)] == [
+        "skipped_after_oom",
+        "completed",
+    ]
+    assert runner.kernel_names == {"first": 0, "second": 1}
+    assert runner.ceilings == report.environment.ceilings
+
+
 def test_forwards_that_cannot_be_recorded_are_measured_eagerly(recorded: list[CaseResult]) -> None:
     """All ranks are ended and started again; the following cases of the same loading do not try."""
     tried: list[tuple[int, str | None]] = []

@@ -8,7 +8,7 @@ from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
-from pytest_llmgpu.report.text import GIB, gib
+from pytest_llmgpu.report.text import GIB, gib, plural
 
 _ABSENT = "-"
 _DEFAULT = "default"
@@ -86,6 +86,7 @@ def _machine(report: Report) -> dict[str, str]:
     source = [commit.sha, branch, "with uncommitted changes" if commit.dirty else None]
     found = {
         "Measured": report.created,
+        "Resumed": ", ".join(f"{one.created}, with {plural(one.kept, 'case')}" for one in report.resumed),
         "Commit": " ".join(part for part in source if part),
         "GPUs": f"{len(environment.gpus)} x {'; '.join(gpus)}" if gpus else "none",
         "Links": ", ".join(links),

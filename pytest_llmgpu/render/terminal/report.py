@@ -101,7 +101,13 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
     if len(shown) < len(problems):
         labels = listed(dict.fromkeys(problem.label for problem in problems[len(shown) :]), _MOST_LINES)
         parts.append(f"and {plural(len(problems) - len(shown), 'more finding')}: {labels} (-v shows all)")
+    parts.append("\n".join(resumptions(report)))
     return "\n\n".join(filter(None, parts))
+
+
+def resumptions(report: Report) -> list[str]:
+    """Return a line for each time that the session was resumed."""
+    return [f"resumed {one.created} from {one.source}, with {plural(one.kept, 'case')}" for one in report.resumed]
 
 
 def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> Iterator[str]:

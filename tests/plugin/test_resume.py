@@ -1,0 +1,223 @@
+"""Sessions that are broken off and continued from their report."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.faked_runs import BENCHMARK, FakedRuns
+
+from pytest_llmgpu.profiling import machine
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import Outcome
+
+_LAST = ".llmgpu/last.json"
+_RESUME = f"--llmgpu-resume={_LAST}"
+_BREAKING = """
+    import os, signal
+
+    def break_off(loaded, name):
+        def hook(*_):
+            handle.remove()
+            os.kill(os.getppid(), getattr(signal, name))
+        handle = loaded.model.register_forward_pre_hook(hook)
+
+    def test_hellaswag(llm, hellaswag, batch_size, measure):
+        if batch_size == 4 and (name := os.environ.get("BREAK_OFF")):
+            llm.run(break_off, name)
+        assert measure(llm, hellaswag, batch_size).acc is not None
+"""
+
+
+def _git(folder: Path, *arguments: str) -> None:
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _commit(pytester: pytest.Pytester, test: str) -> None:
+    """Make the folder a repository whose only commit has the test."""
+    pytester.makepyfile(test_it=test)
+    _git(pytester.path, "init", "--quiet")
+    _git(pytester.path, "add", "test_it.py")
+    _git(pytester.path, "commit", "--quiet", "-m", "first")
+
+
+@pytest.fixture
+def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
+    """Return a function that runs a committed benchmark with stubbed measurements."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    faked = FakedRuns(pytester)
+    faked.start(monkeypatch)
+    _commit(pytester, BENCHMARK)
+    return faked
+
+
+def _interrupt_at(call: int) -> Callable[[int], float]:
+    """Return a function for the seconds of a batch; this call of it ends the run."""
+    calls = iter(range(1, 1000))
+
+    def seconds(size: int) -> float:
+        return float(size) if next(calls) != call else pytest.exit("broken off")
+
+    return seconds
+
+
+def _break_off(runs: FakedRuns, call: int, *arguments: str) -> Report:
+    """Interrupt a run in its measurement of this number; return its report."""
+    runs.seconds = _interrupt_at(call)
+    assert runs(*arguments).ret == pytest.ExitCode.INTERRUPTED
+    runs.seconds = float
+    runs.did.clear()
+    return runs.report()
+
+
+def _measured(runs: FakedRuns) -> list[str]:
+    return [name for name in runs.did if name != "end"]
+
+
+def test_only_the_missing_cases_are_measured(runs: FakedRuns) -> None:
+    """The report has the old cases as they were, then the new ones, and names the report that it continues."""
+    broken = _break_off(runs, 2)
+    digest = hashlib.sha256(runs.pytester.path.joinpath(_LAST).read_bytes()).hexdigest()
+    result = runs("-v", _RESUME, "--llmgpu-json=whole.json", "--llmgpu-html=whole.html")
+    assert result.ret == 0
+    assert _measured(runs) == ["mp-bs4", "mp-bs8"]
+    result.stdout.fnmatch_lines(["*mp-bs1? KEPT*", "*mp-bs4? PASSED*", "*mp-bs8? PASSED*", "*3 passed*"])
+    whole = runs.report("whole.json")
+    assert whole.cases[0] == broken.cases[0]
+    assert [[launch.resumption for launch in case.launches] for case in whole.cases] == [[0], [1], [1]]
+    assert (whole.created, whole.session.complete, whole.session.interrupted) == (broken.created, True, False)
+    (resumption,) = whole.resumed
+    assert (resumption.source, resumption.sha256, resumption.kept) == (_LAST, digest, 1)
+    assert "Resumed" in runs.pytester.path.joinpath("whole.html").read_text()
+
+
+def test_a_session_is_continued_as_often_as_it_breaks(runs: FakedRuns) -> None:
+    """The report may be written over the one that is continued."""
+    _break_off(runs, 2)
+    _break_off(runs, 2, _RESUME)
+    assert runs(_RESUME).ret == 0
+    assert _measured(runs) == ["mp-bs8"]
+    written = runs.report()
+    assert [(case.id, case.launches[0].resumption) for case in written.cases] == [
+        ("mp-bs1", 0),
+        ("mp-bs4", 1),
+        ("mp-bs8", 2),
+    ]
+    assert [one.kept for one in written.resumed] == [1, 2]
+
+
+def test_launches_are_continued_where_they_broke_off(runs: FakedRuns) -> None:
+    """Each case gets the launches that it lacks, and each launch the start of pytest that measured it."""
+    flags = ("--llmgpu-launches=3", "-v")
+    _break_off(runs, 5, *flags)
+    assert runs(*flags, _RESUME).ret == 0
+    assert _measured(runs) == ["mp-bs4", "mp-bs8", "mp-bs1", "mp-bs4", "mp-bs8"]
+    written = runs.report()
+    starts = {case.id: [launch.resumption for launch in case.launches] for case in written.cases}
+    assert starts == {"mp-bs1": [0, 0, 1], "mp-bs4": [0, 1, 1], "mp-bs8": [0, 1, 1]}
+    assert written.cases[0].inference_s == pytest.approx(10.0)
+
+
+def test_a_case_that_failed_has_a_result(runs: FakedRuns) -> None:
+    """It is not measured again: its test ends as it did, and so does one that ran out of memory."""
+    ends: dict[int, Outcome] = {1: "crashed", 4: "oom"}
+    runs.outcome = lambda size: ends.get(size, "completed")
+    _break_off(runs, 1)
+    result = runs("-rA", _RESUME)
+    assert result.ret == 1
+    assert _measured(runs) == ["mp-bs8"]
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*1 oom*"])
+
+
+def test_a_whole_session_is_judged_again(runs: FakedRuns) -> None:
+    """Nothing is measured, and the options of the gate may be others."""
+    assert runs("--llmgpu-save=base").ret == 0
+    runs.did.clear()
+    result = runs(_RESUME, "--llmgpu-compare=base", "--llmgpu-json=judged.json")
+    assert (result.ret, _measured(runs)) == (0, [])
+    assert runs.report("judged.json").verdicts is not None
+
+
+def _change_a_file(runs: FakedRuns) -> None:
+    runs.pytester.makepyfile(test_it=BENCHMARK + "    # changed\n")
+
+
+def _commit_a_change(runs: FakedRuns) -> None:
+    _change_a_file(runs)
+    _git(runs.pytester.path, "commit", "--quiet", "-am", "second")
+
+
+def _change_the_dataset(runs: FakedRuns) -> None:
+    path = runs.pytester.path / "items.jsonl"
+    path.write_text(path.read_text().replace("Someone", "Nobody"))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "reason"),
+    [
+        (_change_a_file, (), "*files of the working tree differ from commit *"),
+        (_commit_a_change, (), "*it measured commit * and this is commit *"),
+        (_change_the_dataset, (), "*test_it.py::test_hellaswag?mp-bs1? measured other files: dataset_sha256 *"),
+        (None, ("--llmgpu-limit=3",), "*it had other options: --llmgpu-limit none -> 3"),
+        (None, ("--llmgpu-timeout=9",), "*it had other options: --llmgpu-timeout 600.0 -> 9.0"),
+        (None, ("--llmgpu-resume=nowhere.json",), "=nowhere.json: report nowhere.json: cannot be read: *"),
+    ],
+)
+def test_another_source_or_option_is_refused(
+    runs: FakedRuns, change: Callable[[FakedRuns], None] | None, flags: tuple[str, ...], reason: str
+) -> None:
+    """In one line and before anything is measured; the report stays as it is."""
+    before = _break_off(runs, 2)
+    if change is not None:
+        change(runs)
+    result = runs(_RESUME, *flags)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --llmgpu-resume*{reason}"])
+    assert _measured(runs) == []
+    assert runs.report() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_session_that_was_killed_is_continued(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Real processes and the bundled model: what was measured is kept, and the case in flight is measured again."""
+    _commit(pytester, _BREAKING)
+    flags = ("-v", "-p", "no:cacheprovider", "--llmgpu-limit=2", "--llmgpu-batch-sizes=2,4,8", "--llmgpu-device=cpu")
+    with monkeypatch.context() as patched:
+        patched.setenv("BREAK_OFF", number.name)
+        pytester.runpytest_subprocess(*flags)
+    broken = file.load(pytester.path / _LAST)
+    assert not broken.session.complete
+    assert broken.session.interrupted == (number == signal.SIGINT)
+    result = pytester.runpytest_subprocess(*flags, _RESUME)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*mp-bs2? KEPT*", "*mp-bs4? PASSED*", "*mp-bs8? PASSED*"])
+    written = file.load(pytester.path / _LAST)
+    assert written.cases[0] == broken.cases[0]
+    assert [(case.id, case.outcome) for case in written.cases] == [
+        (name, "completed") for name in ("mp-bs2", "mp-bs4", "mp-bs8")
+    ]
+    assert (written.session.complete, written.session.exit_status) == (True, 0)
+    assert all(launch.work is not None for case in written.cases for launch in case.launches)
+
+
+def test_another_torch_is_refused(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are others."""
+    _break_off(runs, 2)
+    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="3", why="torch is built without CUDA"))
+    result = runs(_RESUME)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *another machine or with other libraries: torch 2 -> 3"])
+    assert msgspec.json.encode(runs.report().resumed) == b"[]"

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_case, make_ceilings, make_failed, make_report, make_result, make_traffic
+
+from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.result import CaseResult, Failure, Launch
+from pytest_llmgpu.report.work import TRAFFIC_STOPPED, WORK_STOPPED
+from pytest_llmgpu.session import resume
+
+
+def _report(*cases: CaseResult) -> Report:
+    report = make_report(cases, gpus=2)
+    report.commit = Commit(sha="a" * 40, dirty=False, source="git")
+    report.environment.cpu, report.environment.cores = "EPYC", 16
+    report.environment.versions = {"torch": "2.13.0"}
+    report.options = {"--llmgpu-limit": 8, "--llmgpu-json": "a.json"}
+    return report
+
+
+def _continued(broken: Report) -> Report:
+    now = _report()
+    now.created = "2026-01-03T00:00:00Z"
+    return resume.continued(broken, now, name="a.json", sha256="f" * 64)
+
+
+def _replaced(part: str, **fields: Any) -> Callable[[Report], None]:
+    def change(report: Report) -> None:
+        setattr(report, part, msgspec.structs.replace(getattr(report, part), **fields))
+
+    return change
+
+
+def _other_board(report: Report) -> None:
+    first, second = report.environment.gpus
+    report.environment.gpus = [first, msgspec.structs.replace(second, uuid="GPU-7")]
+
+
+def _other_option(report: Report) -> None:
+    report.options = {**report.options, "--llmgpu-launches": 5}
+
+
+def _other_plugin(report: Report) -> None:
+    report.plugin_version = "0.0.9"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_replaced("commit", sha="b" * 40), "it measured commit b+, and this is commit a+"),
+        (_replaced("commit", dirty=True), "it measured files that differed from commit"),
+        (_replaced("commit", sha=None, why={"sha": "no git"}), "the commit is not known: no git"),
+        (_replaced("environment", cpu="Xeon"), "another machine .*: CPU Xeon -> EPYC"),
+        (_replaced("environment", cores=8), "another machine .*: cores 8 -> 16"),
+        (_replaced("environment", gpus=[]), "another machine .*: GPUs 0 -> 2"),
+        (_other_board, "another machine .*: other boards of the same kind"),
+        (_replaced("environment", driver="1"), "other libraries: driver 1 -> none"),
+        (_replaced("environment", variables={"NCCL_P2P_DISABLE": "1"}), "other libraries: NCCL_P2P_DISABLE 1 -> unset"),
+        (_other_plugin, "pytest-llmgpu 0.0.9 wrote it, and this is 0.1.0"),
+        (_other_option, "it had other options: --llmgpu-launches 5 -> none"),
+    ],
+)
+def test_another_commit_machine_or_option_is_refused(change: Callable[[Report], None], reason: str) -> None:
+    """In one line with both values."""
+    broken = _report(make_result())
+    assert _continued(broken).resumed
+    change(broken)
+    with pytest.raises(ValueError, match=reason) as caught:
+        _continued(broken)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_of_the_output_may_be_others() -> None:
+    """They say where the report goes."""
+    broken = _report(make_result())
+    broken.options = {**broken.options, "--llmgpu-json": "other.json", "--llmgpu-html": "page.html"}
+    assert len(_continued(broken).cases) == 1
+
+
+def test_results_stay_and_the_state_of_the_session_does_not() -> None:
+    """Every outcome is a result; the environment with its rates is the one that the results were measured in."""
+    cases = [make_result(), make_failed("oom", batch_size=2), make_failed("crashed", batch_size=4)]
+    broken = _report(*cases)
+    broken.session = Session(interrupted=True, exit_status=2)
+    broken.environment.ceilings = make_ceilings()
+    found = _continued(broken)
+    assert found.cases == cases
+    assert (found.created, found.session, found.environment) == (broken.created, Session(), broken.environment)
+    (resumption,) = found.resumed
+    assert (resumption.created, resumption.source, resumption.kept) == ("2026-01-03T00:00:00Z", "a.json", 3)
+
+
+def _interrupted(launches: list[Launch]) -> CaseResult:
+    failure = Failure(phase="forward", message="interrupted by KeyboardInterrupt")
+    result = make_result(10.0)
+    return msgspec.structs.replace(
+        result, outcome="interrupted", failure=failure, launches=[*launches, Launch(load_s=1.0)]
+    )
+
+
+def test_an_interrupted_launch_is_measured_again() -> None:
+    """The launches before it stay."""
+    whole = make_result(10.0).launches
+    (kept,) = _continued(_report(_interrupted(whole * 2))).cases
+    assert (kept.outcome, kept.failure, len(kept.launches)) == ("completed", None, 2)
+    assert kept.inference_s == pytest.approx(10.0)
+    assert _continued(_report(_interrupted([]))).cases == []
+
+
+@pytest.mark.parametrize("stopped", ["work", "traffic"])
+def test_a_launch_whose_later_passes_were_stopped_is_measured_again(stopped: str) -> None:
+    """It completed, but its kernels or its traffic would be missing for ever."""
+    result = make_result(10.0, traffic=None if stopped == "traffic" else make_traffic())
+    if stopped == "work":
+        result.launches[-1].why["work"] = WORK_STOPPED
+    else:
+        result.why["traffic"] = TRAFFIC_STOPPED
+    assert _continued(_report(result)).cases == []
+
+
+def test_other_files_are_named_with_what_differs() -> None:
+    """Items that a test chose itself are another case, and no other files."""
+    result = make_result(10.0)
+    assert resume.changed_files(result, result.case) is None
+    assert resume.changed_files(result, make_case(batch_size=2, revision="b")) is None
+    assert resume.changed_files(result, make_case(dataset="custom", dataset_sha256="f" * 64)) is None
+    changed = resume.changed_files(result, make_case(revision="b", dataset_sha256="f" * 64))
+    assert changed == "revision none -> b, dataset_sha256 dddddddddddd... -> ffffffffffff..."
