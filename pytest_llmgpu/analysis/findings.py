@@ -19,6 +19,8 @@ from pytest_llmgpu.report.work import TRAFFIC_FAILED
 
 _LONGEST_LOG_LINE = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
+_FAR = 5.0
+"""Batch sizes that follow each other differ by less than this factor in throughput, beside the ratio of their sizes."""
 _SLOWER = 0.98  # launches differ by 2 %: a batch size within 2 % of the best is as fast
 
 _OUTCOMES = {"timeout": "Timed out", "crashed": "Crashed", "error": "Failed", "interrupted": "Interrupted"}
@@ -41,7 +43,9 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
         found += accuracy_findings.describe(accuracy_findings.decide(result, earlier), result)
         if (reason := result.why.get("traffic", "")).startswith(TRAFFIC_FAILED):
             found.append(_describe_missing_traffic(reason))
-        if (faster := decide_slower_batch(result, series)) is not None:
+        if (neighbour := decide_far_apart(result, series)) is not None:
+            found.append(_describe_far_apart(result, neighbour))
+        elif (faster := decide_slower_batch(result, series)) is not None:
             found.append(_describe_slower_batch(result, faster))
     elif result.outcome != "oom":
         found.append(_describe_failure(result))
@@ -107,6 +111,38 @@ def decide_slower_batch(result: CaseResult, series: Sequence[CaseResult]) -> Cas
         return None
     best = max(smaller, key=lambda other: other.sequences_per_s or 0.0)
     return best if result.sequences_per_s < _SLOWER * (best.sequences_per_s or 0.0) else None
+
+
+def decide_far_apart(result: CaseResult, series: Sequence[CaseResult]) -> CaseResult | None:
+    """Return the next smaller batch size of a series if the throughput of both cannot be right; None where it can.
+
+    A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes.
+    """
+    smaller = [
+        other
+        for other in series
+        if other.sequences_per_s
+        and other.case.batch_size < result.case.batch_size
+        and other.case.execution == result.case.execution
+    ]
+    if not smaller or not result.sequences_per_s:
+        return None
+    neighbour = max(smaller, key=lambda other: other.case.batch_size)
+    growth = result.sequences_per_s / (neighbour.sequences_per_s or result.sequences_per_s)
+    most = _FAR * result.case.batch_size / neighbour.case.batch_size
+    return None if 1 / _FAR <= growth <= most else neighbour
+
+
+def _describe_far_apart(result: CaseResult, neighbour: CaseResult) -> Finding:
+    now, then = result.sequences_per_s or 0.0, neighbour.sequences_per_s or 0.0
+    slow, fast = (neighbour, result) if now > then else (result, neighbour)
+    return Finding(
+        code="batch-sizes-far-apart",
+        severity="warning",
+        text=f"Batch size {fast.case.batch_size} has {max(now, then) / min(now, then):.0f} times the throughput of "
+        f"batch size {slow.case.batch_size}: {_rate(max(now, then))} and {_rate(min(now, then))} sequences/s.",
+        next_step="Look for other programs on the machine (`launches[].host` in the report, top), and measure again.",
+    )
 
 
 def _describe_out_of_memory(decision: OutOfMemory, result: CaseResult) -> Finding:

@@ -82,7 +82,7 @@ def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Find
                 code="profile-invalid",
                 severity="warning",
                 text=sentence(f"The measurement was disturbed: {'; '.join(others)}"),
-                next_step="Measure again with nothing else on the GPUs before you trust this result.",
+                next_step="Measure again with nothing else on the machine before you trust this result.",
             )
         )
     if power and not has_finding("clocks-held-down", earlier):

@@ -45,10 +45,23 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
     alike = _equally_throttled(*sides)
     if isinstance(alike, str):
         return Refusal("INVALID", alike, _again("throttled report", disturbances.COOLER))
-    if (unpaired := _unpaired([*alike[0], *alike[1]])) is not None:
+    changed = _other_threads(*alike) if head.case.device == "cpu" else None
+    if (unpaired := changed or _unpaired([*alike[0], *alike[1]])) is not None:
         other = other_execution(base, head)
         return Refusal("NOT_COMPARABLE", unpaired if other is None else f"{unpaired}\n{other}")
     return alike
+
+
+def _other_threads(base: list[Launch], head: list[Launch]) -> str | None:
+    """Return a sentence if ranks on a CPU computed with other numbers of threads; None if not, or if not known."""
+    then, now = ({tuple(launch.host.threads) for launch in side if launch.host} for side in (base, head))
+    if not then or not now or then == now:
+        return None
+    words = [" or ".join(", ".join(map(str, threads)) for threads in sorted(found)) for found in (then, now)]
+    return (
+        f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the candidate. Set "
+        "OMP_NUM_THREADS to the same value in both runs."
+    )
 
 
 def _equally_throttled(base: list[Launch], head: list[Launch]) -> Sides | str:

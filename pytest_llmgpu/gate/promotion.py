@@ -193,5 +193,5 @@ def _named(store: Path, machine: str) -> list[Stored]:
 
 def _disturbed(result: CaseResult) -> str | None:
     """Return the first disturbance of a completed case if all its launches were disturbed; else None."""
-    found = [disturbances.disturbed(one.profile) if one.profile is not None else None for one in result.launches]
+    found = [disturbances.untimed(one) for one in result.launches]
     return found[0] if result.outcome == "completed" and found and None not in found else None

@@ -20,6 +20,7 @@ from pytest_llmgpu.ranks import ceilings, device_memory, execution, traffic, wor
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.execution import Decision
+from pytest_llmgpu.ranks.host_use import RankHostUse, watched
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.work import Passes, WorkReply
 from pytest_llmgpu.report.case import Case
@@ -56,6 +57,10 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """Each device of the rank has one entry."""
     workspace: Workspace | None
     """The strategy reserved this workspace; None if it needs none."""
+    host: RankHostUse
+    """The rank used the CPU cores like this."""
+    threads: int
+    """This many threads compute one operation on the CPU."""
 
 
 class TrafficReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,20 +249,23 @@ def warm_up(state: RankState, sha256: str, batch_size: int, not_recorded: str | 
 
 def measure(state: RankState) -> ScoreReply:
     """Score the case that was warmed up; its CUDA graphs stay for `record_work`."""
+    import torch
+
     assert state.case is not None
     assert state.loaded is not None
     assert state.warmed_up is not None
     loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
     decision = warmed_up.decision
     started_s = time.monotonic()
-    scores = scoring.score(
-        loaded.model,
-        decision.plan,
-        on_batch=_report_to(state, planned=len(decision.plan.batches)),
-        input_device=loaded.input_device,
-        devices=loaded.devices,
-        workload=state.case.workload,
-    )
+    with watched() as host:
+        scores = scoring.score(
+            loaded.model,
+            decision.plan,
+            on_batch=_report_to(state, planned=len(decision.plan.batches)),
+            input_device=loaded.input_device,
+            devices=loaded.devices,
+            workload=state.case.workload,
+        )
     ended_s = time.monotonic()
     return ScoreReply(
         started_s=started_s,
@@ -270,6 +278,8 @@ def measure(state: RankState) -> ScoreReply:
         accuracy=warmed_up.task.score(warmed_up.items, scores.loglikelihoods),
         memory=state.use(),
         workspace=warmed_up.workspace,
+        host=host,
+        threads=torch.get_num_threads(),
     )
 
 

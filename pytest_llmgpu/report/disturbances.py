@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.report.result import DeviceProfile, Launch, Profile
+from pytest_llmgpu.report.result import DeviceProfile, HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
 
 _THROTTLED = 0.005
@@ -26,10 +26,14 @@ _LEAST_READINGS = 3
 _IDLE_BYTES = 64 * MIB
 """An idle GPU uses a few MiB besides the memory that the driver reserves; a CUDA context needs over 100 MiB."""
 
+_BUSY = 0.1
+"""A thread that waits for a core for more than this fraction of a window makes the window longer. On an idle machine it
+is below 0.01."""
+
 _LOST = ("GPU is lost", "GPU requires restart")
 """NVML's messages for a GPU that is no longer on the bus or must be reset."""
 
-Kind = Literal["lost", "throttled", "clock", "processes", "memory", "ecc", "xid"]
+Kind = Literal["lost", "throttled", "clock", "processes", "memory", "ecc", "xid", "cpu"]
 """Kind of a disturbance."""
 
 TITLES: dict[Kind, str] = {
@@ -40,6 +44,7 @@ TITLES: dict[Kind, str] = {
     "memory": "memory in use before the start",
     "ecc": "uncorrectable ECC errors",
     "xid": "GPU errors in the driver log (Xid, see dmesg)",
+    "cpu": "CPU cores used by other programs",
 }
 """The beginning of the sentence about each kind."""
 
@@ -57,6 +62,7 @@ _REMEDIES: dict[Kind, str] = {
     "memory": _ALONE,
     "ecc": _BROKEN,
     "xid": _BROKEN,
+    "cpu": "End the other programs on this machine, or measure on one with more CPU cores; top lists them.",
 }
 """The next step for each kind."""
 
@@ -130,6 +136,49 @@ def describe(found: Sequence[Disturbance]) -> list[str]:
     return sentences
 
 
+class BusyCpu(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank that waited longest for a CPU core that others used."""
+
+    rank: int
+    """Number of the rank."""
+    waited: float | None
+    """Fraction of the window in which one of its threads waited; None if the kernel does not count it."""
+    got: float
+    """CPU time of the rank as a fraction of the window times its threads."""
+    pressure: float | None
+    """Fraction of the window in which any process of the machine waited; None if the kernel does not count it."""
+
+
+def busy_cpu(host: HostUse, *, on_cpu: bool) -> BusyCpu | None:
+    """Return the rank that waited for a CPU core; None where the machine was idle enough.
+
+    Where the kernel does not count how long a thread waits, a rank that computes on the CPU counts as waiting if its
+    threads ran for too short a time while processes of the machine waited.
+
+    Args:
+        host: the use of the cores.
+        on_cpu: whether the model ran on the CPU, with all threads; on a GPU one thread starts the kernels.
+    """
+    if not host.wall_s:
+        return None
+    pressure = None if host.pressure_s is None else host.pressure_s / host.wall_s
+    found = []
+    for rank, (threads, cpu_s, waited_s) in enumerate(zip(host.threads, host.cpu_s, host.waited_s, strict=True)):
+        got = cpu_s / (host.wall_s * (threads if on_cpu else 1))
+        waited = None if waited_s is None else waited_s / host.wall_s
+        lost = waited if waited is not None else 1 - got if on_cpu and (pressure or 0.0) > _BUSY else 0.0
+        found.append((lost, BusyCpu(rank=rank, waited=waited, got=got, pressure=pressure)))
+    lost, busiest = max(found, key=lambda one: one[0], default=(0.0, None))
+    return busiest if lost > _BUSY else None
+
+
+def describe_busy_cpu(busy: BusyCpu) -> str:
+    """Return one sentence about a busy machine, without a full stop."""
+    waited = "" if busy.waited is None else f" waited for a core for {100 * busy.waited:.0f} % of the time and"
+    pressure = "" if busy.pressure is None else f"; the CPU pressure of the machine was {100 * busy.pressure:.0f} %"
+    return f"{TITLES['cpu']}: rank {busy.rank}{waited} had {100 * busy.got:.0f} % of its CPU time{pressure}"
+
+
 def is_power(sentence: str) -> bool:
     """Return whether a sentence of `describe` is about the power and heat limits of a GPU."""
     return sentence.startswith(_POWER)
@@ -141,13 +190,17 @@ def remedy(sentence: str) -> str:
 
 
 def disturbed(profile: Profile) -> str | None:
-    """Return the first disturbance that is not about power and heat; a GPU under full load reaches its power limit."""
-    return next((text for text in profile.invalid if not is_power(text)), None)
+    """Return the first disturbance that concerns all figures of the GPUs.
+
+    A GPU under full load reaches its power limit, and a busy CPU changes times only.
+    """
+    return next((text for text in profile.invalid if not is_power(text) and not text.startswith(TITLES["cpu"])), None)
 
 
 def untimed(launch: Launch) -> str | None:
     """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
-    if launch.profile is not None and (disturbance := disturbed(launch.profile)) is not None:
+    texts = [] if launch.profile is None else launch.profile.invalid
+    if (disturbance := next((text for text in texts if not is_power(text)), None)) is not None:
         return disturbance.rstrip(".")
     if launch.batches.latency_s and min(launch.batches.latency_s) <= 0:
         return "the time of a batch is 0 s"

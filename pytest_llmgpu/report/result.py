@@ -199,8 +199,8 @@ class HostUse(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: list[Seconds]
     """CPU time of all threads of the rank."""
     waited_s: list[Seconds | None]
-    """Time in which threads of the rank could run and waited for a core, summed over its threads; null if the kernel
-    does not count it."""
+    """Longest time in which one thread of the rank could run and waited for a core, from /proc/self/task; null if the
+    kernel does not count it."""
     pressure_s: Seconds | None = None
     """Time in which any process of the machine waited for a core, from /proc/pressure/cpu; null without that file."""
 

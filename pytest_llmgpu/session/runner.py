@@ -26,7 +26,7 @@ from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances, profile_figures
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Phase, Profile, Traffic
+from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, HostUse, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.report.text import percent
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
@@ -230,7 +230,7 @@ class Runner:
         _check_ranks_agree(replies, case)
         _fill(launch, replies)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
-        launch.profile = self._with_disturbances(profiler.slice(started, ended), request)
+        launch.profile = self._with_disturbances(profiler.slice(started, ended), request, launch.host)
         self._profiles.append(launch.profile)
         launch.memory = [
             _device_memory(use, request.machine, launch.profile, reply.workspace)
@@ -400,12 +400,14 @@ class Runner:
         launch.memory = [_device_memory(device, request.machine, launch.profile) for device in use]
         profiler.held_bytes = {}
 
-    def _with_disturbances(self, profile: Profile, request: Request) -> Profile:
-        """Return a profile with the disturbances of its window."""
+    def _with_disturbances(self, profile: Profile, request: Request, host: HostUse | None = None) -> Profile:
+        """Return a profile with the disturbances of its window; `host` is not known if the case failed."""
         ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all GPUs
         first = disturbances.clock_reference(self._profiles, profile)
         found = disturbances.find(profile, first, ours, self._used_before)
-        return msgspec.structs.replace(profile, invalid=disturbances.describe(found))
+        busy = None if host is None else disturbances.busy_cpu(host, on_cpu=request.case.device == "cpu")
+        sentences = disturbances.describe(found) + ([] if busy is None else [disturbances.describe_busy_cpu(busy)])
+        return msgspec.structs.replace(profile, invalid=sentences)
 
     def _abandon(self) -> None:
         if self._group is not None:
@@ -459,6 +461,13 @@ def _fill(launch: Launch, replies: Sequence[worker.ScoreReply]) -> None:
     launch.batches = slowest([reply.batches for reply in replies])
     launch.accuracy = replies[0].accuracy
     launch.execution_choice = replies[0].execution_choice
+    launch.host = HostUse(
+        wall_s=max(reply.host.wall_s for reply in replies),
+        threads=[reply.threads for reply in replies],
+        cpu_s=[reply.host.cpu_s for reply in replies],
+        waited_s=[reply.host.waited_s for reply in replies],
+        pressure_s=replies[0].host.pressure_s,
+    )
     if (workspace := replies[0].workspace) is not None:
         launch.tokens_requested = workspace.tokens_requested
         launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)

@@ -473,6 +473,28 @@ def test_a_slower_batch_size_on_a_cpu_is_no_finding() -> None:
     assert [_codes(result) for result in results] == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "far"),
+    [
+        ({1: 300.0, 2: 4.0}, True),
+        ({1: 4.0, 2: 300.0}, True),
+        ({1: 4.0, 2: 19.0}, False),
+        ({1: 40.0, 8: 1.01}, False),
+        ({1: 40.0, 8: 0.9}, True),
+    ],
+)
+def test_batch_sizes_whose_throughput_is_far_apart_are_a_finding(seconds: dict[int, float], far: bool) -> None:
+    """No model gets 75 times as fast by one batch size; eight times the sequences may be up to 40 times as fast."""
+    results = _assess([make_result(s, batch_size=size, **_CPU) for size, s in seconds.items()])
+    assert [_codes(result) for result in results] == [[], ["batch-sizes-far-apart"] * far]
+
+
+def test_the_factor_between_batch_sizes_is_named(prose: Prose) -> None:
+    """The reader looks for what else the machine did."""
+    results = _assess([make_result(s, batch_size=size, **_CPU) for size, s in {1: 300.0, 2: 4.0}.items()])
+    assert prose == f"{results[1].findings[0].text}\n{results[1].findings[0].next_step}"
+
+
 def test_a_rank_that_fails_while_traffic_is_counted_is_a_warning() -> None:
     """The times are complete, and the missing traffic has its reason."""
     result = make_result()

@@ -6,7 +6,7 @@ from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_
 
 from pytest_llmgpu.gate.comparable_launches import Refusal, Sides, comparable
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.result import CaseResult, HostUse, Launch
 
 _HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
 
@@ -47,6 +47,21 @@ def test_batches_of_another_plan_are_not_compared() -> None:
     assert "one launch has 19, another 20" in row.reason
 
 
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
+def test_times_of_other_threads_are_not_compared(device: str, refused: bool) -> None:
+    """On a CPU the number of threads decides the time; a GPU's rank starts kernels with one."""
+    base, head = (with_launches([1.0], device=device) for _ in range(2))
+    for result, threads in ((base, 2), (head, 1)):
+        result.launches[0].host = HostUse(wall_s=1.0, threads=[threads], cpu_s=[1.0], waited_s=[0.0])
+    found = comparable(base, head)
+    assert isinstance(found, Refusal) is refused
+    if isinstance(found, Refusal):
+        assert found.verdict == "NOT_COMPARABLE"
+        assert "2 in the baseline, 1 in the candidate" in found.reason
+    head.launches[0].host = None
+    assert not isinstance(comparable(base, head), Refusal)
+
+
 def test_a_launch_with_evidence_against_it_does_not_count() -> None:
     """The others do; where none is left the time is INVALID, with the evidence, on either side."""
     head = with_launches([1.0, 5.0])
@@ -79,7 +94,9 @@ def test_the_next_step_follows_the_disturbance(kind: disturbances.Kind) -> None:
         assert found.next_step.startswith(disturbances.COOLER)
     else:
         found = _refused(with_launches([1.0]), head)
-        assert found.next_step.startswith("End the other" if kind in ("processes", "memory") else "Read the driver's")
+        assert found.next_step.startswith(
+            "End the other" if kind in ("processes", "memory", "cpu") else "Read the driver's"
+        )
         assert found.next_step.endswith("Then measure the candidate again.")
 
 

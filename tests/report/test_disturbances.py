@@ -8,8 +8,8 @@ from support.prose import Prose
 from support.report_factory import make_result
 
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.disturbances import Disturbance, clock_reference, find
-from pytest_llmgpu.report.result import DeviceProfile, Launch, Profile, Series
+from pytest_llmgpu.report.disturbances import BusyCpu, Disturbance, busy_cpu, clock_reference, find
+from pytest_llmgpu.report.result import DeviceProfile, HostUse, Launch, Profile, Series
 from pytest_llmgpu.report.text import GIB, MIB
 
 RANKS = {"GPU-0": 1, "GPU-1": 1}
@@ -119,6 +119,42 @@ def test_each_kind_of_disturbance_is_one_sentence_with_its_devices(prose: Prose)
     found = find(profile, _profile(), RANKS, {"GPU-1": 3 * GIB})
     assert [(one.kind, one.index) for one in found[:3]] == [("lost", 7), ("throttled", 4), ("throttled", 7)]
     assert prose == "\n".join(disturbances.describe(found))
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_cpu", "busy"),
+    [
+        ({}, True, None),
+        ({"waited_s": [0.9, 1.5]}, True, BusyCpu(rank=1, waited=0.15, got=0.9, pressure=0.3)),
+        ({"waited_s": [0.9, 1.5]}, False, BusyCpu(rank=1, waited=0.15, got=1.8, pressure=0.3)),
+        ({"waited_s": [0.9, 1.0]}, True, None),
+        ({"waited_s": [None, None], "cpu_s": [18.0, 9.0]}, True, BusyCpu(rank=1, waited=None, got=0.45, pressure=0.3)),
+        ({"waited_s": [None, None], "cpu_s": [18.0, 9.0], "pressure_s": 0.5}, True, None),
+        ({"waited_s": [None, None], "cpu_s": [18.0, 9.0], "pressure_s": None}, True, None),
+        ({"waited_s": [None, None], "cpu_s": [1.0, 0.5]}, False, None),
+        ({"wall_s": 0.0}, True, None),
+    ],
+)
+def test_a_rank_that_waits_for_a_core_makes_the_machine_busy(
+    fields: dict[str, Any], on_cpu: bool, busy: BusyCpu | None
+) -> None:
+    """More than a tenth of the window counts; a GPU's rank may be idle, and then the pressure decides nothing."""
+    idle: dict[str, Any] = {"threads": [2, 2], "cpu_s": [18.0, 18.0], "waited_s": [0.0, 0.1], "pressure_s": 3.0}
+    assert busy_cpu(HostUse(**{"wall_s": 10.0, **idle, **fields}), on_cpu=on_cpu) == busy
+
+
+def test_a_busy_machine_disturbs_times_only(prose: Prose) -> None:
+    """Memory and traffic are the same on a busy machine."""
+    busy = [
+        BusyCpu(rank=1, waited=0.15, got=0.9, pressure=0.3),
+        BusyCpu(rank=0, waited=None, got=0.45, pressure=None),
+    ]
+    texts = list(map(disturbances.describe_busy_cpu, busy))
+    launch = Launch(profile=msgspec.structs.replace(_profile(), invalid=texts))
+    assert launch.profile is not None
+    assert disturbances.disturbed(launch.profile) is None
+    assert disturbances.untimed(launch) == texts[0]
+    assert prose == "\n".join(texts)
 
 
 def test_sentences_on_power_and_heat_are_recognized() -> None:

@@ -17,6 +17,7 @@ from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, work, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
+from pytest_llmgpu.ranks.host_use import RankHostUse
 from pytest_llmgpu.ranks.kernel_records import NamedRow
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
 from pytest_llmgpu.ranks.work import WorkReply
@@ -30,6 +31,7 @@ from pytest_llmgpu.report.result import (
     Collective,
     DeviceProfile,
     Failure,
+    HostUse,
     Metric,
     Outcome,
     Profile,
@@ -165,6 +167,8 @@ def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | Traff
         accuracy=report_factory.make_accuracy(),
         memory=[DeviceUse(uuid="GPU-c", weights_bytes=4, held_bytes=2), DeviceUse(uuid="GPU-a", weights_bytes=5)],
         workspace=None,
+        host=RankHostUse(wall_s=3.0, cpu_s=2.0, waited_s=0.9, pressure_s=0.5),
+        threads=4,
     )
 
 
@@ -188,6 +192,10 @@ def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResul
     (launch,) = result.launches
     assert (launch.batches.latency_s, launch.warmup_s, launch.plan_sha256) == ([1.0, 2.0], 0.5, "plan")
     assert profiler.windows == [(100.0, 103.0, {"GPU-c": 2, "GPU-a": 0})]
+    assert launch.host == HostUse(wall_s=3.0, threads=[4], cpu_s=[2.0], waited_s=[0.9], pressure_s=0.5)
+    assert launch.profile is not None
+    [disturbance] = launch.profile.invalid
+    assert disturbance.startswith(disturbances.TITLES["cpu"])
 
 
 def test_counters_are_read_between_warm_up_and_measurement(recorded: list[CaseResult]) -> None:
