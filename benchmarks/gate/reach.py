@@ -32,7 +32,7 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.verdicts import Row, Verdicts
 from pytest_llmgpu.report.work import RankWork, Work
 
 _CASES = 21
@@ -84,9 +84,7 @@ def _device_time(sessions: Sequence[Report], trials: int, chance: random.Random)
                 base, head = _pair(sessions[trial % 2], 1, chance)
                 place = _place(number, len(sessions[0].cases), chance)
                 verdicts = _judged(base, _with(head, place, _more_device_time(slowdown)))
-                row = next(
-                    row for row in verdicts.rows if row.id == head.cases[place].id and row.metric == "device_time"
-                )
+                row = _row(verdicts, head.cases[place], "device_time")
                 hits += row.verdict == "REGRESSED"
                 named += row.verdict == "REGRESSED" and _MODULE in row.reason and _FAMILY in row.reason
                 seen.append(row.smallest_seen or 0.0)
@@ -125,12 +123,8 @@ def _other_gpu(sessions: Sequence[Report], trials: int, chance: random.Random) -
         alarms += _regressed(_judged(base, head))
         alarms_slow += _regressed(_judged(base, _on_slow_gpu(head)))
         place = _place(compute[trial % len(compute)], len(sessions[0].cases), chance)
-        row = next(
-            row
-            for row in _judged(base, _with(head, place, _more_device_time(0.05))).rows
-            if row.id == head.cases[place].id and row.metric == "device_time"
-        )
-        hits += row.verdict == "REGRESSED"
+        slower = _judged(base, _with(head, place, _more_device_time(0.05)))
+        hits += _row(slower, head.cases[place], "device_time").verdict == "REGRESSED"
     return {
         "same_program_regressed": alarms / trials,
         "same_program_on_a_gpu_3.5_percent_slower_regressed": alarms_slow / trials,
@@ -155,15 +149,7 @@ def _twice(session: Report) -> dict[str, object]:
 
 def _replayed(sessions: Sequence[Report], trials: int, chance: random.Random) -> dict[str, object]:
     """Return how often 3 % more wall time of replayed graphs is found with 2 launches in each report, in turn."""
-    hits = alarms = 0
-    for trial in range(trials):
-        base, head = _pair(sessions[trial % 2], 2, chance)
-        place = chance.randrange(_CASES)
-        verdicts = _judged(base, _with(head, place, _more_wall_time(0.03)), in_turn=True)
-        row = next(row for row in verdicts.rows if row.id == head.cases[place].id and row.metric == "time")
-        hits += row.verdict == "REGRESSED"
-        alarms += _regressed(_judged(base, head, in_turn=True))
-    return {"3_percent_regressed": hits / trials, "same_program_regressed": alarms / trials}
+    return _wall_time(sessions, trials, chance, launches=2, percent=3)
 
 
 def _eager(session: Report, trials: int, chance: random.Random) -> dict[str, object]:
@@ -171,20 +157,28 @@ def _eager(session: Report, trials: int, chance: random.Random) -> dict[str, obj
 
     The recording is older than work passes. NVML saw its GPU busy for most of the time, which is stated as `busy`.
     """
-    session = _report(session, [_busy(case) for case in session.cases])
+    return _wall_time([_report(session, list(map(_busy, session.cases)))], trials, chance, launches=5, percent=5)
+
+
+def _wall_time(
+    sessions: Sequence[Report], trials: int, chance: random.Random, *, launches: int, percent: int
+) -> dict[str, object]:
     hits = alarms = 0
-    for _ in range(trials):
-        base, head = _pair(session, 5, chance)
+    for trial in range(trials):
+        base, head = _pair(sessions[trial % len(sessions)], launches, chance)
         place = chance.randrange(_CASES)
-        verdicts = _judged(base, _with(head, place, _more_wall_time(0.05)), in_turn=True)
-        row = next(row for row in verdicts.rows if row.id == head.cases[place].id and row.metric == "time")
-        hits += row.verdict == "REGRESSED"
+        slower = _with(head, place, _more_wall_time(percent / 100))
+        hits += _row(_judged(base, slower, in_turn=True), head.cases[place], "time").verdict == "REGRESSED"
         alarms += _regressed(_judged(base, head, in_turn=True))
-    return {"5_percent_regressed": hits / trials, "same_program_regressed": alarms / trials}
+    return {f"{percent}_percent_regressed": hits / trials, "same_program_regressed": alarms / trials}
 
 
 def _judged(base: Report, head: Report, *, in_turn: bool = False) -> Verdicts:
     return judge(base, head, Policy(), today=datetime.date(2026, 1, 1), in_turn=in_turn)
+
+
+def _row(verdicts: Verdicts, case: CaseResult, metric: str) -> Row:
+    return next(row for row in verdicts.rows if row.id == case.id and row.metric == metric)
 
 
 def _regressed(verdicts: Verdicts) -> bool:

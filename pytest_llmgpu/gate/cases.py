@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
@@ -44,44 +43,28 @@ _WIDTH = 200
 """Most characters of a failure's message in a reason."""
 
 
-class Judged(NamedTuple):
+class Comparison:
     """The verdicts on all cases, and the reasons where there is none."""
 
-    rows: list[Row]
-    unarmed: Counter[str]
-    """Reason why a metric of a case has no row, to the number of such metrics."""
-    gaps: Counter[str]
-    """The part of `unarmed` that the policy gates."""
-    left_out: Counter[str]
-    """Reason why a case has no row at all, to the number of such cases."""
-
-
-def judged(
-    base: Report | None, head: Report, policy: Policy, calibration: Calibration, *, in_turn: bool = False
-) -> Judged:
-    """Compare every case of a report with the baseline's.
-
-    Args:
-        base: The baseline; None: there is none.
-        head: The candidate.
-        policy: Thresholds and priors.
-        calibration: Noise between launches of this machine.
-        in_turn: True if launches of both reports alternated.
-    """
-    comparison = _Comparison(base, head, policy, calibration, in_turn=in_turn)
-    return Judged(comparison.rows(), comparison.unarmed, comparison.gaps, comparison.left_out)
-
-
-class _Comparison:
-    """One comparison in progress: finished rows, what is judged as a family, and what is left out."""
-
     def __init__(
-        self, base: Report | None, head: Report, policy: Policy, calibration: Calibration, *, in_turn: bool
+        self, base: Report | None, head: Report, policy: Policy, calibration: Calibration, *, in_turn: bool = False
     ) -> None:
+        """Compare every case of a report with the baseline's.
+
+        Args:
+            base: The baseline; None: there is none.
+            head: The candidate.
+            policy: Thresholds and priors.
+            calibration: Noise between launches of this machine.
+            in_turn: True if launches of both reports alternated.
+        """
         self.base, self.head, self.policy, self.calibration = base, head, policy, calibration
         self.unarmed: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
+        """Reason why a metric of a case has no row, to the number of such metrics."""
         self.gaps: Counter[str] = Counter()
+        """The part of `unarmed` that the policy gates."""
+        self.left_out: Counter[str] = Counter()
+        """Reason why a case has no row at all, to the number of such cases."""
         self._entries: list[Row | Timed] = []
         self._answered: list[Answered] = []
         self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
@@ -94,9 +77,10 @@ class _Comparison:
         self._same_gpus = then == now
         self._ceilings = (environments[0].ceilings, environments[1].ceilings)
         self._in_turn = in_turn
+        self.rows = self._compare()
+        """Every row: case by case, then the series."""
 
-    def rows(self) -> list[Row]:
-        """Return every row: case by case, then the series."""
+    def _compare(self) -> list[Row]:
         before = self.base.cases if self.base is not None else []
         matched = pairs(before, self.head.cases)
         gone: list[CaseResult] = []

@@ -50,7 +50,7 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
     if cause is not None and _plans(base) != _plans(head):
         reason = f"The batches differ (plan_sha256), and so does their traffic.\n{cause}"
         return Row.of(head, "traffic", "NOT_COMPARABLE", reason, gated=rule.gate, **figures)
-    then, now = _without_collective(before), _without_collective(after)
+    then, now = _sums(before, over=1), _sums(after, over=1)
     places = then.keys() | now.keys()
     verdict: Verdict
     if any(now[place] - then[place] > rule.margin * then[place] for place in places):
@@ -69,7 +69,7 @@ def _traffic_change(before: _Figures, after: _Figures, *, within: float | None) 
     """Describe a change of the traffic; `within` is the threshold that it does not exceed."""
     places = before.keys() | after.keys()
     grew, shrank = (any(sign * (after[place] - before[place]) > 0 for place in places) for sign in (1, -1))
-    then, now = _by_collective(before), _by_collective(after)
+    then, now = _sums(before, over=0), _sums(after, over=0)
     changed = [
         f"{collective} {then[collective, figure]:,} -> {now[collective, figure]:,} {figure}"
         for collective, figure in sorted(then.keys() | now.keys())
@@ -259,17 +259,11 @@ def _path(result: CaseResult) -> Path | None:
     return path if path is not None and path.link is not None else None
 
 
-def _by_collective(figures: _Figures) -> Counter[tuple[str, str]]:
-    sums: Counter[tuple[str, str]] = Counter()
-    for (_, collective, figure), value in figures.items():
-        sums[collective, figure] += value
-    return sums
-
-
-def _without_collective(figures: _Figures) -> Counter[tuple[int, str]]:
-    sums: Counter[tuple[int, str]] = Counter()
-    for (rank, _, figure), value in figures.items():
-        sums[rank, figure] += value
+def _sums(figures: _Figures, *, over: int) -> Counter[tuple[int | str, ...]]:
+    """Return the sums over one part of the key: 0, the ranks; 1, the collectives."""
+    sums: Counter[tuple[int | str, ...]] = Counter()
+    for key, value in figures.items():
+        sums[key[:over] + key[over + 1 :]] += value
     return sums
 
 

@@ -64,7 +64,7 @@ def judge(
         in_turn: True if launches of both reports alternated.
     """
     calibration = calibration or Calibration()
-    judged = cases.judged(base, head, policy, calibration, in_turn=in_turn)
+    judged = cases.Comparison(base, head, policy, calibration, in_turn=in_turn)
     results = [*(base.cases if base is not None else []), *head.cases]
     known, warnings = _known(judged.rows, policy, today)
     known = with_unseen(known, policy)

@@ -10,15 +10,19 @@ import importlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Registry:
+class Registry(Generic[_T]):
     """The rules for one kind of implementation."""
 
     kind: str
     """The word for one implementation in messages, such as `strategy`."""
+    built_in: Mapping[str, str]
+    """Name to `module:attribute` of the implementations that need no registration."""
     hook: str
     """The pytest hook that registers implementations."""
     protocol: str
@@ -55,16 +59,17 @@ class Registry:
                     raise ValueError(f"{self.hook}: {self.kind} {name!r} is at two places, {merged[name]} and {place}")
         return merged
 
-    def find(self, name: str, known: Mapping[str, str]) -> str:
+    def find(self, name: str, known: Mapping[str, str] | None = None) -> str:
         """Return the place of an implementation: `module:attribute`.
 
         Args:
             name: A registered name, or itself `module:attribute`.
-            known: Registered names to places, as `merge` returns them.
+            known: Registered names to places, as `merge` returns them; None for the built-in ones.
 
         Raises:
             ValueError: No implementation has this name.
         """
+        known = self.built_in if known is None else known
         if name in known:
             return known[name]
         if not _is_place(name):
@@ -75,7 +80,7 @@ class Registry:
             )
         return name
 
-    def make(self, place: str) -> Any:
+    def make(self, place: str) -> _T:
         """Return a new object of the implementation at a place that `find` returned.
 
         Raises:
@@ -86,7 +91,7 @@ class Registry:
             found: object = importlib.import_module(module)
             for name in attribute.split("."):
                 found = getattr(found, name)
-            made = found() if callable(found) else found
+            made: Any = found() if callable(found) else found
         # The module belongs to a user and can raise anything: a missing library, bad syntax, a failing constructor.
         except Exception as error:
             reason = f"{error}".partition("\n")[0]
@@ -96,10 +101,9 @@ class Registry:
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
             raise ValueError(f"{self.kind} {place} lacks {', '.join(lacking)} (see {self.protocol})")
-        name = getattr(made, "name")  # noqa: B009 - its type is not known
-        if not self._is_name(name):
-            raise ValueError(f"{self.kind} {place} is named {name!r}: {self.allowed_names}")
-        return made
+        if not self._is_name(made.name):
+            raise ValueError(f"{self.kind} {place} is named {made.name!r}: {self.allowed_names}")
+        return made  # type: ignore[no-any-return]
 
     def _is_name(self, text: object) -> bool:
         return isinstance(text, str) and self.is_name(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 
 from pytest_llmgpu.inference.registry import Registry
 from pytest_llmgpu.strategies.protocol import Strategy
@@ -15,8 +14,9 @@ BUILT_IN = {
 }
 """Name to `module:attribute`: a strategy is imported only when it is chosen."""
 
-_REGISTRY = Registry(
+_REGISTRY: Registry[Strategy] = Registry(
     kind="strategy",
+    built_in=BUILT_IN,
     hook="pytest_llmgpu_strategies",
     protocol="pytest_llmgpu.strategies.protocol",
     members=("name", "backend", "check", "ranks", "build", "load", "prepare"),
@@ -24,18 +24,4 @@ _REGISTRY = Registry(
     allowed_names="letters, digits, _, . and - are needed",
 )
 
-
-def merge(registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return one mapping of name to place from all registrations (see `Registry.merge`)."""
-    return _REGISTRY.merge(registrations)
-
-
-def find(name: str, known: Mapping[str, str] = BUILT_IN) -> str:
-    """Return the place of a strategy, `module:attribute`, by its registered name or its place (see `Registry.find`)."""
-    return _REGISTRY.find(name, known)
-
-
-def make(place: str) -> Strategy:
-    """Return a new object of the strategy at a place that `find` returned (see `Registry.make`)."""
-    strategy: Strategy = _REGISTRY.make(place)
-    return strategy
+merge, find, make = _REGISTRY.merge, _REGISTRY.find, _REGISTRY.make

@@ -65,35 +65,16 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
             functools.partial(_slower, slowdown),
             slowdown=slowdown,
         ),
-        Regression(
+        _of_work(
             "device-time",
             f"{100 * slowdown:.3g} % more time in the kernels of every rank",
             "device_time",
-            functools.partial(_other_work, functools.partial(_slower_kernels, slowdown)),
-            slowdown=slowdown,
-            suits=lambda result, _: _every_rank_has("device_time_s", result),
-        ),
-        Regression(
-            "flops",
-            f"{100 * _MORE_FLOPS:g} % more floating-point operations on every rank",
-            "flops",
-            functools.partial(_other_work, _more_flops),
-            suits=lambda result, _: _every_rank_has("flops", result),
-        ),
-        Regression(
-            "host-sync",
-            "one more host synchronization on every rank",
-            "host_syncs",
-            functools.partial(_other_work, _one_more_sync),
-            suits=lambda result, _: _every_rank_has("host_syncs", result),
-        ),
-        Regression(
-            "kernel",
-            "one more kernel call on every rank",
-            "kernels",
-            functools.partial(_other_work, _one_more_kernel),
-            suits=lambda result, rules: rules.kernels.gate and _every_rank_has("kernels", result),
-        ),
+            functools.partial(_slower_kernels, slowdown),
+            figure="device_time_s",
+        )._replace(slowdown=slowdown),
+        _of_work("flops", f"{100 * _MORE_FLOPS:g} % more FLOPs on every rank", "flops", _more_flops),
+        _of_work("host-sync", "one more host synchronization on every rank", "host_syncs", _one_more_sync),
+        _of_work("kernel", "one more kernel call on every rank", "kernels", _one_more_kernel),
         Regression("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
         Regression("memory", "1 GiB more on the fullest device", "memory", _more_memory),
         Regression(
@@ -118,6 +99,19 @@ def _slower(slowdown: float, result: CaseResult, _: Rules) -> CaseResult | str:
     return _derived(result, [slower(launch) for launch in result.launches])
 
 
+def _of_work(
+    name: str, text: str, metric: MetricName, changed: Callable[[RankWork], RankWork], *, figure: str | None = None
+) -> Regression:
+    """Return a regression of the work of every rank; `figure` is the attribute that it changes, if not `metric`."""
+
+    def suits(result: CaseResult, rules: Rules) -> bool:
+        ranks = [rank for launch in result.launches for rank in launch.ranks]
+        has_figure = bool(ranks) and all(getattr(rank, figure or metric) is not None for rank in ranks)
+        return has_figure and (metric != "kernels" or rules.kernels.gate)
+
+    return Regression(name, text, metric, functools.partial(_other_work, changed), suits=suits)
+
+
 def _other_work(changed: Callable[[RankWork], RankWork], result: CaseResult, _: Rules) -> CaseResult | str:
     """Return a copy in which the work of every rank is changed."""
     launches = [
@@ -129,11 +123,6 @@ def _other_work(changed: Callable[[RankWork], RankWork], result: CaseResult, _: 
         for launch in result.launches
     ]
     return msgspec.structs.replace(result, launches=launches)
-
-
-def _every_rank_has(name: str, result: CaseResult) -> bool:
-    ranks = [rank for launch in result.launches for rank in launch.ranks]
-    return bool(ranks) and all(getattr(rank, name) is not None for rank in ranks)
 
 
 def _more_flops(rank: RankWork) -> RankWork:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference.registry import Registry
@@ -13,8 +12,9 @@ if TYPE_CHECKING:
 BUILT_IN = {"hellaswag": "pytest_llmgpu.inference.tasks.hellaswag:HellaSwag"}
 """Name to `module:attribute`. pytest reads it at every start, so a task is imported only when a test uses it."""
 
-_REGISTRY = Registry(
+_REGISTRY: Registry[Task] = Registry(
     kind="task",
+    built_in=BUILT_IN,
     hook="pytest_llmgpu_tasks",
     protocol="pytest_llmgpu.inference.tasks.protocol",
     members=("name", "load", "requests", "score"),
@@ -22,18 +22,4 @@ _REGISTRY = Registry(
     allowed_names="the name of a fixture, such as my_task, is needed",
 )
 
-
-def merge(registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return one mapping of name to place from all registrations (see `Registry.merge`)."""
-    return _REGISTRY.merge(registrations)
-
-
-def find(name: str, known: Mapping[str, str] = BUILT_IN) -> str:
-    """Return the place of a task, `module:attribute`, by its registered name or its place (see `Registry.find`)."""
-    return _REGISTRY.find(name, known)
-
-
-def make(place: str) -> Task:
-    """Return a new object of the task at a place that `find` returned (see `Registry.make`)."""
-    task: Task = _REGISTRY.make(place)
-    return task
+merge, find, make = _REGISTRY.merge, _REGISTRY.find, _REGISTRY.make
