@@ -14,7 +14,8 @@ from typing import IO, Any
 LIMIT_BYTES = 384 * 2**20
 """Default limit, after decompression. It is about twice 40 launches of all of HellaSwag in 21 cases."""
 
-_GZIP = b"\x1f\x8b"
+GZIP = b"\x1f\x8b"
+"""The first bytes of a gzip stream."""
 _CHUNK_BYTES = 2**24
 
 
@@ -50,7 +51,7 @@ def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
     Raises:
         ValueError: the stream is broken or ends early, or it decompresses to more than the limit.
     """
-    if not data.startswith(_GZIP):
+    if not data.startswith(GZIP):
         return data
     limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
     try:

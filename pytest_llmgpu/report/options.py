@@ -106,7 +106,11 @@ class Options:
         option_values.whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)"
     )
     dataset: str = _option(
-        option_values.text, "bundled", "DATASET", "bundled, hellaswag (from the hub), or a JSON Lines file"
+        option_values.text,
+        "bundled",
+        "DATASET",
+        "bundled, hellaswag (from the hub), or a JSON Lines file (.jsonl, .jsonl.gz) whose lines have activity_label, "
+        "ctx_a, ctx_b, endings and label",
     )
     limit: int | None = _option(option_values.whole, None, "ITEMS", "score only the first items of the dataset")
     batch_sizes: tuple[int, ...] = _option(

@@ -106,16 +106,11 @@ class Planner:
         backend, strategy_options = _backend_and_options(strategy, options)
         chosen_by = f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
         _check_library(backend, chosen_by)
-        if items is None:
-            chosen = self.dataset(options, task)
-        else:
-            chosen = items if isinstance(items, Dataset) else Dataset.of("custom", items)
-        is_of_options = self._datasets.get((chosen.task, options.dataset, options.limit)) is chosen
-        limit = options.limit if is_of_options else None
+        chosen, limit = self._items(options, items, task)
         task_place, its_task = self._task(chosen.task)
         sequences = sum(len(its_task.requests(item)) for item in chosen.items)
         if batch_size > sequences:
-            limited = f" (--llmgpu-limit={limit})" if limit else ""
+            limited = f" (--llmgpu-limit={limit})" if limit and limit == options.limit else ""
             # A test with items of its own chose the batch size, too: then no flag helps.
             remedy = f": pass --llmgpu-batch-sizes with at most {sequences}" if items is None else ""
             raise ValueError(
@@ -172,6 +167,23 @@ class Planner:
             load_timeout_s=options.load_timeout,
             work=options.work == "on",
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a line for each dataset that differs from the published one."""
+        return [f"note: {dataset.name}: {dataset.note}" for dataset in self._datasets.values() if dataset.note]
+
+    def _items(self, options: Options, items: Dataset | Sequence[Item] | None, task: str) -> tuple[Dataset, int | None]:
+        """Return the items of a case as a dataset, and its limit: the first items of a dataset are a limit of it."""
+        if items is None:
+            return self.dataset(options, task), options.limit
+        chosen = items if isinstance(items, Dataset) else Dataset.of("custom", items)
+        whole = self._datasets.get((chosen.task, options.dataset, options.limit))
+        if whole is None or chosen.items != whole.items[: len(chosen)]:
+            return chosen, None
+        if len(chosen) == len(whole):
+            return whole, options.limit
+        return Dataset.of(whole.name, chosen.items), len(chosen)
 
     def _strategy(self, written: str) -> tuple[str, Strategy]:
         """Return the place and the object of a strategy, from a name or a place as written in `--strategy`."""

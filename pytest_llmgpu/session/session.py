@@ -158,15 +158,19 @@ class BenchmarkSession:
             self.runner.resume(self._resumed)
 
     def headlines(self) -> list[str]:
-        """Return the lines that name devices, model, data and batch sizes, and the report that is continued."""
+        """Return the lines that name devices, model, data and batch sizes, the report that is continued, and notes."""
         lines: dict[str, list[tuple[Machine, Case, int | None]]] = {}
         for entry in self._cases:
             lines.setdefault(entry[0].describe(), []).append(entry)
         resumed = [f"llmgpu: {line}" for line in terminal.resumptions(self._resumed)] if self._resumed else []
-        return [
-            terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])
-            for found in lines.values()
-        ] + resumed
+        return (
+            [
+                terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])
+                for found in lines.values()
+            ]
+            + resumed
+            + self.planner.notes
+        )
 
     def start_launch(self, number: int, of: int) -> None:
         """Begin the next launch of the same cases, with new processes."""

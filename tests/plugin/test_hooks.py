@@ -412,7 +412,7 @@ def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) ->
             assert window.profile.why["profile"]
             assert len(reply.accuracy.predictions) == 6
             own = measure(llm, hellaswag.items[:3], 4)
-            assert own.case.dataset == "custom"
+            assert (own.case.dataset, own.case.limit) == ("items.jsonl", 3)
             assert own.launches[0].accuracy.predictions == reply.accuracy.predictions[:3]
             again = measure(llm, hellaswag.items[:3], 4)
             assert (own.id, again.id) == ("mp-bs4", "mp-bs4#2")

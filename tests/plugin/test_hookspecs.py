@@ -174,19 +174,20 @@ def test_a_task_beside_the_benchmarks_is_measured(pytester: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(["* task right_or_wrong, bundled dataset (first 8 items)*"])
     cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
     scored = {
-        (one.case.task, one.case.dataset, one.case.batch_size): (
+        (one.case.task, one.case.limit, one.case.batch_size): (
             sum(one.launches[0].batches.sequences),
             one.launches[0].accuracy.items if one.launches[0].accuracy is not None else None,
         )
         for one in cases
     }
     assert scored == {
-        ("right_or_wrong", "custom", 4): (4, 2),
-        ("right_or_wrong", "bundled", 4): (16, 8),
-        ("right_or_wrong", "bundled", 16): (16, 8),
-        ("hellaswag", "bundled", 4): (32, 8),
-        ("hellaswag", "bundled", 16): (32, 8),
+        ("right_or_wrong", 2, 4): (4, 2),
+        ("right_or_wrong", 8, 4): (16, 8),
+        ("right_or_wrong", 8, 16): (16, 8),
+        ("hellaswag", 8, 4): (32, 8),
+        ("hellaswag", 8, 16): (32, 8),
     }
+    assert {one.case.dataset for one in cases} == {"bundled"}
     assert all(one.outcome == "completed" and one.inference_s for one in cases)
     for one in (one for one in cases if one.case.task == "right_or_wrong"):
         assert one.launches[0].accuracy is not None

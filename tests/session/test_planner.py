@@ -115,11 +115,38 @@ def test_the_first_token_is_part_of_the_case_where_it_is_chosen(tmp_path: Path, 
     assert cases[0].key == planner.request(choose(), "mp", 4).case.key
 
 
+@pytest.mark.parametrize("limit", [None, 4])
+def test_the_first_items_of_the_dataset_are_a_limit_of_it(
+    tmp_path: Path, choose: Callable[..., Options], limit: int | None
+) -> None:
+    """`hellaswag[:2]` is the measurement of --llmgpu-limit=2, so that it has the same baseline."""
+    planner, options = _planner(tmp_path), choose(limit=limit)
+    dataset = planner.dataset(options)
+    of_limit = planner.request(choose(limit=2), "mp", 4).case
+    for first in (dataset[:2], list(dataset)[:2]):
+        assert planner.request(options, "mp", 4, first).case == of_limit
+    whole = planner.request(options, "mp", 4).case
+    assert planner.request(options, "mp", 4, dataset[:]).case == whole
+    assert (whole.limit, of_limit.limit, of_limit.dataset) == (limit, 2, "items.jsonl")
+
+
+def test_a_dataset_with_other_prompts_is_noted(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Items with a context in one text have other prompts than lm-evaluation-harness makes of two."""
+    planner, options = _planner(tmp_path), choose()
+    assert planner.notes == []
+    planner.dataset(options)
+    (note,) = planner.notes
+    assert note.startswith("note: items.jsonl: ")
+    assert "lm-evaluation-harness" in note
+    planner.dataset(choose(dataset="bundled"))
+    assert len(planner.notes) == 1
+
+
 def test_items_of_a_tests_own_are_another_measurement(tmp_path: Path, choose: Callable[..., Options]) -> None:
     """Items of a test have their own hash and no limit."""
     planner, options = _planner(tmp_path), choose(limit=4)
     chosen = planner.request(options, "mp", 4)
-    own = planner.request(options, "mp", 4, planner.dataset(options).items[:2])
+    own = planner.request(options, "mp", 4, planner.dataset(options)[1:3])
     assert (chosen.case.dataset, chosen.case.limit) == ("items.jsonl", 4)
     assert (own.case.dataset, own.case.limit, len(own.items)) == ("custom", None, 2)
     assert own.case.dataset_sha256 != chosen.case.dataset_sha256

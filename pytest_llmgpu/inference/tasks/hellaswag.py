@@ -26,6 +26,12 @@ class HellaSwag(MultipleChoice):
         """Return the records of the bundled dataset or of the hub."""
         return _from_hub() if dataset == "hellaswag" else super().records(dataset)
 
+    def note(self, record: Any) -> str | None:
+        """Return that the context has other letters than lm-evaluation-harness's if it is one text."""
+        if "ctx_a" in record and "ctx_b" in record:
+            return None
+        return "items have ctx without ctx_a and ctx_b: lm-evaluation-harness capitalises ctx_b, so its prompts differ"
+
     def item(self, record: Any, place: str, index: int) -> Item:
         """Return the prompt and the endings of one record."""
         if not isinstance(record, dict):

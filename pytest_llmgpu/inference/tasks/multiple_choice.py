@@ -6,9 +6,10 @@ A task of this kind is a class with a name, a bundled file and a function from a
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, TextRequest
@@ -40,6 +41,10 @@ class MultipleChoice:
         """
         raise NotImplementedError
 
+    def note(self, record: Any) -> str | None:  # noqa: ARG002 - for a subclass
+        """Return how the items of a file with such a record differ from the published ones; None if they do not."""
+        return None
+
     def records(self, dataset: str) -> Iterable[tuple[str, Any]]:
         """Return the place and the JSON value of each record of one of `datasets`."""
         assert dataset == "bundled", "a subclass knows its other datasets"
@@ -61,17 +66,21 @@ class MultipleChoice:
                     f"dataset {dataset!r} is unknown{hint}: "
                     f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
                 )
+            if path.is_dir():
+                raise ValueError(_refused_folder(path))
             records = read_json_lines(path)
             inside = path.resolve().is_relative_to(rootdir.resolve())
             name = path.resolve().relative_to(rootdir.resolve()).as_posix() if inside else path.name
         items: list[Item] = []
+        note = None
         for place, record in records:
             items.append(self.item(record, place, len(items)))
+            note = note or (None if dataset in self.datasets else self.note(record))
             if len(items) == limit:
                 break
         if not items:
             raise ValueError(f"dataset {dataset} is empty: one JSON object per line is needed")
-        return Dataset.of(name, items)
+        return Dataset.of(name, items, note)
 
     def requests(self, item: Item) -> list[TextRequest]:
         """Return one sequence per ending, with one space between the context and the ending."""
@@ -107,7 +116,8 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
         ValueError: The file cannot be read, or a line is not JSON in UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as opened:
+            file = _unpacked(path) if opened.peek(2).startswith(decompression.GZIP) else opened
             number = 0
             while line := file.readline(_LINE_BYTES + 1):
                 number += 1
@@ -117,6 +127,25 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
                     yield f"{path}:{number}", _parse(line, f"{path}:{number}")
     except OSError as error:
         raise ValueError(f"dataset {path} cannot be read: {error.strerror}") from error
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    """Return a compressed file, decompressed in memory."""
+    try:
+        return io.BytesIO(decompression.unpack(decompression.read(path)))
+    except ValueError as error:
+        raise ValueError(f"dataset {path} {error}") from None
+
+
+def _refused_folder(path: Path) -> str:
+    """Describe why a folder is no dataset, and how to make one of it."""
+    if (path / "dataset_dict.json").exists():
+        load = f"datasets.load_from_disk({str(path)!r})['validation']"
+    elif (path / "dataset_info.json").exists():
+        load = f"datasets.load_from_disk({str(path)!r})"
+    else:
+        return f"dataset {path} is a folder: a JSON Lines file is needed"
+    return f"dataset {path} is a folder of save_to_disk: a JSON Lines file is needed: {load}.to_json('items.jsonl')"
 
 
 def _parse(line: bytes, place: str) -> Any:

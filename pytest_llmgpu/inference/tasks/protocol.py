@@ -41,9 +41,11 @@ class Dataset(msgspec.Struct, frozen=True):
     """At least one item, all of one task."""
     sha256: str
     """The hash of the items, not of the file that they come from."""
+    note: str | None = None
+    """A remark for the user on how these items differ from the published ones; None if there is none."""
 
     @classmethod
-    def of(cls, name: str, items: Sequence[Item]) -> Dataset:
+    def of(cls, name: str, items: Sequence[Item], note: str | None = None) -> Dataset:
         """Return items as a dataset, with their hash.
 
         Raises:
@@ -52,7 +54,8 @@ class Dataset(msgspec.Struct, frozen=True):
         tasks = sorted({item.task for item in items})
         if len(tasks) != 1:
             raise ValueError(f"dataset {name} has items of {' and '.join(tasks) or 'no task'}: one task is needed")
-        return cls(name=name, items=tuple(items), sha256=hashlib.sha256(msgspec.json.encode(items)).hexdigest())
+        sha256 = hashlib.sha256(msgspec.json.encode(items)).hexdigest()
+        return cls(name=name, items=tuple(items), sha256=sha256, note=note)
 
     @property
     def task(self) -> str:

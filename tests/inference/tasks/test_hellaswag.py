@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Item
+from pytest_llmgpu.report import decompression
 
 RECORD: dict[str, Any] = {
     "ind": 24,
@@ -113,10 +115,38 @@ def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes,
         HellaSwag().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
 
 
-def test_a_directory_is_refused(tmp_path: Path) -> None:
-    """A directory is refused in one line."""
-    with pytest.raises(ValueError, match="cannot be read"):
+@pytest.mark.parametrize("parts", [False, True], ids=["a dataset", "several splits"])
+def test_a_folder_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: bool) -> None:
+    """A folder of save_to_disk is refused in one line, whose command makes a file that is read."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is a folder: a JSON Lines file is needed$"):
         HellaSwag().load(str(tmp_path), rootdir=tmp_path)
+    saved = datasets.Dataset.from_list([RECORD])
+    (datasets.DatasetDict({"validation": saved}) if parts else saved).save_to_disk("saved")
+    with pytest.raises(ValueError, match="is a folder of save_to_disk") as caught:
+        HellaSwag().load("saved", rootdir=tmp_path)
+    command = str(caught.value).partition("is needed: ")[2]
+    assert "\n" not in command
+    eval(command, {"datasets": datasets})
+    assert HellaSwag().load("items.jsonl", rootdir=tmp_path).items[0].id == "24"
+
+
+def test_a_compressed_file_is_read(tmp_path: Path) -> None:
+    """The items are those of the file that was compressed; a broken or a huge one is refused in one line."""
+    plain = HellaSwag().load(_write(tmp_path, RECORD, RECORD), rootdir=tmp_path)
+    path = tmp_path / "items.jsonl.gz"
+    path.write_bytes(gzip.compress((tmp_path / "items.jsonl").read_bytes()))
+    packed = HellaSwag().load("items.jsonl.gz", rootdir=tmp_path)
+    assert (packed.name, packed.sha256) == ("items.jsonl.gz", plain.sha256)
+    for content, reason in (
+        (path.read_bytes()[:40], "cannot be decompressed"),
+        (gzip.compress(b"\n" * (decompression.LIMIT_BYTES + 1), 1), "decompresses to more than"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"items\.jsonl\.gz {reason}"):
+            HellaSwag().load("items.jsonl.gz", rootdir=tmp_path)
 
 
 def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
