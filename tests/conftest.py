@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support import tiny_model
 from support.prose import Prose, ProseFiles
 
 from pytest_llmgpu.inference import models
@@ -25,6 +26,14 @@ settings.load_profile("package")
 
 StubEnvironment = Callable[..., dict[str, str]]
 """`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the tiny model."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model.write_model(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from support import tiny_model
 from support.report_factory import make_case
 
 from pytest_llmgpu import strategies
@@ -439,15 +440,6 @@ def _build_kernels() -> None:
 
 def _write_architecture(folder: Path) -> None:
     """Write a small LLaMA without weights, whose attention matters with random weights."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=300,
-        initializer_range=0.12,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
+    config = tiny_model.sensitive_config(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
     save_tokenizer(["Someone counts and says the number. Then they stop."], 300, folder)

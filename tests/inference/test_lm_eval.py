@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny_model
 
 from pytest_llmgpu.inference import models, scoring
 from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
@@ -125,23 +126,16 @@ def _bundled_items(number: int) -> Sequence[Item]:
 
 
 def _random(directory: Path, vocabulary: int) -> Drawn:
-    source = models.ModelSource(
-        name="random",
-        directory=None,
-        config={
-            "vocab_size": vocabulary,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": LONGEST,
-            "initializer_range": 0.3,
-        },
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory=str(directory),
-        tokenizer_sha256="",
-    )
+    config = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": LONGEST,
+        "initializer_range": 0.3,
+    }
+    source = tiny_model.source(config, tokenizer_directory=str(directory))
     model = models.skeleton(source, torch.float32)
     models.materialise(model, lambda _: torch.device("cpu"), seed=0, dtype=torch.float32)
     return model, source

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support import tiny_model
 from support.report_factory import make_case
 
 from pytest_llmgpu.inference import model_facts
@@ -20,15 +21,7 @@ _AWQ = {"quant_method": "awq", "bits": 4}
 
 def _source(directory: Path, **config: Any) -> ModelSource:
     (directory / "config.json").write_text(json.dumps(config))
-    return ModelSource(
-        name="theirs",
-        directory=str(directory),
-        config=config,
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(config, directory, load_format="dummy")
 
 
 def test_a_llama_needs_no_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny_model
 from support.tiny_model import write_model
 
 from pytest_llmgpu.inference import model_files, models
@@ -53,15 +54,7 @@ def _resolve(model: str | Path, rootdir: Path, **options: Any) -> models.ModelSo
 
 
 def _dummy(**fields: Any) -> models.ModelSource:
-    return models.ModelSource(
-        name="random",
-        directory=None,
-        config=SMALL | fields,
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(SMALL | fields)
 
 
 def _filled(source: models.ModelSource, seed: int = 0, dtype: Any = torch.float32) -> Any:

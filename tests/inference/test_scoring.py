@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny_model
 
 from pytest_llmgpu.inference import logits, models, scoring
 from pytest_llmgpu.inference.batching import Plan, Request, Requests, cost
@@ -35,15 +36,7 @@ def _llama(**fields: Any) -> Any:
         "max_position_embeddings": 64,
         "initializer_range": 0.5,
     }
-    source = models.ModelSource(
-        name="random",
-        directory=None,
-        config=config | fields,
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    source = tiny_model.source(config | fields)
     built = models.skeleton(source, torch.float32)
     models.materialise(built, lambda _: CPU, seed=0, dtype=torch.float32)
     return built

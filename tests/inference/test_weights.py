@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pytest_llmgpu.inference import models, weights
@@ -25,15 +26,7 @@ _SMALL: dict[str, Any] = {
 
 
 def _source(directory: Path | None = None, **fields: Any) -> ModelSource:
-    return ModelSource(
-        name="small",
-        directory=None if directory is None else str(directory),
-        config=_SMALL | fields,
-        revision=None,
-        load_format="dummy" if directory is None else "auto",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(_SMALL | fields, directory, name="small")
 
 
 @pytest.fixture

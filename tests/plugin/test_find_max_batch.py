@@ -72,14 +72,6 @@ class _EmulatedRunner:
         return Launch(batches=batches, memory=[memory])
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the tiny model."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model.write_model(folder)
-    return folder
-
-
 @pytest.fixture
 def gpus() -> list[Gpu]:
     """Return the GPUs that NVML lists: none, unless a GPU is emulated."""

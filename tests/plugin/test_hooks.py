@@ -55,14 +55,6 @@ _MISBEHAVING = """
 """
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the tiny model."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model.write_model(folder)
-    return folder
-
-
 @pytest.fixture
 def run(pytester: pytest.Pytester, model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs pytest on the tiny model without probing torch."""

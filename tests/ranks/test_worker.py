@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny_model
 from support.report_factory import make_case
 
 from pytest_llmgpu.inference.models import ModelSource
@@ -39,15 +40,7 @@ class Returning(LayerParallel):
 def test_a_strategy_that_loads_the_wrong_thing_is_named(returned: object, message: str) -> None:
     """The message has the strategy, what it returned and what is needed."""
     _RETURNED.append(returned)
-    source = ModelSource(
-        name="m",
-        directory=None,
-        config={},
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    source = tiny_model.source({})
     case = make_case(strategy="theirs", device="cpu", devices=1)
     with pytest.raises((TypeError, ValueError), match=f"^strategy theirs: .*{re.escape(message)}"):
         worker.load(RankState(lambda _: None), case, source, f"{__name__}:Returning")

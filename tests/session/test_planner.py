@@ -55,14 +55,6 @@ _KNOWN = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the tiny model."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model.write_model(folder)
-    return folder
-
-
 @pytest.fixture
 def choose(model: Path, tmp_path: Path) -> Callable[..., Options]:
     """Options for the tiny model and its dataset."""

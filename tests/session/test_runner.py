@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from support import report_factory
+from support import report_factory, tiny_model
 from support.prose import Prose
 
 from pytest_llmgpu.inference import tasks
-from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, work, worker
@@ -127,15 +126,7 @@ _MP, _TP = "pytest_llmgpu.strategies.mp:LayerParallel", "pytest_llmgpu.strategie
 
 
 def _request(case: Case, strategy: str = _MP, *, work: bool = False) -> Request:
-    source = ModelSource(
-        name="m",
-        directory=None,
-        config={},
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="t",
-        tokenizer_sha256="0",
-    )
+    source = tiny_model.source({})
     return Request(
         case=case,
         machine=_MACHINE,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support import tiny_model
 from support.prose import Prose
 from support.report_factory import make_case
 
@@ -14,15 +15,7 @@ _LLAMA_2_70B = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermedia
 
 
 def _source(config: dict[str, Any]) -> ModelSource:
-    return ModelSource(
-        name="llama",
-        directory=None,
-        config=config,
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(config, name="llama")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support import tiny_model
 from support.emulated_inference import EmulatedInference, free_bytes_granting
 from support.emulated_iok import FREE_BYTES, EmulatedInjection, reset_deepspeed
 from support.report_factory import make_case
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
@@ -89,25 +89,9 @@ def _plain(source: ModelSource) -> torch.nn.Module:
 
 def _source(directory: Path, **fields: Any) -> ModelSource:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=_VOCABULARY,
-        initializer_range=0.12,
-        **fields,
-    )
+    config = tiny_model.sensitive_config(vocab_size=_VOCABULARY, **fields)
     LlamaForCausalLM(config).save_pretrained(directory)
-    return ModelSource(
-        name=directory.name,
-        directory=str(directory),
-        config=config.to_dict(),
-        revision=None,
-        load_format="auto",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(config.to_dict(), directory)
 
 
 def _ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:

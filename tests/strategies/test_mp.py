@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import tiny_model
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.bundled import PRESETS
@@ -13,15 +14,7 @@ _GIB = 2**30
 
 
 def _thirty_billion() -> ModelSource:
-    return ModelSource(
-        name="llama-30b",
-        directory=None,
-        config=PRESETS["llama-30b"],
-        revision=None,
-        load_format="dummy",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(PRESETS["llama-30b"], name="llama-30b")
 
 
 def _map(free_gib: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch
 from support import rank_functions as ranks
 from support import tiny_model
 from support.report_factory import make_case
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
@@ -62,30 +62,14 @@ def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _write(directory: Path, *, shard_size: str = "1GB", **fields: Any) -> ModelSource:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=_VOCABULARY,
-        initializer_range=0.12,
-        **fields,
-    )
+    config = tiny_model.sensitive_config(**{"intermediate_size": 256, "vocab_size": _VOCABULARY} | fields)
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             # With zeros, the initial values, adding a bias twice would not be detected.
             torch.nn.init.normal_(parameter)
     model.save_pretrained(directory, max_shard_size=shard_size)
-    return ModelSource(
-        name=directory.name,
-        directory=str(directory),
-        config=config.to_dict(),
-        revision=None,
-        load_format="auto",
-        tokenizer_directory="",
-        tokenizer_sha256="",
-    )
+    return tiny_model.source(config.to_dict(), directory)
 
 
 def _ids(rows: int, tokens: int) -> torch.Tensor:

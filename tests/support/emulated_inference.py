@@ -28,55 +28,40 @@ _CANNOT = "Workspace can't be allocated"
 
 
 def workspace_elements(
-    *, layers: int, heads: int, hidden: int, batch: int, tp: int, max_out: int
+    *, layers: int, heads: int, hidden: int, batch: int, tp: int = 1, max_out: int
 ) -> tuple[int, int, int]:
-    """Return the elements per token of the workspace: activations, attention scores, and keys and values."""
-    head = hidden // heads
-    padded = head if head > 128 else 32 if head <= 32 else 64 if head <= 64 else 128
-    return 10 * heads * padded * batch, batch * (heads // tp) * max_out, layers * batch * (heads * padded // tp) * 2
-
-
-def granted_tokens(
-    free_bytes: int,
-    *,
-    layers: int,
-    heads: int,
-    hidden: int,
-    batch: int,
-    tp: int = 1,
-    max_out: int = 1024,
-    element_bytes: int = 2,
-) -> int:
-    """Return the tokens per sequence that DeepSpeed allocates; -1 if the memory is below its reserve.
+    """Return the elements per token of the workspace: activations, attention scores, and keys and values.
 
     Args:
-        free_bytes: Free on the device when the first workspace of the process is made.
         layers: Of the model.
         heads: Of the model, all ranks together.
         hidden: Of the model, all ranks together.
         batch: Sequences of the forward that makes the workspace.
         tp: Ranks.
         max_out: `max_out_tokens`.
-        element_bytes: Of the dtype.
     """
-    elements = workspace_elements(layers=layers, heads=heads, hidden=hidden, batch=batch, tp=tp, max_out=max_out)
+    head = hidden // heads
+    padded = head if head > 128 else 32 if head <= 32 else 64 if head <= 64 else 128
+    return 10 * heads * padded * batch, batch * (heads // tp) * max_out, layers * batch * (heads * padded // tp) * 2
+
+
+def granted_tokens(free_bytes: int, *, max_out: int = 1024, element_bytes: int = 2, **shape: int) -> int:
+    """Return the tokens per sequence that DeepSpeed allocates; -1 if the memory is below its reserve.
+
+    Args:
+        free_bytes: Free on the device when the first workspace of the process is made.
+        max_out: `max_out_tokens`.
+        element_bytes: Of the dtype.
+        shape: The other arguments of `workspace_elements`.
+    """
+    elements = workspace_elements(max_out=max_out, **shape)
     spare = free_bytes - _reserve(free_bytes, elements[1])
     return -1 if spare < 0 else min(max_out, spare // element_bytes // sum(elements))
 
 
-def free_bytes_granting(
-    tokens: int,
-    *,
-    layers: int,
-    heads: int,
-    hidden: int,
-    batch: int,
-    tp: int = 1,
-    max_out: int = 1024,
-    element_bytes: int = 2,
-) -> int:
-    """Return the smallest free memory for which `granted_tokens` returns this number."""
-    elements = workspace_elements(layers=layers, heads=heads, hidden=hidden, batch=batch, tp=tp, max_out=max_out)
+def free_bytes_granting(tokens: int, *, max_out: int = 1024, element_bytes: int = 2, **shape: int) -> int:
+    """Return the smallest free memory for which `granted_tokens` returns this number; the arguments are as there."""
+    elements = workspace_elements(max_out=max_out, **shape)
     size = tokens * sum(elements) * element_bytes
     free_bytes = size + _reserve(0, elements[1])
     return free_bytes if free_bytes <= _GIB else size + _reserve(_GIB + 1, elements[1])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.models import ModelSource
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 ITEMS = 6
 SEQUENCES = 4 * ITEMS
@@ -47,6 +48,28 @@ def write_model(directory: Path) -> None:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def source(config: dict[str, Any], directory: Path | None = None, **fields: Any) -> ModelSource:
+    """Return the source of a model: of the weights in a directory, or of random weights."""
+    given: dict[str, Any] = {
+        "name": "random" if directory is None else directory.name,
+        "directory": None if directory is None else str(directory),
+        "config": config,
+        "revision": None,
+        "load_format": "dummy" if directory is None else "auto",
+        "tokenizer_directory": "",
+        "tokenizer_sha256": "",
+    }
+    return ModelSource(**given | fields)
+
+
+def sensitive_config(**fields: Any) -> LlamaConfig:
+    """Return a small LLaMA whose attention matters with random weights."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaConfig(**sizes | {"vocab_size": 300, "initializer_range": 0.12} | fields)
 
 
 def random_model() -> LlamaForCausalLM:
