@@ -162,6 +162,7 @@ def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part
     first, sessions = reports[0], [report.session for report in reports]
     whole = sessions[:1] if again_in_part else sessions
     dirty = [report.commit.dirty for report in reports]
+    failed = [session.failed_tests for session in sessions]
     return msgspec.structs.replace(
         first,
         session=Session(
@@ -170,6 +171,7 @@ def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part
             exit_status=next(
                 (session.exit_status for session in sessions if session.exit_status), sessions[0].exit_status
             ),
+            failed_tests=None if None in failed else sum(count or 0 for count in failed),
             collected=first.session.collected,
             deselected=list(dict.fromkeys(entry for session in whole for entry in session.deselected)),
         ),

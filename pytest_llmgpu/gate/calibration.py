@@ -50,6 +50,15 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Deviation of the device time between the launches of a session; None if it was not measured."""
 
 
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One report that was measured."""
+
+    created: str
+    """Time at which the report was created."""
+    commit: str | None
+    """Commit of the report."""
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The calibration of a machine: the object in the JSON file."""
 
@@ -61,6 +70,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Commit that the launches measured."""
     cases: dict[str, Noise]
     """Noise of each case, by its key."""
+    sessions: list[Session] = []
+    """Reports that were measured; empty in files of versions that did not record them."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +79,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     cases: Mapping[str, Noise] = {}
     """Noise of each case, by its key."""
+    sessions: Sequence[Session] = ()
+    """Reports that the noise was measured from."""
     sha256: str | None = None
     """SHA-256 of the calibration file."""
     warnings: Sequence[str] = ()
@@ -100,7 +113,7 @@ class _Head(msgspec.Struct):
     calibration_version: int = VERSION
 
 
-def measure(*sessions: Report) -> Measured:
+def measure(*sessions: Report, reports: Sequence[Report] = ()) -> Measured:
     """Return the deviation between the launches of each case within a session.
 
     Disturbed launches and launches with other batches than the first are left out, and so are cases with one launch.
@@ -108,6 +121,7 @@ def measure(*sessions: Report) -> Measured:
 
     Args:
         sessions: One merged report for each session (`launch_merging`).
+        reports: The reports before they were merged; empty if they are the sessions.
 
     Raises:
         ValueError: No case has two launches, or a launch is there twice.
@@ -124,7 +138,12 @@ def measure(*sessions: Report) -> Measured:
             f"no case has {LEAST} undisturbed launches of the same batches, the minimum of a calibration; {ENOUGH} are "
             "recommended: measure with --llmgpu-launches, or name several reports"
         )
-    return Measured(machine=storage.hardware(sessions[0]), commit=sessions[0].commit.sha, cases=cases)
+    return Measured(
+        machine=storage.hardware(sessions[0]),
+        commit=sessions[0].commit.sha,
+        cases=cases,
+        sessions=[Session(created=one.created, commit=one.commit.sha) for one in reports or sessions],
+    )
 
 
 def default_path(store: Path, machine: str) -> Path:
@@ -261,7 +280,9 @@ def _read(path: Path, repository: Path) -> tuple[str, Calibration]:
         "time; run llmgpu calibrate again"
     )
     sha256 = hashlib.sha256(data).hexdigest()
-    return measured.machine, Calibration(cases=measured.cases, sha256=sha256, warnings=[old] if version == 1 else [])
+    return measured.machine, Calibration(
+        cases=measured.cases, sessions=measured.sessions, sha256=sha256, warnings=[old] if version == 1 else []
+    )
 
 
 def _from_old(data: bytes) -> Measured:

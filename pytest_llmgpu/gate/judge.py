@@ -21,6 +21,7 @@ from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
     BETTER,
@@ -73,6 +74,11 @@ def judge(
         warnings += _unmatched(policy, results, known)
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
+        if base.promotion is not None:
+            objections = listed(base.promotion.objections, 1)
+            warnings.append(f"the baseline was promoted by force ({base.promotion.reason}) in spite of: {objections}")
+        if (head.created, head.commit.sha) in {(one.created, one.commit) for one in calibration.sessions}:
+            warnings.append("the noise was calibrated from the candidate itself: calibrate from other launches")
         other = other_devices(base.cases, head.cases)
         warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
     unarmed = judged.unarmed + judged.left_out
@@ -105,7 +111,7 @@ def _states(head: Report) -> Iterator[SessionState]:
         yield "interrupted"
     elif not session.complete:
         yield "incomplete"
-    elif session.exit_status:
+    elif session.exit_status and session.failed_tests != 0:
         yield "failed"
     if head.commit.dirty:
         yield "dirty"

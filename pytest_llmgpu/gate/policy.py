@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pytest_llmgpu.gate.noise_model import NoiseRules
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Positive, Seconds
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
@@ -221,6 +221,9 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest slowdown of a case that may stay unseen, as a fraction. The gate does not pass if the launches of a
     gated case would not have shown this slowdown, whatever `on_inconclusive` is. Device time counts if both reports
     have it, else wall time."""
+    min_launches: Positive = 1
+    """The least number of undisturbed launches of each completed case in a baseline: `llmgpu promote` refuses
+    fewer."""
     allow_missing: bool = False
     """True if cases and figures pass that only the baseline has."""
     allow_no_baseline: bool = False

@@ -16,10 +16,10 @@ from pytest_llmgpu.gate.classify import fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.option_values import check_name_is_free
-from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
+from pytest_llmgpu.report.report import SCHEMA_VERSION, Promotion, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed
-from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import ALL_CASES, Baseline, Row, Verdicts, worst_first
 from pytest_llmgpu.store import references
 from pytest_llmgpu.store import store as storage
 from pytest_llmgpu.store.store import Stored
@@ -28,6 +28,9 @@ NAME = references.BASELINE
 """Name of the baseline in the store."""
 
 _BAD = frozenset(("timeout", "crashed", "error", "interrupted"))
+_TIMES = frozenset(("device_time", "time"))
+_TESTS_FAILED = 1
+"""pytest's exit status of a run in which tests failed, or items of the gate."""
 _NAMED = 3
 """Most cases that an objection lists."""
 
@@ -40,6 +43,7 @@ _Kind = Literal[
     "failed cases",
     "wrong answers",
     "disturbed",
+    "few launches",
 ]
 
 _TEXTS: dict[_Kind, str] = {
@@ -51,6 +55,7 @@ _TEXTS: dict[_Kind, str] = {
     "failed cases": "failed: {}",
     "wrong answers": "failed: wrong answers of {}",
     "disturbed": "invalid: {}",
+    "few launches": "fewer launches than `min_launches` of the policy: {}",
 }
 
 
@@ -78,8 +83,13 @@ class Trial(NamedTuple):
     """True if the report measured something else, so that no measurement of it can replace the baseline."""
 
 
-def unfit(candidate: Report) -> list[Objection]:
-    """Return why a report cannot be a baseline, independent of a previous one; empty if it can."""
+def unfit(candidate: Report, min_launches: int = 1) -> list[Objection]:
+    """Return why a report cannot be a baseline, independent of a previous one; empty if it can.
+
+    Args:
+        candidate: The report.
+        min_launches: The least number of undisturbed launches of each completed case.
+    """
     session, found = candidate.session, []
     if candidate.commit.sha is None:
         found.append(Objection("no commit"))
@@ -87,7 +97,7 @@ def unfit(candidate: Report) -> list[Objection]:
         found.append(Objection("dirty"))
     if not session.complete or session.interrupted:
         found.append(Objection("not complete"))
-    elif session.exit_status:
+    elif session.exit_status and not (session.exit_status == _TESTS_FAILED and session.failed_tests == 0):
         found.append(Objection("exit status", [str(session.exit_status)]))
     if not any(result.outcome == "completed" for result in candidate.cases):
         found.append(Objection("nothing completed"))
@@ -95,6 +105,11 @@ def unfit(candidate: Report) -> list[Objection]:
         "failed cases": [f"{result.id} {result.outcome}" for result in candidate.cases if result.outcome in _BAD],
         "wrong answers": [one.id for one in candidate.cases if one.has_wrong_answers],
         "disturbed": [f"{one.id} ({cause})" for one in candidate.cases if (cause := _disturbed(one)) is not None],
+        "few launches": [
+            f"{one.id} has {count} of {min_launches}"
+            for one in candidate.cases
+            if one.outcome == "completed" and 0 < (count := _launches(one)) < min_launches
+        ],
     }
     return found + [Objection(kind, values) for kind, values in cases.items() if values]
 
@@ -116,15 +131,25 @@ def trial(
     """Compare a report with the baseline that it would replace.
 
     This is stricter than the gate. Rows with not enough data and invalid rows fail, and so does a case that was
-    deselected, because later reports would not be compared with it.
+    deselected, because later reports would not be compared with it. Not enough data about a time is no objection to a
+    report with more launches than the baseline, or a noisy baseline could never be replaced.
     """
     strict = msgspec.structs.replace(policy, on_inconclusive="fail")
     session = msgspec.structs.replace(candidate.session, deselected=[])
     whole = msgspec.structs.replace(candidate, session=session)
     verdicts = judge.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
-    failing = worst_first(row for row in verdicts.rows if fails(row, strict))
+    launches = {one.key: _launches(one) for one in base.cases}
+    surer = {one.key for one in candidate.cases if _launches(one) > launches.get(one.key, 0)}
+    failing = worst_first(
+        row
+        for row in verdicts.rows
+        if fails(row, strict)
+        and not (
+            row.verdict == "NOT_ENOUGH_DATA" and row.metric in _TIMES and (row.key in surer or row.id == ALL_CASES)
+        )
+    )
     nothing_compared = not failing and not verdicts.armed.gated
-    undecided = any(row.metric in {"device_time", "time"} and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
+    undecided = any(row.metric in _TIMES and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
     other = {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
     return Trial(
         verdicts,
@@ -144,7 +169,7 @@ def describe_trial(trial: Trial) -> list[str]:
 def is_same(candidate: Report, base: Report) -> bool:
     """Return whether two reports have the same measurement: they differ at most in their verdicts."""
     # A copy of a report of an older version has the version of its writer.
-    plain = {"verdicts": None, "schema_version": SCHEMA_VERSION}
+    plain = {"verdicts": None, "schema_version": SCHEMA_VERSION, "promotion": None}
     return msgspec.structs.replace(candidate, **plain) == msgspec.structs.replace(base, **plain)
 
 
@@ -153,7 +178,14 @@ def current_in(store: Path, machine: str) -> Stored | None:
     return max(_named(store, machine), key=lambda one: one.number, default=None)
 
 
-def keep(candidate: Report, verdicts: Verdicts | None, *, path: Path | None, store: Path) -> Path:
+def keep(
+    candidate: Report,
+    verdicts: Verdicts | None,
+    *,
+    path: Path | None,
+    store: Path,
+    promotion: Promotion | None = None,
+) -> Path:
     """Write a report as the baseline and return its file.
 
     Args:
@@ -162,12 +194,13 @@ def keep(candidate: Report, verdicts: Verdicts | None, *, path: Path | None, sto
         path: The file to write, such as one that git tracks; None: the store, under the name `baseline`. The previous
             baseline stays in the store with its number only.
         store: The folder of the store.
+        promotion: The objections that the user overruled; None if there were none.
 
     Raises:
         ValueError: The name or the path is not allowed.
         OSError: The file cannot be written.
     """
-    promoted = msgspec.structs.replace(candidate, verdicts=verdicts)
+    promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=promotion)
     if path is not None:
         file.check_writable(path)
         file.dump(promoted, path)
@@ -189,6 +222,11 @@ def counted(verdicts: Verdicts) -> str:
 
 def _named(store: Path, machine: str) -> list[Stored]:
     return [one for one in storage.stored(store) if one.machine == machine and one.name == NAME]
+
+
+def _launches(result: CaseResult) -> int:
+    """Return the number of undisturbed launches of a case; copies of one launch are one launch."""
+    return len({tuple(one.batches.latency_s) for one in result.launches if disturbances.untimed(one) is None})
 
 
 def _disturbed(result: CaseResult) -> str | None:

@@ -177,6 +177,8 @@ def pytest_runtest_makereport(
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
         report.llmgpu_kept = item.stash.get(KEPT, False)  # type: ignore[attr-defined]
+    if benchmark is not None and report.failed and selection.is_ours(item):
+        benchmark.recorder.failed_tests.add(item.nodeid)
     return report
 
 

@@ -27,6 +27,9 @@ class Session(msgspec.Struct, kw_only=True):
     """True if the session was ended by Ctrl-C, `-x` or a signal."""
     exit_status: int | None = None
     """Exit status of pytest; null if the report was written before the session ended."""
+    failed_tests: Count | None = None
+    """Number of tests of a model that failed, without the items of the gate; null in reports of versions that did not
+    record it."""
     collected: Count = 0
     """Number of tests left after deselection."""
     deselected: list[str] = []
@@ -46,6 +49,15 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the file of that report."""
     kept: Count
     """Number of its cases that were kept. Cases that were interrupted are measured again."""
+
+
+class Promotion(msgspec.Struct, frozen=True, kw_only=True):
+    """The promotion of a report to the baseline in spite of objections."""
+
+    reason: str
+    """Reason that the user gave."""
+    objections: list[str]
+    """Objections of `llmgpu promote`."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -75,6 +87,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Largest batch size of each series of cases, as measured and as predicted."""
     verdicts: Verdicts | None = None
     """Verdicts of the gate; null if nothing was compared."""
+    promotion: Promotion | None = None
+    """Promotion in spite of objections; null for other baselines, and for reports that are none."""
 
 
 def started(report: Report, launch: Launch) -> str:

@@ -64,6 +64,8 @@ class Recorder:
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
+        self.failed_tests: set[str] = set()
+        """Node ids of the tests of a model that failed."""
         self._texts = file.CaseTexts()
         self._unwritten: str | None = None
         """The reason why the file does not have the whole report."""
@@ -256,6 +258,7 @@ class Recorder:
             complete=not interrupted and done.issuperset(expected),
             interrupted=interrupted,
             exit_status=exit_status,
+            failed_tests=len(self.failed_tests),
             collected=len(expected),
             deselected=list(map(valid, deselected)),
         )

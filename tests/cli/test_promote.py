@@ -11,7 +11,7 @@ from support.stored_reports import H200, gpus
 from support.verdict_factory import make_invalid
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.gate.calibration import default_path, dump
+from pytest_llmgpu.gate.calibration import default_path, dump, measure
 from pytest_llmgpu.gate.promotion import NAME
 from pytest_llmgpu.report.file import dump as write
 from pytest_llmgpu.report.file import load
@@ -85,6 +85,8 @@ def test_a_better_report_replaces_the_baseline(capsys: pytest.CaptureFixture[str
         (on_h200(session=Session(complete=False)), "failed: the run did not complete"),
         (on_h200(session=Session(complete=True, interrupted=True)), "failed: the run did not complete"),
         (on_h200(session=Session(complete=True, exit_status=1)), "failed: pytest ended with exit status 1"),
+        (on_h200(session=Session(complete=True, exit_status=1, failed_tests=1)), "failed: pytest ended with exit"),
+        (on_h200(session=Session(complete=True, exit_status=3, failed_tests=0)), "failed: pytest ended with exit"),
         (on_h200([timed(), make_failed("crashed", batch_size=2)]), "failed: mp-bs2 crashed"),
         (on_h200([make_failed("oom")]), "failed: no case completed"),
     ],
@@ -96,6 +98,67 @@ def test_an_unfit_report_is_refused(report: Report, reason: str, capsys: pytest.
     assert printed.out == ""
     assert f"llmgpu: new.json is not promoted: {reason}" in printed.err
     assert not TARGET.exists()
+
+
+def test_failed_items_of_the_gate_are_no_objection() -> None:
+    """The comparison with another baseline failed, and the measurement is sound."""
+    assert _to_file(on_h200(session=Session(complete=True, exit_status=1, failed_tests=0))) == 0
+
+
+def test_a_baseline_needs_the_launches_of_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies of one launch are one launch, and disturbed launches do not count."""
+    Path("policy.toml").write_text("min_launches = 2\n")
+    arguments = ["--to", str(TARGET), "--policy", "policy.toml"]
+    disturbed = timed(1.0, 1.001)
+    make_invalid(disturbed.launches[1], "other programs")
+    for case in (timed(1.0), timed(1.0, 1.0), disturbed):
+        assert _promote(on_h200([case]), *arguments) == 1
+        assert "`min_launches` of the policy: mp-bs1 has 1 of 2" in capsys.readouterr().err
+    assert _promote(on_h200([timed(1.0, 1.001)]), *arguments) == 0
+
+
+def test_objections_can_be_overruled_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """The baseline keeps the reason and the objections, and the gate shows them."""
+    dirty = on_h200(commit=Commit(sha="a" * 40, dirty=True))
+    assert _promote(dirty, "--to", str(TARGET), "--force", "the machine is gone") == 0
+    promotion = load(TARGET).promotion
+    assert promotion is not None
+    assert promotion.reason == "the machine is gone"
+    assert [text.partition(":")[0] for text in promotion.objections] == ["dirty"]
+    assert main(["gate", str(TARGET), "new.json"]) == 0
+    assert "promoted by force (the machine is gone)" in " ".join(capsys.readouterr().out.split())
+    assert _promote(on_h200(sha="b" * 40), "--to", str(TARGET), "--force", "not needed") == 0
+    assert load(TARGET).promotion is None
+
+
+def test_force_needs_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty one is refused."""
+    with pytest.raises(SystemExit) as caught:
+        _promote(on_h200(), "--force", " ")
+    assert caught.value.code == 2
+    assert "a reason is needed" in capsys.readouterr().err
+
+
+def test_more_launches_replace_a_noisy_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not enough data is no objection to a report that has more launches; a regression is one."""
+    default_path(Path(".llmgpu"), H200).unlink()
+    _to_file(on_h200([timed(1.0)]))
+    assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
+    assert "NOT_ENOUGH_DATA" in capsys.readouterr().err
+    assert _to_file(on_h200([timed(1.0, 1.03, 1.01)], sha="c" * 40)) == 0
+    assert _to_file(on_h200([timed(2.0, 2.1, 2.05, 2.02)], sha="d" * 40)) == 1
+
+
+def test_noise_that_was_calibrated_from_the_candidate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own launches always agree with it."""
+    report = on_h200([timed(1.0, 1.01)])
+    dump(measure(report), default_path(Path(".llmgpu"), H200))
+    _to_file(report)
+    assert main(["gate", str(TARGET), "new.json"]) == 0
+    assert "calibrated from the candidate" in capsys.readouterr().out
+    write(on_h200([timed(1.0, 1.01)], created="2026-05-05T05:05:05Z"), Path("new.json"))
+    assert main(["gate", str(TARGET), "new.json"]) == 0
+    assert "calibrated from the candidate" not in capsys.readouterr().out
 
 
 def test_wrong_answers_and_disturbed_launches_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
 
 
 def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
-    """`llmgpu gate` gives equal verdicts for the two files, and the report exists although the run failed."""
+    """`llmgpu gate` gives equal verdicts for the two files. No test of a model failed: items of the gate did."""
     runs.seconds = _slower
     runs.outcome = lambda size: "oom" if size == 8 else "completed"
     assert runs(_COMPARE).ret == 1
@@ -73,7 +73,7 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     today = datetime.datetime.now(datetime.timezone.utc).date()
     again = judge.judge(base, head, Policy(largest_unseen_slowdown=99.0), today=today, baseline=head.verdicts.baseline)
     assert msgspec.structs.replace(again, head=head.verdicts.head) == head.verdicts
-    ours = Candidate(created=head.created, commit=head.commit.sha, states=["failed"])
+    ours = Candidate(created=head.created, commit=head.commit.sha, states=[])
     assert head.verdicts.head == ours
     assert head.verdicts.baseline is not None
     assert head.verdicts.baseline.name == "base.json"
@@ -295,15 +295,16 @@ def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester:
     """A run is compared with a saved report; `latest` is the newest report before the run."""
     assert runs("--llmgpu-save=good").ret == 0
     runs.seconds = _slower
-    assert runs("--llmgpu-compare=good").ret == 1
     assert runs("--llmgpu-compare=latest", "--llmgpu-save=bad").ret == 1
-    verdicts = runs.report().verdicts
+    session, verdicts = runs.report().session, runs.report().verdicts
+    assert (session.exit_status, session.failed_tests) == (1, 0), "items of the gate are no tests of a model"
     assert verdicts is not None
     assert verdicts.baseline is not None
     assert verdicts.baseline.name == "latest"
     (good, bad) = store.stored(pytester.path / ".llmgpu")
     assert (good.name, bad.name) == ("good", "bad")
     assert verdicts.baseline.sha256 == hashlib.sha256(good.path.read_bytes()).hexdigest()
+    assert runs("--llmgpu-compare=good").ret == 1
 
 
 def test_listing_has_no_items_of_the_gate(runs: FakedRuns) -> None:

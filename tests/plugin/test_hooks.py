@@ -153,6 +153,7 @@ def test_a_series_of_which_nothing_fits_fails(pytester: pytest.Pytester, faked: 
     result = faked()
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
+    assert _report(pytester).session.failed_tests == 1
 
 
 def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, faked: FakedRuns) -> None:

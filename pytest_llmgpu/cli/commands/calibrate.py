@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     # With --launches all launches are one session, even if they run past midnight.
     days = _by_day([one for _, one in found]) if arguments.launches is None else []
     sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
-    measured = calibration.measure(*sessions)
+    measured = calibration.measure(*sessions, reports=[one for _, one in found])
     path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
     try:
         previous = _copied(path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import complain, show
+from pytest_llmgpu.report.text import listed
 
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.promotion import Trial
@@ -31,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="file of the baseline, such as benchmarks/baseline.json.gz (default: `baseline` in the store)",
     )
+    parser.add_argument(
+        "--force",
+        metavar="REASON",
+        type=_reason,
+        help="promote in spite of objections; the baseline keeps them with this reason, and the gate shows it",
+    )
     add_rules(parser)
 
 
@@ -38,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from pytest_llmgpu.analysis import launch_findings
     from pytest_llmgpu.gate import promotion
+    from pytest_llmgpu.report.report import Promotion
     from pytest_llmgpu.store import store as storage
 
     policy = policy_of(arguments)
@@ -46,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = storage_of(arguments)
     present = _present(arguments.to, store, storage.hardware(candidate))
     verdicts, replaced = None, ""
-    objections = [promotion.describe(one) for one in promotion.unfit(candidate)]
+    objections = [promotion.describe(one) for one in promotion.unfit(candidate, policy.min_launches)]
     remedies: list[str] = []
     if present is not None:
         base = present.report()
@@ -60,16 +68,18 @@ def run(arguments: argparse.Namespace) -> int:
         verdicts = trial.verdicts
         counted = promotion.counted(verdicts)
         replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
-    if objections:
+    if objections and arguments.force is None:
         return _refuse(arguments.report, objections, remedies)
+    forced = Promotion(reason=arguments.force, objections=objections) if objections else None
     try:
-        path = promotion.keep(candidate, verdicts, path=arguments.to, store=store)
+        path = promotion.keep(candidate, verdicts, path=arguments.to, store=store, promotion=forced)
     except OSError as error:
         where = arguments.to or store
         raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
     unsure = "note: the report does not record whether the working tree had uncommitted changes"
     far_apart = launch_findings.far_apart(candidate.cases)
-    lines = [f"promoted: {arguments.report} is the baseline {path}", replaced, far_apart]
+    overruled = "" if forced is None else f"by force, in spite of: {listed(objections, _SHOWN)}"
+    lines = [f"promoted: {arguments.report} is the baseline {path}", overruled, replaced, far_apart]
     show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
     return 0
 
@@ -83,6 +93,12 @@ def _present(path: Path | None, store: Path, machine: str) -> Source | None:
         kept = promotion.current_in(store, machine)
         path = kept.path if kept is not None else None
     return references.resolve(str(path), store) if path is not None and path.exists() else None
+
+
+def _reason(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a reason is needed, which the baseline keeps")
+    return text
 
 
 def _remedies(trial: Trial, present: str) -> list[str]:
