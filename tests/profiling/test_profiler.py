@@ -31,6 +31,21 @@ def uuid(index: int) -> str:
     return f"GPU-{index:08d}-0000-0000-0000-000000000000"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may start and read a sampler slowly."""
+    monkeypatch.setattr(module, "_HEADER_S", 300.0)
+    monkeypatch.setattr(module, "_STREAM_S", 300.0)
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Path:
+    """Return a named pipe for the stub: `read_bytes` returns when its call hangs."""
+    pipe = tmp_path / "hanging"
+    os.mkfifo(pipe)
+    return pipe
+
+
 @contextmanager
 def profiler(environment: dict[str, str], uuids: list[str] | None = None) -> Iterator[Profiler]:
     """Start a profiler with a period of 25 ms."""
@@ -204,13 +219,12 @@ def test_a_sampler_that_died_is_replaced_at_the_next_start(nvml_stub: StubEnviro
 
 
 def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, hanging: Path
 ) -> None:
     """A call that never returns affects one case; without NVML, and after close, nothing is started again."""
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
-    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6")) as nvml:
-        with nvml._changed:
-            assert nvml._changed.wait_for(lambda: nvml.recording is not None and nvml.recording.readings, 300)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6", hanging=hanging)) as nvml:
+        hanging.read_bytes()
         first, process = nvml.pid, nvml._process
         assert process is not None
         nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
@@ -414,14 +428,13 @@ def test_an_incomplete_line_is_left_out() -> None:
 
 
 def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, hanging: Path
 ) -> None:
     """An NVML call that never returns costs a bounded wait and is reported, and close kills the process."""
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     monkeypatch.setattr(module, "_END_S", 0.05)
-    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6")) as nvml:
-        with nvml._changed:
-            assert nvml._changed.wait_for(lambda: nvml.recording is not None and nvml.recording.readings, 300)
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6", hanging=hanging)) as nvml:
+        hanging.read_bytes()
         profile = nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
         assert "did not answer within" in profile.why["sampler"]
         assert profile.samples <= 2
@@ -446,8 +459,9 @@ def test_a_sampler_that_hangs_at_the_start_does_not_block_start(
 
 PARENT = """
 import sys
-from pytest_llmgpu.profiling.profiler import Profiler
-profiler = Profiler(0.025)
+from pytest_llmgpu.profiling import profiler as module
+module._HEADER_S = 300
+profiler = module.Profiler(0.025)
 profiler.start()
 print(profiler.pid, profiler.why, flush=True)
 sys.stdin.read()

@@ -23,6 +23,7 @@
  *                                @1 on device 1 only
  *     NVML_STUB_LOST             "1:20": device 1 is lost after 20 calls on it
  *     NVML_STUB_HANG             "nvmlDeviceGetPowerUsage:3": that call never returns after 3 times; "...:3@1" on device 1
+ *     NVML_STUB_HANGING          named pipe that is opened and closed when that call begins to hang
  *     NVML_STUB_ENERGY_US        microseconds nvmlDeviceGetTotalEnergyConsumption blocks (0)
  *     NVML_STUB_INIT             code that nvmlInit returns (0)
  *     NVML_STUB_SHUTDOWN         code that nvmlShutdown returns (0)
@@ -118,8 +119,10 @@ static void hang(const char *function, Device device) {
     if (!text || strncmp(text, function, length) || text[length] != ':') return;
     const char *at = strchr(text, '@');
     if (at && atoi(at + 1) != number(device)) return;
-    if (atomic_fetch_add(&calls_before_hang, 1) >= atoi(text + length + 1))
-        for (;;) pause();
+    if (atomic_fetch_add(&calls_before_hang, 1) < atoi(text + length + 1)) return;
+    const char *pipe = getenv("NVML_STUB_HANGING");
+    if (pipe) close(open(pipe, O_WRONLY | O_CLOEXEC));
+    for (;;) pause();
 }
 
 /* What every call on a device does before it answers; blocks for `us`. */
