@@ -136,7 +136,8 @@ def synthetic(regime: str, seconds: float) -> Report:
     launch = Launch(
         plan_sha256="f" * 64,
         batches=Batches(latency_s=[seconds], sequences=[8], tokens=[800], padded_tokens=[800]),
-        work=Work(batches=[0], passes=1, ranks=[RankWork(uuids=["GPU-0"], device_time_s=[seconds], busy=1.0)]),
+        # 24 forwards, for which the priors hold.
+        work=Work(batches=[0], passes=24, ranks=[RankWork(uuids=["GPU-0"], device_time_s=[seconds], busy=1.0)]),
     )
     limited_by: Any = "memory" if regime == "device_memory" else "compute"
     result = CaseResult(

@@ -4,8 +4,9 @@
 
 Each argument names a regime, a report with several launches, and ids of its cases (all of them without a colon). The
 launches of one GPU and case are one group. A group's variance has its own degrees of freedom; s0 and df0 are the
-moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation. Only launches
-of even number are used; those of odd number are held back for `reach.py`. Needs scipy. Prints JSON.
+moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation. Deviations of
+`device_compute` and `replayed` are scaled to 24 forwards, as `prior_of` does. Only launches of even number are used;
+those of odd number are held back for `reach.py` (`--all`: every launch). Needs scipy. Prints JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from pathlib import Path
 from scipy.optimize import brentq
 from scipy.special import digamma, polygamma
 
+from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import REGIMES
+from pytest_llmgpu.gate.noise_model import prior_of
 from pytest_llmgpu.report import disturbances, file
+from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.result import CaseResult, Launch
 
 _DEVICE_TIME = ("device_memory", "device_compute")
@@ -48,22 +52,21 @@ def fit(groups: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return math.sqrt(math.exp(mean + float(digamma(half)) - math.log(half))), 2 * half
 
 
-def levels(result: CaseResult, regime: str) -> dict[str, list[float]]:
+def levels(result: CaseResult, regime: str, *, step: int = 2) -> dict[str, list[float]]:
     """Return the log time of each undisturbed launch of a case by the UUIDs of its GPUs.
 
     Device time has one group a rank.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    for launch in result.launches[::2]:
+    for launch in result.launches[::step]:
         if not launch.batches.latency_s or disturbances.untimed(launch) is not None:
             continue
         if regime == "load":
             if launch.load_s:
                 found[_gpus(launch)].append(math.log(launch.load_s))
         elif regime in _DEVICE_TIME:
-            for rank in launch.work.ranks if launch.work is not None else []:
-                if rank.device_time_s:
-                    found[" ".join(rank.uuids)].append(math.log(statistics.median(rank.device_time_s)))
+            for rank, time_s in zip(launch.ranks, device_times_s(launch) or (), strict=False):
+                found[" ".join(rank.uuids)].append(math.log(time_s))
         else:
             found[_gpus(launch)].append(statistics.fmean(map(math.log, launch.batches.latency_s)))
     return {gpu: logs for gpu, logs in found.items() if len(logs) > 1}
@@ -78,7 +81,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", nargs="+", metavar="REGIME=REPORT[:ID,...]")
     groups: dict[str, list[dict[str, object]]] = defaultdict(list)
-    for recording in parser.parse_args(arguments).recordings:
+    parser.add_argument("--all", action="store_true", help="use every launch")
+    given = parser.parse_args(arguments)
+    for recording in given.recordings:
         regime, _, place = recording.partition("=")
         if regime not in REGIMES:
             parser.error(f"{recording}: regime {regime} is not known: allowed are {', '.join(REGIMES)}")
@@ -86,8 +91,10 @@ def main(arguments: Sequence[str]) -> int:
         for result in file.load(Path(path)).cases:
             if ids and result.id not in ids.split(","):
                 continue
-            for gpu, logs in levels(result, regime).items():
-                sd = statistics.stdev(logs)
+            unit = prior_of(regime).s0
+            scale = unit / prior_of(regime, forwards=noise_regime.forwards(regime, result)).s0
+            for gpu, logs in levels(result, regime, step=1 if given.all else 2).items():
+                sd = scale * statistics.stdev(logs)
                 one = {"report": Path(path).name, "case": result.id, "gpu": gpu, "launches": len(logs), "sd": sd}
                 groups[regime].append(one)
     answer = {}

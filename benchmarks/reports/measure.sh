@@ -72,6 +72,17 @@ launches() {
   bench launches-gpu "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=2,8,32 \
     --llmgpu-launches="${LAUNCHES:-40}"
 }
+# Twelve launches of CUDA graphs with work passes on each GPU of GPUS, at the same time: for the noise of device time and
+# of replayed graphs, and for the differences between GPUs of one kind.
+replayed() {
+  local gpu
+  for gpu in ${GPUS//,/ }; do
+    CUDA_VISIBLE_DEVICES="$gpu" bench "replayed-7b-240-gpu-$gpu" "${of_7b[@]}" --llmgpu-dataset="$dataset" \
+      --llmgpu-limit=240 --llmgpu-cuda-graphs=on --llmgpu-batch-sizes=1,8,32,64 \
+      --llmgpu-launches="${LAUNCHES:-12}" >"$out/replayed-$gpu.log" 2>&1 &
+  done
+  wait
+}
 # Continues from the launches in OUT/slow; with GPUS=0,1,2,3 on several GPUs at once. It uses twice the items, so that a
 # stall of the host of 0.03 s is small compared with the fault.
 slow() {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from pytest_llmgpu.report.result import CaseResult
@@ -40,6 +41,26 @@ def of_time(result: CaseResult) -> NoiseRegime:
     ranks = [rank for launch in result.launches for rank in launch.ranks]
     busy = bool(ranks) and all(rank.busy is not None and rank.busy >= _BUSY for rank in ranks)
     return "eager_device" if busy else "eager_host"
+
+
+def noisiest(regimes: Iterable[NoiseRegime]) -> NoiseRegime:
+    """Return the noisiest of several regimes of one metric."""
+    return max(regimes, key=REGIMES.index)
+
+
+def forwards(regime: NoiseRegime, *results: CaseResult) -> int | None:
+    """Return the fewest forwards whose time a launch of the results measures; None where the noise is not theirs.
+
+    At its power limit a GPU has a random clock, so that the time of each forward varies by itself.
+    """
+    launches = [launch for result in results for launch in result.launches]
+    if regime == "device_compute":
+        counts = [work.passes * len(work.batches) for launch in launches if (work := launch.work) is not None]
+    elif regime == "replayed":
+        counts = [len(launch.batches.latency_s) for launch in launches]
+    else:
+        return None
+    return min(filter(None, counts), default=None)
 
 
 def idle_share(*results: CaseResult) -> float:

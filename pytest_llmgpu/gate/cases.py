@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
-from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate import accuracy, time
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.calibration import Calibration
@@ -17,7 +17,7 @@ from pytest_llmgpu.gate.comparable_launches import comparable
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
-from pytest_llmgpu.gate.noise_model import Prior, prior_of
+from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_case
 from pytest_llmgpu.gate.policy import Policy, Rules
 from pytest_llmgpu.gate.series import (
     by_series,
@@ -173,29 +173,29 @@ class Comparison:
 
     def _times(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         sides = comparable(base, head)
-        regime = time.noisier(noise_regime.of_device_time(base), noise_regime.of_device_time(head))
+        regime = noise_regime.noisiest(map(noise_regime.of_device_time, (base, head)))
         found = time.device_times(
             base,
             head,
             sides,
             rules.device_time,
-            prior=self._prior(head, "device_time", regime),
+            prior=self._prior("device_time", base, head),
             regime=regime,
             ceilings=self._ceilings,
             other_day=self._on_other_days(base, head),
         )
         if found is not None:
             self._take("device_time", found, rules.device_time.gate)
-        regime = time.noisier(noise_regime.of_time(base), noise_regime.of_time(head))
+        regime = noise_regime.noisiest(map(noise_regime.of_time, (base, head)))
         wall = time.wall_times(
             base,
             head,
             sides,
             rules.time,
-            prior=self._prior(head, "time", regime, idle=noise_regime.idle_share(base, head)),
+            prior=self._prior("time", base, head),
             regime=regime,
             in_turn=self._in_turn,
-            machine_sd=0.0 if self._on_same_gpus(base, head) else prior_of(regime, self.policy.noise).s0,
+            machine_sd=0.0 if self._on_same_gpus(base, head) else max(GPU_SD, prior_of(regime, self.policy.noise).s0),
         )
         self._take("time", wall, rules.time.gate)
 
@@ -204,8 +204,8 @@ class Comparison:
         then, now = _gpus(base), _gpus(head)
         return then == now if then and now else self._same_gpus
 
-    def _prior(self, head: CaseResult, metric: MetricName, regime: NoiseRegime, *, idle: float = 0.0) -> Prior:
-        return prior_of(regime, self.policy.noise, idle=idle).calibrated(self.calibration.of(head.key, metric))
+    def _prior(self, metric: Literal["device_time", "time"], base: CaseResult, head: CaseResult) -> Prior:
+        return prior_of_case(metric, self.policy.noise, base, head).calibrated(self.calibration.of(head.key, metric))
 
     def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.classify import TIMES, ExitStatus, exit_status, fails
+from pytest_llmgpu.gate.noise_model import PRACTICAL_LAUNCHES
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
@@ -22,9 +23,6 @@ from pytest_llmgpu.report.verdicts import (
     Verdicts,
     worst_first,
 )
-
-_MOST_LAUNCHES = 16
-"""Most launches that are proposed; more would take longer than launches of both versions in turn."""
 
 _REASONS = 2
 """Most reasons why nothing was compared that are named."""
@@ -51,7 +49,6 @@ _NEXT_STEPS = {
     "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
     "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
     "INVALID": "Measure again.",
-    "NOT_ENOUGH_DATA": "Measure again with more launches: --llmgpu-launches.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 
@@ -94,12 +91,21 @@ class NextSteps(NamedTuple):
     """The worst row that fails the gate, else the worst gated one that is INVALID; None if there is none."""
     commits: tuple[str, str] | None
     """The commits between which a regression began; None if they are equal or not known."""
-    undecided: int
-    """The number of gated times with not enough data."""
+    undecided: Undecided
+    """The gated rows with not enough data."""
+
+
+class Undecided(NamedTuple):
+    """What decides rows with not enough data."""
+
+    rows: int
+    """The number of rows that launches decide."""
     launches: int | None
-    """The launches in each report that decide at least half of them; None if that are too many."""
+    """The launches in each report that decide at least half of them; None if that are more than is practical."""
     decided: int
     """The number of rows that this number of launches decides."""
+    steps: Sequence[str]
+    """The next steps of the other rows."""
 
 
 def decide(verdicts: Verdicts, policy: Policy) -> Headline:
@@ -199,20 +205,28 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
     """Return what to run next."""
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
     undecided = [row for row in verdicts.rows if row.verdict == "NOT_ENOUGH_DATA" and row.gated and row.known is None]
-    needed = sorted(
-        row.launches_needed
-        for row in undecided
-        if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= _MOST_LAUNCHES
-    )
     worst = failing or worst_first(row for row in verdicts.rows if row.verdict == "INVALID" and row.gated)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
     head = verdicts.head.commit if verdicts.head is not None else None
     return NextSteps(
         worst=worst[0] if worst else None,
         commits=(base, head) if base and head and base != head else None,
-        undecided=len(undecided),
-        launches=needed[-1] if 2 * len(needed) >= len(undecided) and needed else None,
+        undecided=_decide_undecided(undecided),
+    )
+
+
+def _decide_undecided(rows: Sequence[Row]) -> Undecided:
+    noisy = [row for row in rows if not row.next_step]
+    needed = sorted(
+        row.launches_needed
+        for row in noisy
+        if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= PRACTICAL_LAUNCHES
+    )
+    return Undecided(
+        rows=len(noisy),
+        launches=needed[-1] if 2 * len(needed) >= len(noisy) and needed else None,
         decided=len(needed),
+        steps=list(dict.fromkeys(row.next_step for row in rows if row.next_step)),
     )
 
 
@@ -226,19 +240,28 @@ def describe_next(steps: NextSteps) -> str:
             parts.append(f"llmgpu bisect {good} {bad} {names} -- pytest ... finds the commit, if several are possible.")
         else:
             parts.append(step_of(steps.worst))
-    if steps.undecided and steps.launches is not None:
-        rows = f"{steps.decided:,} of {plural(steps.undecided, 'undecided row')}"
-        parts.append(f"--llmgpu-launches={steps.launches} in both reports decides {rows}.")
-    elif steps.undecided:
-        parts.append(
-            f"llmgpu ab BASE HEAD -- pytest ... launches both in turn, to decide "
-            f"{plural(steps.undecided, 'undecided row')}."
-        )
+    parts += _describe_undecided(steps.undecided)
     return f"Next: {' '.join(parts)}" if parts else ""
+
+
+def _describe_undecided(found: Undecided) -> list[str]:
+    parts = list(found.steps)
+    rows = plural(found.rows, "undecided row")
+    if found.launches is not None:
+        parts.append(f"--llmgpu-launches={found.launches} in both reports decides {found.decided:,} of {rows}.")
+    elif found.rows:
+        parts.append(
+            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {rows}: llmgpu ab BASE HEAD -- pytest ... "
+            "launches both in turn, llmgpu calibrate measures the noise of this machine. FLOPs, ops and traffic are "
+            "decided by one launch."
+        )
+    return parts
 
 
 def step_of(row: Row) -> str:
     """Return the next step for the reader of a row."""
+    if row.verdict == "NOT_ENOUGH_DATA":
+        return " ".join(_describe_undecided(_decide_undecided([row])))
     return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
 
 

@@ -15,13 +15,15 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate.stats.distributions import largest_sd, t_quantile
+from pytest_llmgpu.report.result import CaseResult
 
 POWER = 0.95
 """Probability with which the smallest slowdown is seen."""
@@ -29,8 +31,13 @@ POWER = 0.95
 GPU_SD = 0.006
 """Standard deviation of the log device time of one program between GPUs of one kind, measured on five H200."""
 
-NORMALIZED_GPU_SD = 0.005
-"""The same after each time is divided by the GEMM time of its GPU, for cases that computation limits."""
+_FORWARDS = 24
+"""Number of forwards for which the deviations of `device_compute` and `replayed` hold. That of fewer or more is larger
+or smaller by the square root: on two H200, forwards of LLaMA-7B at batch sizes 8, 32 and 64 differed by 1.1, 1.5 and
+1.4 %, in one launch as much as between launches."""
+
+_MOST_FORWARDS = 200
+"""More forwards do not lower the deviation further: launches differ in more than their forwards."""
 
 DAY_SD = 0.005
 """Addition to the threshold of device time for two sessions on different days. It is assumed, not measured."""
@@ -38,8 +45,11 @@ DAY_SD = 0.005
 _CHANCE = 0.01
 """Probability with which the deviation of a calibration is limited to less than the true one."""
 
-_MOST_LAUNCHES = 1000
+PRACTICAL_LAUNCHES = 20
 """Largest number of launches that is recommended."""
+
+_MOST_LAUNCHES = 1000
+"""Largest number of launches that is computed."""
 
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(POWER)
 
@@ -86,8 +96,12 @@ class Prior(msgspec.Struct, frozen=True, kw_only=True):
 PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
     {
         "device_memory": Prior(s0=0.001, df0=10.0, source="LLaMA-7B at batch sizes 1 and 2, 52 launches on eight H200"),
-        "device_compute": Prior(s0=0.004, df0=8.0, source="LLaMA-7B at batch sizes 8 to 64, 52 launches on eight H200"),
-        "replayed": Prior(s0=0.0055, df0=12.0, source="LLaMA-7B at batch sizes 32 and 64, 24 launches on two H200"),
+        "device_compute": Prior(
+            s0=0.003, df0=40.0, source="24 forwards of LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200"
+        ),
+        "replayed": Prior(
+            s0=0.003, df0=20.0, source="24 forwards of LLaMA-7B at batch sizes 32 and 64, 48 launches on two H200"
+        ),
         "eager_device": Prior(s0=0.01, df0=6.0, source="LLaMA-7B at batch sizes 32 and 64, 55 launches on five H200"),
         "eager_host": Prior(s0=0.1, df0=2.0, source="LLaMA-7B at batch sizes 2 and 8, 55 launches on six H200"),
         "cpu": Prior(s0=0.15, df0=4.0, source="bundled model, 40 launches on two cores of a virtual machine"),
@@ -129,8 +143,13 @@ class NoiseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The time to load the model."""
 
 
-def prior_of(regime: NoiseRegime, rules: NoiseRules | None = None, *, idle: float = 0.0) -> Prior:
+def prior_of(
+    regime: NoiseRegime, rules: NoiseRules | None = None, *, idle: float = 0.0, forwards: int | None = None
+) -> Prior:
     """Return the prior of a regime; `rules` of the policy replace the built-in values.
+
+    The deviations of `device_compute` and `replayed` are those of 24 forwards, and scaled to the number that a launch
+    measures.
 
     Between replayed graphs the GPU waits for the host, whose time has the deviation of `eager_host`: with LLaMA-7B on
     an H200 the GPU waited 15 % of batch size 1, whose deviation was 0.8 to 1.8 %, and 2 % of batch size 64 (0.5 %).
@@ -139,11 +158,33 @@ def prior_of(regime: NoiseRegime, rules: NoiseRules | None = None, *, idle: floa
         regime: The noise regime.
         rules: The noise rules of the policy; None: the built-in ones.
         idle: The fraction of the time in which the GPU waits for the host. It widens the prior of replayed graphs only.
+        forwards: The number of forwards that a launch measures (`noise_regime.forwards`); None: as many as `s0` is of.
     """
     prior = _ruled(regime, rules)
+    if forwards is not None:
+        scale = math.sqrt(_FORWARDS / min(forwards, _MOST_FORWARDS))
+        prior = msgspec.structs.replace(prior, s0=scale * prior.s0)
     if regime != "replayed" or not idle:
         return prior
     return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, idle * _ruled("eager_host", rules).s0))
+
+
+def prior_of_case(metric: Literal["device_time", "time"], rules: NoiseRules | None, *results: CaseResult) -> Prior:
+    """Return the prior of a time of one case, before a calibration.
+
+    Args:
+        metric: The time.
+        rules: The noise rules of the policy; None: the built-in ones.
+        results: The results of the case in one report or in several; the noisiest regime counts.
+    """
+    regime_of = noise_regime.of_device_time if metric == "device_time" else noise_regime.of_time
+    regime = noise_regime.noisiest(map(regime_of, results))
+    return prior_of(
+        regime,
+        rules,
+        idle=noise_regime.idle_share(*results) if regime == "replayed" else 0.0,
+        forwards=noise_regime.forwards(regime, *results),
+    )
 
 
 def _ruled(regime: NoiseRegime, rules: NoiseRules | None) -> Prior:

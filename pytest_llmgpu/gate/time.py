@@ -11,6 +11,7 @@ threshold. All gated rows of times are one family of tests (Holm).
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -25,7 +26,7 @@ from pytest_llmgpu.gate.comparable_launches import Refusal, Sides
 from pytest_llmgpu.gate.noise_model import (
     DAY_SD,
     GPU_SD,
-    NORMALIZED_GPU_SD,
+    PRACTICAL_LAUNCHES,
     Prior,
     critical_t,
     deviation,
@@ -63,6 +64,9 @@ _LEAST_LAUNCHES = 2
 
 _POINT = 0.01
 """Least difference between two changes that a reason states."""
+
+_SHOWN = 0.0005
+"""Least part of a change by other GPUs that a reason states."""
 
 _THOUSAND = 1000
 
@@ -104,6 +108,8 @@ class Timed(NamedTuple):
     """The time of the baseline and of the candidate that is shown, for each rank."""
     machine_sd: float = 0.0
     """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
+    gemm: Sequence[float] = ()
+    """For each rank, the logarithm of the ratio of the GEMM times of its GPUs, where they can explain a change."""
     left_out: str = ""
     """A sentence about launches that are not used; empty if all are."""
     whole: bool = False
@@ -204,7 +210,7 @@ class _RankTime(NamedTuple):
 
     uuids: tuple[str, ...]
     log_s: float
-    """The logarithm of the median over the passes."""
+    """The logarithm of `device_times_s`."""
     gemm_s: float | None
     """The time of a matrix product of fixed size on the GPUs of the rank; None if it was not measured."""
 
@@ -222,10 +228,8 @@ def device_times(
 ) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
-    Ranks with equal GPUs are compared. Where the GPUs are others of the same kind, ranks of equal number are compared.
-    If computation limits the case, the time of each is then divided by the GEMM time of its own GPU where that makes
-    the reports more equal: of five H200 the slowest had a GEMM and forwards that were 3.5 % slower, but two others had
-    GEMMs 2.2 % apart and equal forwards.
+    Ranks with equal GPUs are compared. Where the GPUs are others of the same kind, ranks of equal number are compared,
+    and the GEMM times of the GPUs can explain changes of cases that computation limits (`_explained_by_gemm`).
 
     Args:
         base: The result of the baseline.
@@ -252,22 +256,21 @@ def device_times(
         ]
         for number in range(len(names))
     ]
-    ranks, divided = [Samples(*(_log_times(side) for side in sides)) for sides in sides_of_rank], False
-    if not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one):
-        by_gemm = [Samples(*(_log_times(side, divided=True) for side in sides)) for sides in sides_of_rank]
-        if divided := _largest_change(by_gemm) < _largest_change(ranks):
-            ranks = by_gemm
+    known = not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one)
     seconds = [tuple(_mean_s([one.log_s for one in side]) for side in sides) for sides in sides_of_rank]
     left_out = _left_out(base, head, measured, "`work`, `profile.invalid`")
     return Timed(
         name=Name(head.key, head.id, head.nodeid, "device_time"),
         gated=rule.gate,
-        ranks=ranks,
+        ranks=[Samples(*([rank.log_s for rank in side] for side in sides)) for sides in sides_of_rank],
         seconds=seconds,
         prior=prior,
         threshold=rule.margin + (DAY_SD if same and other_day else 0.0),
         spread=noise_regime.largest_spread(regime),
-        machine_sd=0.0 if same else NORMALIZED_GPU_SD if divided else GPU_SD,
+        machine_sd=0.0 if same else GPU_SD,
+        gemm=[math.log((head[-1].gemm_s or 1) / (then[-1].gemm_s or 1)) for then, head in sides_of_rank]
+        if known
+        else (),
         left_out=left_out,
         whole=same and not left_out,
         starts=_starts(base, head),
@@ -328,11 +331,6 @@ def _launches_of(case: Timed) -> tuple[object, ...]:
     return tuple(map(len, case.ranks[0])), case.starts
 
 
-def noisier(*regimes: NoiseRegime) -> NoiseRegime:
-    """Return the noisiest of several regimes."""
-    return max(regimes, key=noise_regime.REGIMES.index)
-
-
 def days_apart(one: str, other: str) -> bool:
     """Return whether two sessions are of different days; True if a time of creation cannot be read."""
     try:
@@ -350,6 +348,7 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
         confidence: The confidence of a family: 1 minus the probability of any false alarm.
         note: The second line of the reason of a change; empty for none.
     """
+    cases = _explained_by_gemm(cases)
     estimates = list(map(estimated, cases))
     gates = [case.gated for case in cases]
     slower = holm([_p(case, one, 1) for case, one in zip(cases, estimates, strict=True)], gates)
@@ -367,6 +366,38 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
         )
         found.append(_row(case, estimate, decision, describe(case, estimate, decision, members[case.gated], note)))
     return found
+
+
+def _explained_by_gemm(cases: Sequence[Timed]) -> list[Timed]:
+    """Return the times without the part of their changes that the GEMM times of other GPUs explain.
+
+    A GPU with a slower GEMM can be slower in forwards as well: of five H200 the slowest was 4 % slower in its GEMM and
+    3 % in forwards. But two others had GEMMs 2.2 % apart and equal forwards. The changes of all cases show which part
+    of the difference holds: their median, weighted by the difference, limited to none and all of it. A change of one
+    case is therefore not explained by a GEMM whose difference the other cases do not have.
+    """
+    shares = sorted(
+        ((statistics.fmean(rank.head) - statistics.fmean(rank.base)) / gemm, abs(gemm))
+        for case in cases
+        for rank, gemm in zip(case.ranks, case.gemm, strict=False)
+        if gemm
+    )
+    half = math.fsum(weight for _, weight in shares) / 2
+    within = itertools.accumulate(weight for _, weight in shares)
+    median = next((share for (share, _), sum_ in zip(shares, within, strict=True) if sum_ >= half), 0.0)
+    share = min(1.0, max(0.0, median))
+    return [
+        case._replace(
+            gemm=[share * gemm for gemm in case.gemm],
+            ranks=[
+                Samples(rank.base, [log_s - share * gemm for log_s in rank.head])
+                for rank, gemm in zip(case.ranks, case.gemm, strict=True)
+            ],
+        )
+        if case.gemm
+        else case
+        for case in cases
+    ]
 
 
 def estimated(case: Timed) -> Estimate:
@@ -467,24 +498,34 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
     first = (
         f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(_ratio(estimate.change) - 1)} "
         f"(90 % CI {low:+.1f} to {high:+.1f} %), threshold {_threshold(decision.threshold)}: "
-        f"{_seconds(head_s)}, was {_seconds(base_s)}{over}.{_other_gpus(case)}{_of_sums(case, estimate)}{case.left_out}"
+        f"{_seconds(head_s)}, was {_seconds(base_s)}{over}."
+        f"{_other_gpus(case, estimate.rank)}{_of_sums(case, estimate)}{case.left_out}"
     )
     if decision.verdict in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (first, note)))
     if decision.verdict == "OK":
         return first
     if decision.scattered:
-        spread = f"{math.exp(min(estimate.spread, 700.0)):.1f}"
-        return f"{first}\nLaunches of one report differ by a factor of {spread}: look for other users of the machine."
+        return f"{first}\nLaunches of one report differ by a factor of {math.exp(min(estimate.spread, 700.0)):.1f}."
     if case.machine_sd:
-        return f"{first}\nMeasure the baseline on the same GPUs to decide."
+        return first
     significant = f" Not statistically significant among {plural(family, 'row')}."
     needed = decision.launches_needed
     return (
         f"{first}{significant if estimate.change > math.log1p(decision.threshold) else ''}\n"
         f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
-        f"{'more than 1,000' if needed is None else f'{needed:,}'}, now {min(map(len, case.ranks[0])):,}."
+        f"{f'more than {PRACTICAL_LAUNCHES}' if needed is None or needed > PRACTICAL_LAUNCHES else needed}, "
+        f"now {min(map(len, case.ranks[0])):,}."
     )
+
+
+def _next_step(case: Timed, decision: Decision) -> str:
+    """Return the next step for a row that more launches do not decide; empty for the others."""
+    if decision.verdict != "NOT_ENOUGH_DATA":
+        return ""
+    if decision.scattered:
+        return "Look for other users of the machine (nvidia-smi, top), then measure again."
+    return "Measure the baseline on the same GPUs to decide." if case.machine_sd else ""
 
 
 def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Row:
@@ -496,6 +537,7 @@ def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Ro
         metric=case.name.metric,
         verdict=decision.verdict,
         reason=reason,
+        next_step=_next_step(case, decision),
         gated=case.gated,
         base=base_s,
         head=head_s,
@@ -595,16 +637,6 @@ def _rank_times(launch: Launch, dtype: str, ceilings: Ceilings | None) -> list[_
     return found
 
 
-def _log_times(ranks: Sequence[_RankTime], *, divided: bool = False) -> list[float]:
-    """Return the logarithm of the time of one rank in each launch, if `divided` in units of its GEMM time."""
-    return [rank.log_s - math.log(rank.gemm_s) if divided and rank.gemm_s else rank.log_s for rank in ranks]
-
-
-def _largest_change(ranks: Sequence[Samples]) -> float:
-    """Return the largest change of any rank as the logarithm of a ratio, without its sign."""
-    return max(abs(statistics.fmean(rank.head) - statistics.fmean(rank.base)) for rank in ranks)
-
-
 def _why_absent(result: CaseResult) -> str:
     """Return why a result has no device time."""
     for launch in result.launches:
@@ -616,15 +648,17 @@ def _why_absent(result: CaseResult) -> str:
     return "the report has no reason"
 
 
-def _other_gpus(case: Timed) -> str:
-    """Return a sentence if the GPUs are others of the same kind; else empty."""
+def _other_gpus(case: Timed, rank: int) -> str:
+    """Return a sentence if the GPUs are others of the same kind, with what their GEMM explains; else empty."""
     if not case.machine_sd:
         return ""
     by = f" The baseline is of other GPUs of the same kind; their times differ by {100 * case.machine_sd:.2g} %"
     if case.name.metric != "device_time":
         return f"{by} (assumed: as launches do)."
-    divided = " after division by the GEMM time of each" if case.machine_sd == NORMALIZED_GPU_SD else ""
-    return f"{by}{divided} (measured on five GPUs)."
+    explained = math.expm1(case.gemm[rank]) if case.gemm else 0.0
+    if abs(explained) < _SHOWN:
+        return f"{by} (measured on five GPUs)."
+    return f"{by} (measured on five GPUs). Their GEMM times explain {signed_percent(explained)}, which is left out."
 
 
 def _of_sums(case: Timed, estimate: Estimate) -> str:

@@ -30,9 +30,18 @@ def inference_s(launch: Launch) -> float:
 
 
 def device_times_s(launch: Launch) -> list[float] | None:
-    """Return the device time of each rank, the median over the work passes; None if a rank has none."""
-    times = [statistics.median(rank.device_time_s) for rank in launch.ranks if rank.device_time_s]
+    """Return the device time of each rank, the mean of the middle half of its passes; None if a rank has none.
+
+    A quarter of the passes at either end, at least one, is left out: a single disturbed pass does not count, and the
+    mean varies less than a median.
+    """
+    times = [_middle_mean(rank.device_time_s) for rank in launch.ranks if rank.device_time_s]
     return times if times and len(times) == len(launch.ranks) and min(times) > 0 else None
+
+
+def _middle_mean(values: Sequence[float]) -> float:
+    left_out = max(1, len(values) // 4) if len(values) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
+    return statistics.fmean(sorted(values)[left_out : len(values) - left_out])
 
 
 def peaks_bytes(result: CaseResult) -> list[int]:

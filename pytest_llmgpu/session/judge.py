@@ -211,7 +211,7 @@ def _describe_rows(rows: list[Row], limit: float) -> str:
         reason = row.reason.splitlines()[0 if row.ratio is None or row.unseen else 1 :]
         lines += [first, *(line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in first)]
     more = [f"and {len(rows) - _SHOWN} more rows: see the table"] if len(rows) > _SHOWN else []
-    return "\n".join([*lines, *more])
+    return "\n".join([*lines, *more, f"Next: {headline.step_of(rows[0])}"])
 
 
 def _report_of(machine: Machine) -> Report:

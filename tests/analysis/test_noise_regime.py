@@ -8,7 +8,7 @@ import pytest
 from support.report_factory import make_result, make_work
 
 from pytest_llmgpu.analysis.launch_findings import disagreements
-from pytest_llmgpu.analysis.noise_regime import largest_spread, of_device_time, of_time
+from pytest_llmgpu.analysis.noise_regime import forwards, largest_spread, noisiest, of_device_time, of_time
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import Bound
 
@@ -69,3 +69,22 @@ def test_a_regime_explains_a_spread_of_its_launches() -> None:
 
     assert codes(execution="cuda_graphs") == ["launch-times-differ"]
     assert codes() == []
+
+
+def test_the_noisier_regime_of_two_reports_counts() -> None:
+    """The order of the regimes is their order of noise."""
+    assert noisiest(["replayed", "eager_host"]) == "eager_host"
+    assert noisiest(["eager_device", "replayed"]) == "eager_device"
+    assert noisiest(["device_compute", "device_memory"]) == "device_compute"
+
+
+def test_the_forwards_that_a_launch_measures() -> None:
+    """Those of all work passes for device time, the timed batches for replayed graphs; the fewest of any launch."""
+    few, many = make_result(1.0), make_result(1.0)
+    few.launches[0].work = make_work(batches=[0, 2], passes=12)
+    many.launches[0].work = make_work(batches=[0, 2, 5], passes=12)
+    many.launches[0].batches.latency_s = [0.1] * 30
+    assert forwards("device_compute", few, many) == 24
+    assert forwards("replayed", many) == 30
+    assert forwards("device_memory", few) is None
+    assert forwards("device_compute", make_result(1.0)) is None

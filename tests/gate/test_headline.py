@@ -174,7 +174,11 @@ def test_points_and_reasons_are_in_words() -> None:
         ),
         (
             [_row("NOT_ENOUGH_DATA")],
-            "Next: llmgpu ab BASE HEAD -- pytest ... launches both in turn, to decide 1 undecided row.",
+            (
+                "Next: More than 20 launches are not practical for 1 undecided row: llmgpu ab BASE HEAD -- pytest ... "
+                "launches both in turn, llmgpu calibrate measures the noise of this machine. FLOPs, ops and traffic "
+                "are decided by one launch."
+            ),
         ),
         ([_row("INVALID", "outcome")], "Next: Measure again."),
         ([_row("INVALID", next_step="Cool the GPUs.")], "Next: Cool the GPUs."),

@@ -6,6 +6,7 @@ import statistics
 
 import msgspec
 import pytest
+from support.report_factory import make_result, make_work
 
 from pytest_llmgpu.analysis.noise_regime import REGIMES
 from pytest_llmgpu.gate.noise_model import (
@@ -18,6 +19,7 @@ from pytest_llmgpu.gate.noise_model import (
     deviation,
     launches_needed,
     prior_of,
+    prior_of_case,
     smallest_seen,
 )
 
@@ -110,6 +112,27 @@ def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
     assert launches_needed(PRIORS["device_memory"], slowdown=0.02, threshold=0.01, family=21) == 1
     assert launches_needed(PRIORS["device_memory"], slowdown=0.01, threshold=0.01) is None
     assert launches_needed(Prior(s0=1.0, df0=2.0, source="test"), slowdown=0.05, threshold=0.04) is None
+
+
+def test_fewer_forwards_have_more_noise() -> None:
+    """The deviation of a mean of forwards falls with the square root of their number, down to that of 200."""
+    compute = PRIORS["device_compute"].s0
+    assert prior_of("device_compute", forwards=24).s0 == pytest.approx(compute)
+    assert prior_of("device_compute", forwards=6).s0 == pytest.approx(2 * compute)
+    assert prior_of("device_compute", forwards=10**6) == prior_of("device_compute", forwards=200)
+    rules = NoiseRules(device_compute=NoiseRule(s0=0.01, df0=3.0))
+    assert prior_of("device_compute", rules, forwards=96) == Prior(s0=0.005, df0=3.0, source="policy")
+
+
+def test_the_prior_of_a_case_is_that_of_its_noisier_report() -> None:
+    """Fewer forwards in one of two reports, or an eager execution, count for both."""
+    few, many = make_result(1.0, execution="cuda_graphs"), make_result(1.0, execution="cuda_graphs")
+    few.launches[0].work = make_work(batches=[0, 2], passes=3)
+    many.launches[0].work = make_work(batches=[0, 2], passes=12)
+    assert prior_of_case("device_time", None, few, many) == prior_of("device_compute", forwards=6)
+    timed = len(few.launches[0].batches.latency_s)
+    assert prior_of_case("time", None, few, many) == prior_of("replayed", idle=1 - 0.67, forwards=timed)
+    assert prior_of_case("time", None, many, make_result(1.0)).s0 == PRIORS["eager_host"].s0
 
 
 def test_replayed_graphs_have_the_noise_of_the_host_in_their_idle_time() -> None:

@@ -12,7 +12,7 @@ from support.report_factory import make_ceilings, make_work
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.gate.comparable_launches import comparable
-from pytest_llmgpu.gate.noise_model import DAY_SD, PRIORS, Prior
+from pytest_llmgpu.gate.noise_model import DAY_SD, GPU_SD, PRIORS, Prior
 from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
 from pytest_llmgpu.gate.time import (
     Name,
@@ -22,7 +22,6 @@ from pytest_llmgpu.gate.time import (
     days_apart,
     device_times,
     estimated,
-    noisier,
     rows,
     wall_times,
 )
@@ -293,6 +292,29 @@ def test_other_gpus_of_one_kind_have_a_larger_threshold() -> None:
     assert as_fast.verdict == "OK"
 
 
+def _other_gpu(number: int, change: float, gemm: float) -> Timed:
+    """Return a case of one launch on another GPU, with the change of its device time and of the GEMM."""
+    return _timed(number, [0.0], [change], prior=_QUIET, threshold=0.01, machine_sd=GPU_SD, gemm=[gemm])
+
+
+@pytest.mark.parametrize(
+    ("changes", "gemm", "ratios"),
+    [
+        ([0.0, 0.002, -0.002, 0.05], 0.022, [0.0, 0.002, -0.002, 0.05]),  # a slower GEMM that forwards do not show
+        ([0.035, 0.036, 0.034, 0.085], 0.035, [0.0, 0.001, -0.001, 0.05]),  # a slower GPU
+        ([0.02, 0.02, 0.02], 0.04, [0.0, 0.0, 0.0]),  # half of the GEMM's difference
+        ([0.05, 0.05, 0.05], 0.02, [0.03, 0.03, 0.03]),  # all cases slower than the GEMM explains
+        ([0.05, 0.05, 0.05], -0.02, [0.05, 0.05, 0.05]),  # slower on a faster GPU
+        ([0.05, 0.05, 0.05], 0.0, [0.05, 0.05, 0.05]),
+    ],
+)
+def test_a_gemm_explains_what_all_cases_show(changes: list[float], gemm: float, ratios: list[float]) -> None:
+    """Of the difference between the GEMM times of two GPUs, the part counts that the median case has."""
+    found = rows([_other_gpu(number, change, gemm) for number, change in enumerate(changes)], 0.99, "")
+    assert [math.log(row.ratio or 0) for row in found] == pytest.approx(ratios, abs=1e-9)
+    assert [row.verdict == "REGRESSED" for row in found] == [ratio >= 0.03 for ratio in ratios]
+
+
 def test_another_day_has_half_a_point_more() -> None:
     """Sessions more than twelve hours apart; a time that cannot be read counts as another day."""
     assert _device_row(_worked(1.0), _worked(1.0), other_day=True).threshold == pytest.approx(0.01 + DAY_SD)
@@ -392,13 +414,6 @@ def test_a_case_counts_once_in_the_mean_however_many_ranks_it_has() -> None:
     ]
     (found,) = all_cases(cases, set())
     assert estimated(found).change == pytest.approx(0.04)
-
-
-def test_the_noisier_regime_of_two_reports_counts() -> None:
-    """The order of the regimes is their order of noise."""
-    assert noisier("replayed", "eager_host") == "eager_host"
-    assert noisier("eager_device", "replayed") == "eager_device"
-    assert noisier("device_compute", "device_memory") == "device_compute"
 
 
 def _drawn(chance: random.Random, prior: Prior) -> float:

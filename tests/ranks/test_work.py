@@ -56,6 +56,12 @@ def test_no_batch_is_used_twice(planned: int) -> None:
     assert numbers[-1] < planned
 
 
+@pytest.mark.parametrize(("batches", "passes"), [(16, 3), (8, 3), (7, 4), (5, 5), (2, 12), (1, 12)])
+def test_few_batches_are_run_more_often(batches: int, passes: int) -> None:
+    """All passes together have 24 forwards where 12 passes suffice, and there are at least 3 passes."""
+    assert work.passes_of(batches) == passes
+
+
 def _loaded(**fields: Any) -> Loaded:
     model = tiny_model.random_model()
     cpu = torch.device("cpu")
@@ -202,6 +208,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     """A model that is said to be on a GPU, and computes on the CPU."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(work, "passes_of", lambda _: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
     return _loaded(devices=(torch.device("cuda", 0),))
 
@@ -262,7 +269,7 @@ def test_without_cupti_ops_and_flops_stay(
     runs: list[float] = []
     plan = traffic_functions.make_plan()
     reply = work_functions.measure_plan(gpu, plan, lambda _, latency_s: runs.append(latency_s))
-    assert len(runs) == 1 + work.PASSES * len(plan.batches) + 2
+    assert len(runs) == 1 + work.passes_of(len(plan.batches)) * len(plan.batches) + 2
     assert reply.work.ops
     assert reply.work.flops
     assert set(reply.work.why) == _DEVICE_FIGURES | _HOST_FIGURES

@@ -13,7 +13,7 @@ from support.prose import Prose
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
-from pytest_llmgpu.ranks import serving, work, worker
+from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.host_use import RankHostUse
@@ -321,7 +321,7 @@ def _working(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             eager_batches=[1],
             work=RankWork(uuids=["GPU-c"], flops=7),
             rows=[NamedRow(None, "gemm", "GEMM", 1, 0.5)],
-            collective_s=[{}] * work.PASSES,
+            collective_s=[{}] * 3,
         )
     if fn is worker.model_size:
         return ModelSize(parameters=1, weights_bytes=2, layers=3, attention_width=4)
@@ -344,7 +344,7 @@ def test_work_passes_follow_the_measured_forwards(recorded: list[CaseResult]) ->
         assert result.outcome == "completed"
         found = result.launches[0].work
         assert found is not None
-        assert (found.batches, found.passes, found.ranks[0].flops) == ([1], work.PASSES, 7)
+        assert (found.batches, found.passes, found.ranks[0].flops) == ([1], 3, 7)
         assert found.model is not None
         assert found.ranks[0].rows == [WorkRow(module=None, kernel=0, family="GEMM", calls=1, time_s=0.5)]
         assert "work" not in result.launches[0].why

@@ -13,7 +13,6 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.gate import noise_model, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import fails
@@ -198,12 +197,10 @@ def _launches_needed(
     """Return how many launches in each report detect a slowdown at the expected noise; None above 1,000."""
     assert regression.slowdown is not None
     assert row.threshold is not None
-    device = regression.metric == "device_time"
-    regime = noise_regime.of_device_time(result) if device else noise_regime.of_time(result)
+    metric: Literal["device_time", "time"] = "device_time" if regression.metric == "device_time" else "time"
+    prior = noise_model.prior_of_case(metric, policy.noise, result)
     return noise_model.launches_needed(
-        noise_model.prior_of(regime, policy.noise, idle=noise_regime.idle_share(result)).calibrated(
-            noise.of(result.key, regression.metric)
-        ),
+        prior.calibrated(noise.of(result.key, regression.metric)),
         slowdown=regression.slowdown,
         threshold=row.threshold,
         family=family,
