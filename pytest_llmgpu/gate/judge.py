@@ -7,6 +7,7 @@ improved.
 from __future__ import annotations
 
 import datetime
+import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -71,7 +72,7 @@ def judge(
     known = with_unseen(known, policy)
     warnings += idle_overrides(policy, results)
     if base is not None:
-        warnings += _unmatched(policy, results, known)
+        warnings += unmatched(policy, results, known)
         baseline = baseline or Baseline(commit=base.commit.sha)
         soft = software_differences(base.environment, head.environment)
         if base.promotion is not None:
@@ -162,12 +163,14 @@ def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
     return [row for row in rows if row.id == entry.case] if entry.metric in _CHANGES_ONLY else []
 
 
-def _unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row]) -> list[str]:
+def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] = ()) -> list[str]:
     """Return a line for each known regression whose case neither report has: its name may be misspelt."""
     names = {ALL_CASES, *(name for result in cases for name in (result.id, result.case.strategy))}
     names |= {row.id for row in rows}
+    missing = [entry for entry in policy.known if entry.case not in names]
+    close = {entry.case: difflib.get_close_matches(entry.case, names, 1) for entry in missing}
     return [
         f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
-        for entry in policy.known
-        if entry.case not in names
+        + (f"; did you mean {close[entry.case][0]}?" if close[entry.case] else "")
+        for entry in missing
     ]

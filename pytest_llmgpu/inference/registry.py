@@ -6,6 +6,7 @@ Strategies and tasks use it: the built-in ones are a table, a pytest hook adds t
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -97,6 +98,7 @@ class Registry(Generic[_T]):
             reason = f"{error}".partition("\n")[0]
             raise ValueError(
                 f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{_raised_at(error)}"
+                f"{_hint(error, module)}"
             ) from error
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
@@ -112,6 +114,18 @@ class Registry(Generic[_T]):
 def _is_place(text: object) -> bool:
     module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+
+
+def _hint(error: Exception, module: str) -> str:
+    """Return what to do about a module that is not found, or a name that it lacks; empty for other errors."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return (
+            f": install the package of {error.name}, or add its folder to `pythonpath` in the configuration of pytest"
+        )
+    if isinstance(error, AttributeError) and error.obj is not None and error.name:
+        close = difflib.get_close_matches(error.name, dir(error.obj), 1)
+        return f" (did you mean {close[0]}?)" if close else ""
+    return ""
 
 
 def _raised_at(error: Exception) -> str:

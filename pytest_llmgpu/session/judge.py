@@ -15,7 +15,7 @@ from pytest_llmgpu.gate import calibration, cause, headline, policy_file
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
-from pytest_llmgpu.gate.policy import Policy, switched
+from pytest_llmgpu.gate.policy import Policy, idle_overrides, switched
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
@@ -121,6 +121,13 @@ class Judge:
             self.base = self._source.report()
         except ValueError as error:
             raise ValueError(f"--llmgpu-compare: {error}") from None
+
+    def notes(self) -> list[str]:
+        """Return a line for each name of the policy that no case of the baseline has, before anything is measured."""
+        if self.base is None:
+            return []
+        found = [*idle_overrides(self.policy, self.base.cases), *gate.unmatched(self.policy, self.base.cases)]
+        return [f"llmgpu: note: {text}" for text in found]
 
     def expect(self, nodeids: Sequence[str]) -> None:
         """Set the tests that get a ruling of their own."""

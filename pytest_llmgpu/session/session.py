@@ -170,6 +170,7 @@ class BenchmarkSession:
             ]
             + resumed
             + self.planner.notes
+            + ([] if self.judge is None else self.judge.notes())
         )
 
     def start_launch(self, number: int, of: int) -> None:

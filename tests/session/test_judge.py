@@ -95,6 +95,22 @@ def test_a_path_counts_from_the_rootdir_where_it_is_not_here(
     assert verdicts.baseline.name == "kept/base.json"
 
 
+def test_names_of_the_policy_that_the_baseline_lacks_are_noted_before_the_run(tmp_path: Path, machine: Machine) -> None:
+    """A misspelt name would otherwise be seen after hours."""
+    file.dump(_on("Xeon", _result()), tmp_path / "base.json")
+    known = '[[known]]\ncase = "{}"\nmetric = "time"\nreason = "bug 7"\nexpires = 2999-01-31\n'
+    override = '[[override]]\nstrategy = "{}"\ntime = {{ margin = 0.1 }}\n'
+    for names, notes in ((("mp-bs1", "mp"), 0), (("mp-b1", "pm"), 2)):
+        policy = tmp_path / "policy.toml"
+        policy.write_text("".join(text.format(name) for text, name in zip((known, override), names, strict=True)))
+        judge = _judge(tmp_path, str(tmp_path / "base.json"), policy=policy)
+        judge.find_baseline(machine)
+        found = judge.notes()
+        assert len(found) == notes
+    assert "override[0]" in found[0]
+    assert "did you mean mp-bs1?" in found[1]
+
+
 def test_reports_without_a_common_case_fail(tmp_path: Path, machine: Machine) -> None:
     """New cases are skipped, and the run fails because nothing was compared."""
     file.dump(_on("Xeon"), tmp_path / "base.json")

@@ -69,8 +69,9 @@ def test_a_place_may_have_a_class_or_an_object(place: str) -> None:
 @pytest.mark.parametrize(
     ("place", "complaint"),
     [
-        ("nowhere:Own", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
+        ("nowhere:Own", "cannot be imported: ModuleNotFoundError: No module named 'nowhere': install .* `pythonpath`"),
         (f"{__name__}:Missing", "cannot be imported: AttributeError: .*'Missing'"),
+        (f"{__name__}:Neddy", r"cannot be imported: AttributeError: .* \(did you mean Needy\?\)"),
         (f"{__name__}:Needy", "cannot be imported: TypeError: .*'needed'"),
         ("broken:Own", r"cannot be imported: SyntaxError: .*broken\.py, line 1\)$"),
         ("unlucky:Own", r"cannot be imported: OSError: first line \(unlucky\.py, line 1\)$"),
