@@ -10,15 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.repository import first_commit, git
 
 from pytest_llmgpu.cli import subprocesses
 from pytest_llmgpu.cli.subprocesses import interruptible, last_line, run
 from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -29,29 +25,27 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     root = tmp_path / "repository"
     root.mkdir()
-    _git(root, "init", "--quiet", "--initial-branch=main")
     (root / "speed").write_text("1")
-    _git(root, "add", ".")
-    _git(root, "commit", "--quiet", "-m", "first")
+    first_commit(root)
     (root / "sub").mkdir()
     (root / "sub" / "speed").write_text("2")
-    _git(root, "add", ".")
-    _git(root, "commit", "--quiet", "-m", "second")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "second")
     return root
 
 
 def _left(repository: Path) -> tuple[list[str], int]:
     """Return the remaining temporary files and the number of worktrees that git lists."""
     return [path.name for path in (repository.parent / "tmp").iterdir()], len(
-        _git(repository, "worktree", "list").splitlines()
+        git(repository, "worktree", "list").splitlines()
     )
 
 
 def _state(repository: Path) -> tuple[str, str, str]:
     return (
-        _git(repository, "status", "--porcelain", "--branch"),
-        _git(repository, "for-each-ref"),
-        _git(repository, "stash", "list"),
+        git(repository, "status", "--porcelain", "--branch"),
+        git(repository, "for-each-ref"),
+        git(repository, "stash", "list"),
     )
 
 
@@ -61,7 +55,7 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     before = _state(repository)
     with checked_out(["main~1", "main"], repository) as trees:
         assert [tree.reference for tree in trees] == ["main~1", "main"]
-        assert [tree.sha for tree in trees] == _git(repository, "rev-parse", "main~1", "main").split()
+        assert [tree.sha for tree in trees] == git(repository, "rev-parse", "main~1", "main").split()
         assert [(tree.root / "speed").read_text() for tree in trees] == ["1", "1"]
         assert [(tree.root / "sub").exists() for tree in trees] == [False, True]
         assert not any(tree.root.is_relative_to(repository) for tree in trees)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import random
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.prose import Prose
 from support.report_factory import make_report
+from support.repository import first_commit
 from support.verdict_factory import with_launches
 
 from pytest_llmgpu.gate import cause
@@ -376,10 +375,7 @@ def test_rows_that_are_read_for_slower_cases_alone_change_no_verdict(
         path = tmp_path / name / ("report.json" if form == "git" else form)
         dump(report, path)
         if form == "git":
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-            who = ("-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false")
-            for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "x"]):
-                subprocess.run(["git", "-C", path.parent, *command], check=True, env=environment)
+            first_commit(path.parent)
         reference = "git:HEAD:report.json" if form == "git" else str(path)
         sources.append(resolve(reference, tmp_path / "store", repository=path.parent))
     whole, parts = ([source.report(rows=needed) for source in sources] for needed in (True, False))

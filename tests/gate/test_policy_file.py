@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
 from pathlib import Path
 
 import pytest
+from support.repository import first_commit
 
 from pytest_llmgpu.gate.noise_model import PRIORS, Prior, prior_of
 from pytest_llmgpu.gate.policy import Known, Override, Policy, TimeRule
@@ -192,9 +192,7 @@ def test_a_policy_can_be_read_from_a_commit(tmp_path: Path) -> None:
     """A change cannot edit the policy at `git:REV:PATH`; a missing file is refused."""
     _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
     _write(tmp_path, "[time]\nmargin = 0.05\n")
-    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "base")):
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+    first_commit(tmp_path)
     _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.5\n", "pyproject.toml")
     reference = Path("git:HEAD:pyproject.toml")
     assert load(reference, tmp_path).time.margin == 0.04

@@ -31,14 +31,11 @@ from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.store.store import save, stored
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 _STORE = Path(".llmgpu")
 _DAY = "2026-01-02"
 _SVG_WIDTH = re.compile(r'<svg[^>]* width="([\d.]+)')
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def _timed(level: float, **fields: Any) -> CaseResult:

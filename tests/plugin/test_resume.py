@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 from support.faked_runs import BENCHMARK, FakedRuns
+from support.repository import first_commit, git
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
@@ -37,17 +36,10 @@ _BREAKING = """
 """
 
 
-def _git(folder: Path, *arguments: str) -> None:
-    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
-    subprocess.run(command, check=True, capture_output=True)
-
-
 def _commit(pytester: pytest.Pytester, test: str) -> None:
     """Make the folder a repository whose only commit has the test."""
     pytester.makepyfile(test_it=test)
-    _git(pytester.path, "init", "--quiet")
-    _git(pytester.path, "add", "test_it.py")
-    _git(pytester.path, "commit", "--quiet", "-m", "first")
+    first_commit(pytester.path, "test_it.py")
 
 
 @pytest.fixture
@@ -154,7 +146,7 @@ def _change_a_file(runs: FakedRuns) -> None:
 
 def _commit_a_change(runs: FakedRuns) -> None:
     _change_a_file(runs)
-    _git(runs.pytester.path, "commit", "--quiet", "-am", "second")
+    git(runs.pytester.path, "commit", "--quiet", "-am", "second")
 
 
 def _change_the_dataset(runs: FakedRuns) -> None:

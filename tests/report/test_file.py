@@ -28,10 +28,7 @@ from pytest_llmgpu.report.file import check_writable, dump, encodable, encode, l
 from pytest_llmgpu.report.report import SCHEMA_VERSION, next_id
 from pytest_llmgpu.report.result import Failure, Metric
 
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.mark.parametrize("name", ["report.json", "report.json.gz", "new/folder/report.json"])

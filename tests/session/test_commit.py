@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from support.repository import first_commit, git
 
 from pytest_llmgpu.session import commit as commit_module
 from pytest_llmgpu.session.commit import commit
@@ -12,30 +12,13 @@ from pytest_llmgpu.session.commit import commit
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    identity = (
-        "-c",
-        "user.name=n",
-        "-c",
-        "user.email=e",
-        "-c",
-        "commit.gpgsign=false",
-        "-c",
-        "core.hooksPath=/dev/null",
-    )
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working tree with one commit on the branch `work`."""
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
-    _git(tmp_path, "init", "-q", "-b", "work")
     (tmp_path / "a.py").write_text("a", encoding="utf-8")
-    _git(tmp_path, "add", "a.py")
-    _git(tmp_path, "commit", "-q", "-m", "first")
+    first_commit(tmp_path, branch="work")
     return tmp_path
 
 
@@ -57,7 +40,7 @@ def _becomes(program: Path, script: str) -> None:
 def test_git_names_commit_and_branch(tree: Path) -> None:
     """The commit of a clean tree is that of git, with any CI variables."""
     found = commit(tree, {"GITHUB_SHA": "f" * 40, "GITHUB_REF_NAME": "other"})
-    assert found.sha == _git(tree, "rev-parse", "HEAD")
+    assert found.sha == git(tree, "rev-parse", "HEAD")
     assert (found.branch, found.dirty, found.source, found.why) == ("work", False, "git", {})
 
 
@@ -77,8 +60,8 @@ def test_a_store_that_is_kept_in_git_does_not_make_the_tree_dirty(tree: Path) ->
         last = folder / ".llmgpu" / "last.json"
         last.parent.mkdir(parents=True)
         last.write_text("1", encoding="utf-8")
-        _git(tree, "add", "-A")
-        _git(tree, "commit", "-q", "-m", "store")
+        git(tree, "add", "-A")
+        git(tree, "commit", "-q", "-m", "store")
         last.write_text("2", encoding="utf-8")
         assert commit(folder, {}).dirty is False
     (tree / "a.py").write_text("b", encoding="utf-8")
@@ -97,7 +80,7 @@ def test_a_store_that_is_kept_in_git_does_not_make_the_tree_dirty(tree: Path) ->
 )
 def test_a_detached_head_takes_the_branch_from_ci(tree: Path, environ: dict[str, str], branch: str | None) -> None:
     """CI checks out a commit; only its variables have the branch."""
-    _git(tree, "checkout", "-q", "--detach")
+    git(tree, "checkout", "-q", "--detach")
     assert commit(tree, environ).branch == branch
 
 
@@ -106,7 +89,7 @@ def test_a_detached_head_takes_the_branch_from_ci(tree: Path, environ: dict[str,
 def test_a_missing_commit_has_its_reason(tmp_path: Path, initialised: bool) -> None:
     """A folder outside git and a repository without a commit have only the reason."""
     if initialised:
-        _git(tmp_path, "init", "-q")
+        git(tmp_path, "init", "-q")
     found = commit(tmp_path, {})
     assert (found.sha, found.branch, found.dirty, found.source) == (None, None, None, None)
     assert "LLMGPU_COMMIT, GITHUB_SHA, CI_COMMIT_SHA" in found.why["sha"]

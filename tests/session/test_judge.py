@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.quiet_policy import calibrated
 from support.report_factory import make_report, make_result
+from support.repository import first_commit
 
 from pytest_llmgpu.gate import calibration
 from pytest_llmgpu.profiling import machine as environment
@@ -207,9 +207,7 @@ def test_noise_and_policy_may_be_those_of_a_commit(tmp_path: Path, machine: Mach
     store.save(_on("Xeon", _result()), tmp_path / "store", "main")
     calibration.dump(calibrated("CPU-Xeon", _result()), tmp_path / "noise.json")
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nrequire_armed = true\n")
-    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-    for arguments in (("init", "-q"), ("add", "noise.json", "pyproject.toml"), ("commit", "-q", "-m", "rules")):
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+    first_commit(tmp_path)
     (tmp_path / "noise.json").unlink()
     (tmp_path / "pyproject.toml").unlink()
     judge = _judge(tmp_path, "main", policy=Path("git:HEAD:pyproject.toml"), noise=Path("git:HEAD:noise.json"))

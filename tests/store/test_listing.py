@@ -14,12 +14,9 @@ from pytest_llmgpu.report.report import Session
 from pytest_llmgpu.store.listing import Summary, summarise, table
 from pytest_llmgpu.store.store import save, stored
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 _STORE = Path(".llmgpu")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_list_describes_each_report() -> None:

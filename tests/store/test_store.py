@@ -16,12 +16,9 @@ from pytest_llmgpu.report.option_values import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store.store import hardware, save, stored
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 _STORE = Path(".llmgpu")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_a_report_is_saved_under_its_machine_number_commit_and_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 import pytest_llmgpu
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
+from support.repository import git
 
 _MEASURE = '''
 """Replace pytest: write a report with the times in the worktree's behaviour.json."""
@@ -75,8 +75,7 @@ class Project:
 
     def git(self, *arguments: str) -> str:
         """Return the output of git in the repository."""
-        command = ["git", "-C", str(self.root), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return git(self.root, *arguments)
 
     def commit(self, name: str, policy: str | None = None, **behaviour: object) -> None:
         """Commit what the command measures there, with a tag of the same name."""

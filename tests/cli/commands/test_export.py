@@ -17,10 +17,7 @@ from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.store.store import save
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -14,6 +14,7 @@ import pytest
 from support.judged_reports import on_h200, timed
 from support.quiet_policy import calibrated
 from support.report_factory import make_failed
+from support.repository import first_commit
 from support.stored_reports import H200, gpus
 from support.verdict_factory import BATCHES, make_invalid
 
@@ -30,13 +31,9 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts
 from pytest_llmgpu.store.store import save
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 STORE = Path(".llmgpu")
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in an empty folder, without a policy."""
-    monkeypatch.chdir(tmp_path)
 
 
 def _write(base: Report | None = None, head: Report | None = None) -> None:
@@ -186,9 +183,7 @@ def test_policy_and_calibration_of_a_commit_cannot_be_edited_by_the_change(capsy
     dump(on_h200([timed(*(1 + 0.0002 * number for number in range(10)))]), Path("launches.json"))
     assert main(["calibrate", "launches.json", "--output", "noise.json"]) == 0
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.04\n")
-    _git("init", "-q", "-b", "main")
-    _git("add", "noise.json", "pyproject.toml")
-    _git("commit", "-q", "-m", "rules")
+    first_commit(Path())
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.5\n")
     Path("noise.json").write_text("{}")
     _write(head=on_h200([timed(1.05)]))
@@ -236,17 +231,10 @@ def test_an_absent_baseline_passes_only_if_it_is_allowed(capsys: pytest.CaptureF
     assert main(["gate", "none.json", "head.json"]) == 0
 
 
-def _git(*arguments: str) -> None:
-    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
-
-
 def test_the_baseline_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
     """`git:REV:PATH` is read from the commit; an unknown path is an absent baseline, an unknown commit is an error."""
     _write()
-    _git("init", "-q", "-b", "main")
-    _git("add", "base.json")
-    _git("commit", "-q", "-m", "baseline")
+    first_commit(Path())
     dump(on_h200([timed(40.0)]), Path("base.json"))
     dump(on_h200([timed(40.0)]), Path("head.json"))
     assert _gate() == 0
