@@ -16,6 +16,7 @@ from pytest_llmgpu.analysis import (
     bound,
     capacity,
     findings,
+    generation_check,
     launch_findings,
     reference,
     traffic_path,
@@ -60,16 +61,20 @@ def assess(
     derived.derive(result)
     result = _with_bound(result, environment)
     result = _with_comparison(result, earlier, options.accuracy_metric)
-    result.accuracy_check = accuracy_check.check(
-        result,
-        earlier,
-        given=options.accuracy_baseline,
-        metric=options.accuracy_metric,
-        tolerance=options.accuracy_tolerance,
-    )
+    if result.case.generates:
+        result.accuracy_check = generation_check.check(result, earlier)
+    else:
+        result.accuracy_check = accuracy_check.check(
+            result,
+            earlier,
+            given=options.accuracy_baseline,
+            metric=options.accuracy_metric,
+            tolerance=options.accuracy_tolerance,
+        )
     result.findings = [
         *findings.findings(result, earlier, searching=options.find_max_batch),
         *(work_findings.of_work(result, earlier) if result.outcome == "completed" else ()),
+        *generation_check.findings(result, earlier),
         *launch_findings.disagreements(located),
     ]
     return Assessment(result=result, capacity=capacity.capacities([*earlier, result, *later], environment.gpus))
@@ -99,5 +104,8 @@ def _with_comparison(result: CaseResult, earlier: Sequence[CaseResult], metric: 
     why = {name: reason for name, reason in result.why.items() if name != "comparison"}
     if mp is None:
         why["comparison"] = reference.describe_missing(reference.decide_missing(result, earlier))
-    comparison = None if mp is None else reference.compare(result, mp, metric)
+    comparison = None
+    if mp is not None:
+        generates = result.case.generates
+        comparison = generation_check.compare(result, mp) if generates else reference.compare(result, mp, metric)
     return msgspec.structs.replace(result, comparison=comparison, why=why)

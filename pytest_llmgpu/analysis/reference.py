@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pytest_llmgpu.analysis.sign_test import mcnemar
-from pytest_llmgpu.report.case import REFERENCE_STRATEGY
-from pytest_llmgpu.report.derived import decode, measured, predictions_of, typical_difference, value_of
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
+from pytest_llmgpu.report.derived import decode, generated, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
 
 _DECISIVE = (
@@ -26,6 +26,8 @@ _DECISIVE = (
     "tokenizer_sha256",
     "add_bos",
     "limit",
+    "prompt_tokens",
+    "new_tokens",
 )
 """Fields of a case that decide its log-likelihoods. The devices and their memory do not."""
 
@@ -47,16 +49,27 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
     The same batch size comes first, then the largest smaller one, then the smallest larger one; at equal batch size
     the same devices come first. A case with wrong answers is taken only if there is no other.
     """
-    if result.case.strategy == REFERENCE_STRATEGY or not _scored(result):
+    if not _scored(result):
         return None
-    size = result.case.batch_size
+    texts = generated(result)
+    if texts is not None:
+        # Further launches may have been measured since: the case whose texts were scored counts.
+        return next((other for other in earlier if other.key == texts.reference), None)
+    return find(result.case, earlier)
 
-    def distance(other: CaseResult) -> tuple[bool, bool, int, bool, bool]:
-        case = other.case
-        moved = (case.device != result.case.device, case.devices != result.case.devices)
-        return (other.has_wrong_answers, case.batch_size > size, abs(case.batch_size - size), *moved)
 
-    return min(filter(_scored, _of_reference_strategy(result, earlier)), key=distance, default=None)
+def find(case: Case, earlier: Sequence[CaseResult]) -> CaseResult | None:
+    """Return the case that `reference` chooses for a result of a case."""
+    if case.strategy == REFERENCE_STRATEGY:
+        return None
+    size = case.batch_size
+
+    def distance(result: CaseResult) -> tuple[bool, bool, int, bool, bool]:
+        other = result.case
+        moved = (other.device != case.device, other.devices != case.devices)
+        return (result.has_wrong_answers, other.batch_size > size, abs(other.batch_size - size), *moved)
+
+    return min(filter(_scored, _of_reference_strategy(case, earlier)), key=distance, default=None)
 
 
 def decide_missing(result: CaseResult, earlier: Sequence[CaseResult]) -> NoReference:
@@ -65,7 +78,7 @@ def decide_missing(result: CaseResult, earlier: Sequence[CaseResult]) -> NoRefer
         return "is_the_reference"
     if not _scored(result):
         return "not_completed" if result.outcome != "completed" else "nothing_scored"
-    return "reference_failed" if _of_reference_strategy(result, earlier) else "not_measured"
+    return "reference_failed" if _of_reference_strategy(result.case, earlier) else "not_measured"
 
 
 def describe_missing(reason: NoReference) -> str:
@@ -146,17 +159,19 @@ def largest_difference(loglikelihoods: str, expected: str) -> float | None:
     return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
 
 
-def _of_reference_strategy(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
+def _of_reference_strategy(case: Case, earlier: Sequence[CaseResult]) -> list[CaseResult]:
     fields = [*_DECISIVE]
-    if result.case.load_format == "dummy":
+    if case.load_format == "dummy":
         fields.append("device")  # a GPU draws other random numbers than a CPU
     return [
         other
         for other in earlier
         if other.case.strategy == REFERENCE_STRATEGY
-        and all(getattr(other.case, name) == getattr(result.case, name) for name in fields)
+        and all(getattr(other.case, name) == getattr(case, name) for name in fields)
     ]
 
 
 def _scored(result: CaseResult) -> bool:
-    return result.outcome == "completed" and measured(result) is not None
+    """Return whether a result has answers: log-likelihoods of endings, or texts with theirs."""
+    answers = measured(result) or generated(result)
+    return result.outcome == "completed" and answers is not None

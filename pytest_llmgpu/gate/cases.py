@@ -18,7 +18,7 @@ from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_case
-from pytest_llmgpu.gate.policy import Policy, Rules
+from pytest_llmgpu.gate.policy import Policy, Rules, TimeRule
 from pytest_llmgpu.gate.series import (
     by_series,
     series_of,
@@ -147,6 +147,18 @@ class Comparison:
         if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
             self._entries.append(execution)
         self._times(base, head, rules)
+        self._answers(base, head, rules)
+        for found in work_rows(base, head, rules):
+            self._take(found.metric, found.row, found.gap)
+        self._take("traffic", traffic_row(base, head, rules.traffic), rules.traffic.gate)
+        if base.traffic is not None and head.traffic is not None:
+            self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
+        self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
+
+    def _answers(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
+        if head.case.generates:
+            self._floor(head, rules)  # Texts have no accuracy: they are right or wrong by themselves.
+            return
         answers = accuracy.answered(base, head, rules.accuracy)
         if isinstance(answers, Answered):
             self._answered.append(answers)
@@ -155,12 +167,6 @@ class Comparison:
             if isinstance(answers, str):
                 self._floor(head, rules)
             self._take("accuracy", answers, rules.accuracy.gate)
-        for found in work_rows(base, head, rules):
-            self._take(found.metric, found.row, found.gap)
-        self._take("traffic", traffic_row(base, head, rules.traffic), rules.traffic.gate)
-        if base.traffic is not None and head.traffic is not None:
-            self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
-        self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
 
     def _on_other_days(self, base: CaseResult, head: CaseResult) -> bool:
         """Return whether launches of two results are of different days; never if launches alternated."""
@@ -187,17 +193,24 @@ class Comparison:
         if found is not None:
             self._take("device_time", found, rules.device_time.gate)
         regime = noise_regime.noisiest(map(noise_regime.of_time, (base, head)))
-        wall = time.wall_times(
-            base,
-            head,
-            sides,
-            rules.time,
-            prior=self._prior("time", base, head),
-            regime=regime,
-            in_turn=self._in_turn,
-            machine_sd=0.0 if self._on_same_gpus(base, head) else max(GPU_SD, prior_of(regime, self.policy.noise).s0),
-        )
-        self._take("time", wall, rules.time.gate)
+        for metric, (latencies_s, _) in time.WALL_TIMES.items():
+            # A case that scores has no tokens; the times of one that generates are there wherever its batches are.
+            if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
+                continue
+            rule: TimeRule = getattr(rules, metric)
+            machine_sd = max(GPU_SD, prior_of(regime, self.policy.noise).s0)
+            wall = time.wall_times(
+                base,
+                head,
+                sides,
+                rule,
+                metric=metric,
+                prior=self._prior("time", base, head),
+                regime=regime,
+                in_turn=self._in_turn,
+                machine_sd=0.0 if self._on_same_gpus(base, head) else machine_sd,
+            )
+            self._take(metric, wall, rule.gate)
 
     def _on_same_gpus(self, base: CaseResult, head: CaseResult) -> bool:
         """Return whether both results are of the same GPUs; without a profile, those of the machines count."""

@@ -10,7 +10,7 @@ import msgspec
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.verdicts import ALL_CASES, BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts
 
-TIMES = ("device_time", "time")
+TIMES = ("device_time", "time", "first_token", "token_time")
 """The metrics that show a slowdown, the best first."""
 
 _MAY_HIDE: frozenset[Verdict] = frozenset(("OK", "NOT_ENOUGH_DATA", "INVALID"))

@@ -51,7 +51,7 @@ class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
     where launches of both reports alternated."""
     absolute_s: Seconds = 0.0
-    """The absolute threshold in seconds of the whole case. The larger of both thresholds is used."""
+    """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
 
 
 class LoadTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +117,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The rule of the device time of a case."""
     time: TimeRule = TimeRule()
     """The rule of the time of a case."""
+    first_token: TimeRule = TimeRule()
+    """The rule of the time to first token of a case that generates."""
+    token_time: TimeRule = TimeRule()
+    """The rule of the time per output token of a case that generates."""
     accuracy: AccuracyRule = AccuracyRule()
     """The rule of accuracy."""
     memory: MemoryRule = MemoryRule()
@@ -158,6 +162,10 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The changed keys of the rule of device time."""
     time: dict[str, Any] = {}
     """The changed keys of the rule of time."""
+    first_token: dict[str, Any] = {}
+    """The changed keys of the rule of the time to first token."""
+    token_time: dict[str, Any] = {}
+    """The changed keys of the rule of the time per output token."""
     accuracy: dict[str, Any] = {}
     """The changed keys of the rule of accuracy."""
     memory: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.calibration import Calibration
-from pytest_llmgpu.gate.classify import fails
+from pytest_llmgpu.gate.classify import TIMES, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.option_values import check_name_is_free
@@ -149,7 +149,7 @@ def trial(
         )
     )
     nothing_compared = not failing and not verdicts.armed.gated
-    undecided = any(row.metric in _TIMES and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
+    undecided = any(row.metric in TIMES and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
     other = {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
     return Trial(
         verdicts,

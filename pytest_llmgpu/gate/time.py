@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -70,7 +70,29 @@ _SHOWN = 0.0005
 
 _THOUSAND = 1000
 
-_NAMES = {"device_time": "Device time", "time": "Time", "load_time": "Load time"}
+_NAMES = {
+    "device_time": "Device time",
+    "time": "Time",
+    "first_token": "Time to first token",
+    "token_time": "Time per token",
+    "load_time": "Load time",
+}
+
+
+def _first_tokens_s(launch: Launch) -> Sequence[float]:
+    return [] if launch.generation is None else launch.generation.first_token_s
+
+
+def _steps_s(launch: Launch) -> Sequence[float]:
+    return [] if launch.generation is None else launch.generation.step_s
+
+
+WALL_TIMES: dict[MetricName, tuple[Callable[[Launch], Sequence[float]], Callable[[Launch], float]]] = {
+    "time": (lambda launch: launch.batches.latency_s, inference_s),
+    "first_token": (_first_tokens_s, lambda launch: statistics.median(_first_tokens_s(launch))),
+    "token_time": (_steps_s, lambda launch: statistics.median(_steps_s(launch))),
+}
+"""Metric of wall time to the times of a launch whose mean is judged, and to the time of a launch that is shown."""
 
 
 class Samples(NamedTuple):
@@ -167,6 +189,7 @@ def wall_times(
     sides: Sides | Refusal,
     rule: TimeRule,
     *,
+    metric: MetricName = "time",
     prior: Prior,
     regime: NoiseRegime,
     in_turn: bool,
@@ -179,19 +202,21 @@ def wall_times(
         head: The result of the candidate.
         sides: The launches that can be compared, or why there are none.
         rule: The threshold.
+        metric: A metric of `WALL_TIMES`.
         prior: The expected noise.
         regime: The noise regime of the case.
         in_turn: True if launches of both reports alternated.
         machine_sd: The deviation between machines; 0 if both reports are of the same GPUs.
     """
     if isinstance(sides, Refusal):
-        return _refused(head, "time", sides, gated=rule.gate)
-    samples = Samples(*([_mean_log(one.batches.latency_s) for one in side] for side in sides))
-    base_s, head_s = (statistics.geometric_mean(map(inference_s, side)) for side in sides)
-    margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold("time")
+        return _refused(head, metric, sides, gated=rule.gate)
+    latencies_s, shown_s = WALL_TIMES[metric]
+    samples = Samples(*([_mean_log(latencies_s(one)) for one in side] for side in sides))
+    base_s, head_s = (statistics.geometric_mean(map(shown_s, side)) for side in sides)
+    margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold(metric)
     left_out = _left_out(base, head, sides, "`profile.invalid`")
     return Timed(
-        name=Name(head.key, head.id, head.nodeid, "time"),
+        name=Name(head.key, head.id, head.nodeid, metric),
         gated=rule.gate,
         ranks=[samples],
         prior=prior,

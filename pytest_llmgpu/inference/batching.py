@@ -53,6 +53,8 @@ class Requests(msgspec.Struct, frozen=True):
     """The requests of all items, item by item."""
     max_length: int
     """The maximum input length in tokens; longer inputs lose their first tokens."""
+    new_tokens: int = 0
+    """The number of tokens that are generated after each request; 0 if requests are scored."""
 
 
 class Batch(msgspec.Struct):
@@ -105,8 +107,8 @@ class Plan(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the longest row, with padding."""
-        return max(batch.width for batch in self.batches)
+        """The number of tokens of the longest row, with padding and with the tokens that are generated."""
+        return max(batch.width for batch in self.batches) + self.requests.new_tokens
 
     def pin(self) -> None:
         """Move the batches to page-locked memory, from which a copy to a CUDA device needs no staging buffer."""
@@ -168,6 +170,42 @@ def encode(
     )
 
 
+def encode_prompts(
+    items: Sequence[Item],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    most_tokens: int,
+    new_tokens: int,
+    add_bos: bool | None = None,
+) -> Requests:
+    """Tokenise the context of every item and keep its last tokens.
+
+    A request has one more token in the place of an ending, whose value has no effect: its row of the hidden states is
+    the one that predicts the first new token.
+
+    Args:
+        items: The items of the dataset.
+        tokenizer: The model's tokenizer.
+        most_tokens: The number of tokens that are kept of a longer prompt.
+        new_tokens: The number of tokens that are generated after each prompt.
+        add_bos: Whether texts begin with the tokenizer's special tokens; None for the tokenizer's own setting.
+
+    Raises:
+        ValueError: A prompt has no token.
+    """
+    tokens = _tokens({item.context for item in items}, tokenizer, add_bos)
+    empty = next((item for item in items if not tokens[item.context]), None)
+    if empty is not None:
+        raise ValueError(f"prompt {empty.id!r} has no token: at least 1 is needed")
+    return Requests(
+        item_ids=tuple(item.id for item in items),
+        endings=(1,) * len(items),
+        requests=tuple(Request(tokens=(*tokens[item.context][-most_tokens:], 0), ending=1) for item in items),
+        max_length=most_tokens,
+        new_tokens=new_tokens,
+    )
+
+
 def _spaces_to_ending(context: str, ending: str) -> tuple[str, str]:
     kept = context.rstrip()
     return kept, context[len(kept) :] + ending
@@ -203,7 +241,7 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Plan:
-    """Split the requests into batches: longest first, requests with the same input on one row.
+    """Split the requests into batches: longest first, scored requests with the same input on one row.
 
     Args:
         requests: The tokenised dataset.
@@ -220,7 +258,7 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
         )
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests.requests):
-        shared.setdefault(request.tokens[:-1], []).append(number)
+        shared.setdefault((number,) if requests.new_tokens else request.tokens[:-1], []).append(number)
 
     def order(row: list[int]) -> tuple[int, tuple[int, ...]]:
         # max returns the first request with the longest ending; it decides the order of rows of equal length.
@@ -234,7 +272,8 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
         widths = _few([len(chunk) for chunk in chunks], widths)
     batches = [_batch(requests, chunk, width) for chunk, width in zip(chunks, widths, strict=True)]
     layout = [[batch.rows, batch.width, batch.predicted, batch.requests] for batch in batches]
-    sha256 = hashlib.sha256(json.dumps([requests.item_ids, layout]).encode()).hexdigest()
+    generated = [requests.new_tokens] if requests.new_tokens else []
+    sha256 = hashlib.sha256(json.dumps([requests.item_ids, layout, *generated]).encode()).hexdigest()
     return Plan(requests=requests, batches=batches, sha256=sha256)
 
 

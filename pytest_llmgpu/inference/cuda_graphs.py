@@ -6,11 +6,12 @@ Below a batch size of about 16, a GPU waits for the CPU that launches its kernel
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,62 @@ def reason_against(model: torch.nn.Module, devices: tuple[torch.device, ...]) ->
     return None
 
 
+_T = TypeVar("_T")
+
+
+class Recorder:
+    """Records functions as CUDA graphs, which share one pool of memory: they must be replayed one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        # One stream for all graphs: cuBLAS keeps a workspace for each stream.
+        import torch
+
+        return torch.cuda.Stream(self._device)
+
+    def rehearse(self, run: Callable[[], _T]) -> _T:
+        """Run a function once on another stream, before it is recorded, and return what it returns.
+
+        Libraries plan and allocate at the first forward of a shape, which a graph must not record.
+        """
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                result = run()
+        except torch.OutOfMemoryError as error:  # Without the memory of the graphs the forward might have fitted.
+            raise RecordingError(_described(error)) from error
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return result
+
+    def record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Return a function as a graph; nothing is computed before it is replayed."""
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        failed: Exception | None = None
+        try:
+            # Other threads, such as NCCL's watchdog, use CUDA during the recording.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    run()
+                except Exception as error:
+                    failed = error
+                    raise
+        except Exception as error:  # noqa: BLE001 - a model may raise anything
+            # After a failed operation the end of the recording fails, too, with an error that does not name it.
+            cause = failed or error
+            raise RecordingError(_described(cause)) from cause
+        return graph
+
+
 class GraphedDecoder:
     """A context manager in which the decoder (the model without its output head) records new shapes and replays others.
 
@@ -46,7 +103,7 @@ class GraphedDecoder:
 
         self._decoder = model.get_decoder()
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = Recorder(device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
@@ -101,34 +158,15 @@ class GraphedDecoder:
             self._ids = torch.empty(input_ids.numel(), dtype=torch.int64, device=self._device)
         ids_BS = self._ids[: input_ids.numel()].view(rows, width)
         ids_BS.copy_(input_ids)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(stream):
-                # Libraries plan and allocate at the first forward of a shape, which a graph must not record.
-                hidden_BSH = self._eager(input_ids=ids_BS, **others).last_hidden_state
-        except torch.OutOfMemoryError as error:  # Without the memory of the graphs the forward might have fitted.
-            raise RecordingError(_described(error)) from error
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        hidden_BSH = self._recorder.rehearse(lambda: self._eager(input_ids=ids_BS, **others).last_hidden_state)
         if self._hidden is None or self._hidden.numel() < hidden_BSH.numel():
             # One buffer for all shapes. Graphs that were recorded before keep their smaller one.
             self._hidden = torch.empty_like(hidden_BSH).flatten()
         answer_BSH = self._hidden[: hidden_BSH.numel()].view(hidden_BSH.shape)
         del hidden_BSH
-        graph = torch.cuda.CUDAGraph()
-        failed: Exception | None = None
-        try:
-            # Other threads, such as NCCL's watchdog, use CUDA during the recording.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                try:
-                    answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
-                except Exception as error:
-                    failed = error
-                    raise
-        except Exception as error:  # noqa: BLE001 - a model may raise anything
-            # After a failed operation the end of the recording fails, too, with an error that does not name it.
-            cause = failed or error
-            raise RecordingError(_described(cause)) from cause
+        graph = self._recorder.record(
+            lambda: answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
+        )
         return graph, ids_BS, answer_BSH
 
 

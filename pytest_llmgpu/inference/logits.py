@@ -46,11 +46,17 @@ class EndingHead:
     ) -> None:
         self._handle.remove()
 
-    def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return the logits [1, N, V] of the given rows of the hidden states."""
+    def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, **cached: Any) -> torch.Tensor:
+        """Return the logits [1, N, V] of the given rows of the hidden states.
+
+        Args:
+            ids_BS: The input ids.
+            rows_N: The rows of [B * S].
+            cached: Further arguments of the model, for a forward with a KV cache.
+        """
         self.rows_N = rows_N
         # No attention mask: with padding on the right and causal attention, no scored token depends on the padding.
-        logits_1NV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=False).logits
+        logits_1NV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=bool(cached), **cached).logits
         if logits_1NV.shape[:2] != (1, len(rows_N)):
             raise ValueError(
                 f"{type(self._model).__name__} does not call its output head: its logits have shape {logits_1NV.shape}"

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -156,7 +157,7 @@ def load_tokenizer(source: ModelSource, *, add_bos: bool | None = None) -> PreTr
     return tokenizer
 
 
-def max_length(config: PretrainedConfig) -> int:
+def max_length(config: PretrainedConfig | SimpleNamespace) -> int:
     """Return the maximum input length in tokens, as lm-evaluation-harness does; 2048 if the config has none."""
     text = getattr(config, "text_config", None) or config
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))

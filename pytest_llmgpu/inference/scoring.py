@@ -23,7 +23,19 @@ from pytest_llmgpu.report.result import Batches
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Plan", "Requests", "Scores", "encode", "plan", "run", "score", "warm_up"]
+__all__ = [
+    "Batch",
+    "Plan",
+    "Requests",
+    "Scores",
+    "encode",
+    "plan",
+    "run",
+    "run_tokens",
+    "score",
+    "synchronize",
+    "warm_up",
+]
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -106,10 +118,10 @@ def run(
     answers: dict[int, float] = {}
     with logits.way(model, workload) as chosen, torch.inference_mode():
         for number, batch in enumerate(batches, start=1):
-            _synchronize(devices)
+            synchronize(devices)
             started_s = time.perf_counter()
-            values = _loglikelihoods(chosen, batch, input_device).tolist()
-            _synchronize(devices)
+            values = _of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
+            synchronize(devices)
             latency_s = time.perf_counter() - started_s
             if not all(map(math.isfinite, values)):
                 raise ValueError(
@@ -127,13 +139,27 @@ def run(
     return columns, answers
 
 
+def run_tokens(
+    model: torch.nn.Module, batches: Sequence[Batch], *, input_device: torch.device, devices: Sequence[torch.device]
+) -> dict[int, list[float]]:
+    """Return the log-likelihood of each token of endings of equal length, by the index of the request."""
+    import torch
+
+    answers: dict[int, list[float]] = {}
+    with logits.EndingHead(model) as head, torch.inference_mode():
+        for batch in batches:
+            synchronize(devices)
+            answers.update(zip(batch.requests, _of_tokens(head, batch, input_device).tolist(), strict=True))
+    return answers
+
+
 def _pin(plan: Plan, input_device: torch.device) -> None:
     if input_device.type == "cuda":
         plan.pin()
 
 
-def _loglikelihoods(chosen: logits.Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
-    """Return the float32 log-likelihoods [R] of the requests of a batch, on the device."""
+def _of_tokens(chosen: logits.Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
+    """Return the float32 log-likelihoods [R, L] of the tokens of each ending of a batch, 0 after its end."""
     import torch
 
     packed = batch.packed.to(input_device, non_blocking=True)
@@ -142,10 +168,11 @@ def _loglikelihoods(chosen: logits.Way, batch: Batch, input_device: torch.device
     # Summed by rows of a padded table: index_add uses atomic additions, whose order differs from run to run.
     table_RL = torch.zeros(len(batch.requests), batch.longest, device=input_device)
     table_RL.view(-1).index_copy_(0, slots_N, picked_N)
-    return table_RL.sum(dim=1)
+    return table_RL
 
 
-def _synchronize(devices: Sequence[torch.device]) -> None:
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait until GPUs are idle."""
     import torch
 
     for device in devices:

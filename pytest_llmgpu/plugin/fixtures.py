@@ -80,24 +80,24 @@ class LLM:
         self.strategy = strategy
         """The strategy as `--strategy` names it."""
 
-    def request(self, items: Dataset | Sequence[Item], batch_size: int) -> Request:
+    def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> Request:
         """Return the case of these items at a batch size; fail the test if the case is not allowed."""
         __tracebackhide__ = True
         try:
-            _check_arguments(items, batch_size)
-            return self._session.planner.request(self.options, self.strategy, batch_size, items)
+            _check_arguments(items, batch_size, new_tokens)
+            return self._session.planner.request(self.options, self.strategy, batch_size, items, new_tokens=new_tokens)
         except ValueError as error:
             reason = str(error)
         # Outside the except block, where pytest would print the ValueError as the cause.
         pytest.fail(printable_lines(reason), pytrace=False)
 
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> ScoreReply:
-        """Score items and record no case; return the choices, log-likelihoods and latencies of the first rank."""
+        """Score items, or generate, and record no case; return the answers and latencies of the first rank."""
         __tracebackhide__ = True
         from pytest_llmgpu.ranks import worker
 
         request = self.request(items, batch_size)
-        replies = self._ask(request, worker.score, request.case.dataset_sha256, batch_size)
+        replies = self._ask(request, worker.score, request.case)
         reply: ScoreReply = replies[0]
         return reply
 
@@ -232,6 +232,17 @@ def tasks_of(item: pytest.Item, known: Collection[str]) -> list[str]:
     return [name for name in known if name in used]
 
 
+def workloads_of(item: pytest.Item) -> set[str]:
+    """Return the workloads of a test, `score` and `generate`, as far as its options and fixtures decide."""
+    chosen = options_of(item).workload
+    if chosen is not None:
+        return {chosen}
+    from pytest_llmgpu.inference import tasks
+
+    used = {"generate" if name == tasks.PROMPTS else "score" for name in tasks_of(item, tasks.BUILT_IN)}
+    return used or {"score"}
+
+
 def _task_fixture(name: str) -> object:
     def items(request: pytest.FixtureRequest) -> Dataset:
         return request.config.stash[SESSION]().planner.dataset(options_of(request.node), name)
@@ -261,6 +272,8 @@ def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
 def _measure(request: pytest.FixtureRequest) -> Measure:
     """Measure one case and add it to the report: `measure(llm, hellaswag, batch_size)`.
 
+    `measure(llm, prompts, batch_size, new_tokens=64)` generates text; without `new_tokens` the option decides.
+
     Returns the result of the case, with all its launches so far if --llmgpu-launches is above 1. Out of memory ends
     the test with the outcome OOM, which is not a failure. A timeout, a crash, an error or an accuracy below its
     baseline fails the test. With --llmgpu-find-max-batch, an out of memory is followed by further cases that find the
@@ -270,7 +283,9 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     session = request.config.stash[SESSION]()
     item: pytest.Item = request.node
 
-    def measure(llm: LLM, items: Dataset | Sequence[Item], batch_size: int) -> CaseResult:
+    def measure(
+        llm: LLM, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None
+    ) -> CaseResult:
         __tracebackhide__ = True
         if not isinstance(llm, LLM):
             pytest.fail(
@@ -278,7 +293,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
                 "fixture of that name in the test suite hides it: give that one another name.",
                 pytrace=False,
             )
-        wanted = llm.request(items, batch_size)
+        wanted = session.with_reference(llm.request(items, batch_size, new_tokens))
         kept: list[CaseResult] = []
 
         def record(result: CaseResult) -> None:
@@ -328,11 +343,14 @@ def _find_max_batch(
 
     def probe(batch_size: int) -> CaseResult | None:
         try:
-            request = session.planner.request(llm.options, llm.strategy, batch_size, items)
+            request = session.planner.request(
+                llm.options, llm.strategy, batch_size, items, new_tokens=failed.case.new_tokens
+            )
         except ValueError:
             return None  # a strategy of the user may refuse some batch sizes
         # The search is for what fits: work passes would only make it longer.
-        return session.runner.run(msgspec.structs.replace(request, work=False), record)
+        request = session.with_reference(msgspec.structs.replace(request, work=False))
+        return session.runner.run(request, record)
 
     report = session.recorder.report
     assert report is not None, "it has the case that ran out of memory"
@@ -340,11 +358,12 @@ def _find_max_batch(
     capacity.search(series, session.planner.machine(llm.options).gpus, probe)
 
 
-def _check_arguments(items: object, batch_size: object) -> None:
+def _check_arguments(items: object, batch_size: object, new_tokens: object) -> None:
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
 
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ValueError(f"batch_size: {batch_size!r} is not allowed: a whole number of at least 1 is needed")
+    for name, value in (("batch_size", batch_size), ("new_tokens", 1 if new_tokens is None else new_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: {value!r} is not allowed: a whole number of at least 1 is needed")
     given = items.items if isinstance(items, Dataset) else items
     if not isinstance(given, Sequence) or not given:
         found = "nothing" if given in ((), []) else type(items).__name__

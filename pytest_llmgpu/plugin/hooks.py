@@ -137,6 +137,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     groups = [selection.group_of(item) for item in ours]
     measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy)}
     options.check_strategy_flags(session.config, measured, BUILT_IN)
+    options.check_workload_flags(session.config, {name for item in ours for name in fixtures.workloads_of(item)})
     session.items[:] = selection.run_order(session.items, _runs)
     if not selection.runs_nothing(session.config):
         _plan([item for item in session.items if _runs(item)])

@@ -18,6 +18,12 @@ from pytest_llmgpu.report.options import GATE_OPTIONS, Options, flag_of, ini_key
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 
+_OF_WORKLOAD = {
+    "score": ("scoring", "accuracy_baseline", "accuracy_metric", "accuracy_tolerance"),
+    "generate": ("prompt_tokens", "new_tokens"),
+}
+"""Options that have an effect in one workload only."""
+
 _NATIVE: dict[Callable[[str], Any], Any] = {
     option_values.whole: int | str,
     option_values.memory_size: int | str,
@@ -150,6 +156,25 @@ def check_strategy_flags(config: pytest.Config, measured: Collection[str], built
             raise pytest.UsageError(
                 f"{flag_of(field)}: this is an option of strategy {owner}, and the run measures {names}: "
                 f"remove the flag or add --strategy={owner}"
+            )
+
+
+def check_workload_flags(config: pytest.Config, workloads: Collection[str]) -> None:
+    """Refuse flags of a workload that no test has, where they have no effect; ini keys are accepted.
+
+    Args:
+        config: pytest's, with the flags.
+        workloads: The workloads of all tests.
+
+    Raises:
+        pytest.UsageError: The message has the first such flag.
+    """
+    for field in _given_flags(config):
+        owner = next((workload for workload, names in _OF_WORKLOAD.items() if field.name in names), None)
+        if owner is not None and owner not in workloads:
+            raise pytest.UsageError(
+                f"{flag_of(field)}: this is an option of workload {owner}, and no test has it: remove the flag, or add "
+                f"--llmgpu-workload={owner}"
             )
 
 

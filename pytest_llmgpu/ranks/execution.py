@@ -8,6 +8,7 @@ to few shapes as well: the first forward of a shape is slow, and a dataset has a
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Padding to few shapes adds this fraction of time (`batching.cost`)."""
     detail: str = ""
     """For `excluded`, this is the cause; for `not_recorded`, the operation with its error."""
+
+    @property
+    def recorded_tokens(self) -> int:
+        """Return the tokens up to which a forward of a case that generates is recorded; 0 for none."""
+        return {"requested": sys.maxsize, "small": MOST_TOKENS}.get(self.reason, 0)
 
     @property
     def execution(self) -> Literal["eager", "cuda_graphs"]:
@@ -80,7 +86,8 @@ def decide(
 def describe(decision: Decision) -> str:
     """Return the reason of a decision in one sentence, with its figures."""
     batches = decision.plan.batches
-    largest = f"the largest forward has {_largest_forward(decision.plan):,} tokens"
+    forward = "decode step" if decision.plan.requests.new_tokens else "forward"
+    largest = f"the largest {forward} has {plural(_largest_forward(decision.plan), 'token')}"
     shapes = len({(batch.rows, batch.width) for batch in batches})
     recorded = (
         f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, "
@@ -136,7 +143,8 @@ def _exclusion(loaded: Loaded, requested: str, workload: str) -> str | None:
 
 
 def _largest_forward(plan: Plan) -> int:
-    return max(batch.padded_tokens for batch in plan.batches)
+    """Return the tokens of the forward that decides: the largest one, or the largest decode step."""
+    return max(batch.rows if plan.requests.new_tokens else batch.padded_tokens for batch in plan.batches)
 
 
 def _cost(plan: Plan) -> int:

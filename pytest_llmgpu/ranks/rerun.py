@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = RankState(on_batch=BatchPrinter(sys.stderr) if is_first else lambda _: None)
     worker.load(state, rerun.case, rerun.source, rerun.strategy)
     worker.give(state, rerun.dataset.sha256, rerun.dataset.items, rerun.task)
-    reply = worker.score(state, rerun.dataset.sha256, rerun.case.batch_size)
+    reply = worker.score(state, rerun.case)
     if is_first:
         print(msgspec.json.encode(reply).decode())
 

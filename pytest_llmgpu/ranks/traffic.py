@@ -19,12 +19,15 @@ link have the bytes that the link carried. With gloo, DTensor gathers where it u
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, get_args
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.generation import Generator
 from pytest_llmgpu.report.result import Collective, CollectiveKind
 from pytest_llmgpu.report.text import plural
 
@@ -127,6 +130,31 @@ def of_plan(loaded: Loaded, plan: Plan, *, workload: str = logits.LEAN) -> list[
     Raises:
         ValueError: An op is unknown, or the traffic depends on other numbers.
     """
+    return _records(_of_prefills(loaded, plan, workload))
+
+
+def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Collective]]:
+    """Return the traffic of this rank by kind when texts are generated for all batches of a plan, and in one step.
+
+    The traffic of a prefill is that of a forward without a KV cache, and `of_plan` counts it. A decode step of each
+    number of rows is run and counted: every step of a batch sends the same.
+
+    Returns:
+        The traffic of the plan, and that of one decode step of its largest batch.
+    """
+    total = _of_prefills(loaded, plan, logits.LEAN)
+    largest: _Tally = {}
+    with Generator(loaded.model, plan, input_device=loaded.input_device, devices=loaded.devices) as generator:
+        counts = Counter(batch.rows for batch in plan.batches)
+        for batch in sorted({batch.rows: batch for batch in plan.batches}.values(), key=lambda batch: batch.rows):
+            largest = _tally(functools.partial(generator.step, batch), loaded.world_size)
+            steps = counts[batch.rows] * (plan.requests.new_tokens - 1)
+            for kind, amounts in largest.items():
+                _add(total, kind, *(steps * amount for amount in amounts))
+    return _records(total), _records(largest)
+
+
+def _of_prefills(loaded: Loaded, plan: Plan, workload: str) -> _Tally:
     counted = [_of_forward(loaded, *shape, workload) for shape in _SHAPES]
     smallest = plan.batches[-1]
     seen = _records(_of_forward(loaded, smallest.rows, smallest.width, smallest.predicted, workload))
@@ -137,7 +165,7 @@ def of_plan(loaded: Loaded, plan: Plan, *, workload: str = logits.LEAN) -> list[
             f"{smallest.predicted} predicted tokens is {_describe(seen)}, but smaller forwards predict "
             f"{_describe(expected)}: it depends on more than these three numbers"
         )
-    return _records(_combined(counted, plan.batches))
+    return _combined(counted, plan.batches)
 
 
 def check(ranks: Sequence[Iterable[Collective]]) -> None:

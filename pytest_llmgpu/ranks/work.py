@@ -18,6 +18,7 @@ import msgspec
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.ranks import kernel_records, ops
 from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, NamedRow, PassKernels, Record
 from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, Work, WorkRow
@@ -57,6 +58,10 @@ _DETACHED = f"torch.profiler recorded no kernel: {_DETACHING}=1 detaches CUPTI w
 _CUPTI_DETACHES = (12, 6)
 """The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
 (`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
+
+
+Forward = Callable[[Batch], object]
+"""Launches the work of one batch."""
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,27 +126,30 @@ def passes_of(batches: int) -> int:
     return max(_LEAST_PASSES, min(_MOST_PASSES, -(-_FORWARDS // batches)))
 
 
-def record(loaded: Loaded, plan: Plan, *, workload: str, on_batch: Callable[[Batch, float], None]) -> Passes:
+def record(
+    loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: Callable[[Batch, float], None], first: bool = True
+) -> Passes:
     """Run the passes in the execution of the case; every rank must do so at the same time.
 
     Args:
         loaded: The model, whose forwards run as in the case: its CUDA graphs are still recorded.
         plan: The plan that the case has run.
-        workload: One of `logits.WORKLOADS`.
+        forward: Runs a batch.
         on_batch: Called after each batch with its latency in seconds, as a sign of life.
+        first: These are the first passes of the case.
     """
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
     if loaded.devices[0].type != "cuda":
         return Passes(batches=numbers, why=_ON_CPU)
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
-    with _recorded(loaded.devices, first=True):
-        _run(loaded, [plan.batches[_middle(numbers)]], workload, on_batch)
+    with _recorded(loaded.devices, first=first):
+        _run(loaded, [plan.batches[_middle(numbers)]], forward, on_batch)
     kernels, seconds = [], []
     why = None
     for _ in range(passes_of(len(numbers))):
         with _recorded(loaded.devices) as recording:
-            pass_s = _run(loaded, batches, workload, on_batch)
+            pass_s = _run(loaded, batches, forward, on_batch)
         # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
         why = why or recording.why
         kernels.append(kernel_records.of_pass(recording.records))
@@ -150,7 +158,13 @@ def record(loaded: Loaded, plan: Plan, *, workload: str, on_batch: Callable[[Bat
 
 
 def measure(
-    loaded: Loaded, plan: Plan, passes: Passes, *, workload: str, on_batch: Callable[[Batch, float], None]
+    loaded: Loaded,
+    plan: Plan,
+    passes: Passes,
+    forward: Forward,
+    *,
+    on_batch: Callable[[Batch, float], None],
+    last: bool = True,
 ) -> WorkReply:
     """Run the eager passes over one batch, the middle one of the passes before; every rank must do so at the same time.
 
@@ -158,19 +172,20 @@ def measure(
         loaded: The model, whose forwards run eagerly now.
         plan: The plan that the case has run.
         passes: What `record` returned.
-        workload: One of `logits.WORKLOADS`.
+        forward: Runs a batch eagerly.
         on_batch: Called after each batch with its latency in seconds, as a sign of life.
+        last: These are the last passes of the case.
     """
     number = _middle(passes.batches)
 
     def run() -> float:
-        return _run(loaded, [plan.batches[number]], workload, on_batch)
+        return _run(loaded, [plan.batches[number]], forward, on_batch)
 
     counted = ops.count(run, loaded.model)
     why = {} if loaded.dispatched else {"flops": _BYPASSED}
     modules = None
     if loaded.devices[0].type == "cuda":
-        with _recorded(loaded.devices, ranges=True, last=True) as attribution, _module_ranges(loaded.model):
+        with _recorded(loaded.devices, ranges=True, last=last) as attribution, _module_ranges(loaded.model):
             run()
         if attribution.why is None:
             modules = kernel_records.modules(attribution.records)
@@ -304,20 +319,31 @@ def _numbered(rows: Sequence[NamedRow] | None, kernel_names: dict[str, int]) -> 
     ]
 
 
-def _run(loaded: Loaded, batches: Sequence[Batch], workload: str, on_batch: Callable[[Batch, float], None]) -> float:
-    """Score batches once and return the seconds of all of them, the devices idle at both ends of each."""
+@contextmanager
+def scoring_forward(loaded: Loaded, workload: str) -> Iterator[Forward]:
+    """Return a context manager whose value scores a batch; `workload` is one of `logits.WORKLOADS`."""
+    with logits.way(loaded.model, workload) as chosen:
+
+        def forward(batch: Batch) -> None:
+            packed = batch.packed.to(loaded.input_device, non_blocking=True)
+            ids, rows_N, targets_N, _ = packed.split(batch.sizes)
+            chosen.log_probabilities(ids.view(batch.rows, batch.width), rows_N, targets_N)
+
+        yield forward
+
+
+def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: Callable[[Batch, float], None]) -> float:
+    """Run batches once and return the seconds of all of them, the devices idle at both ends of each."""
     import torch
 
     total_s = 0.0
-    with logits.way(loaded.model, workload) as chosen, torch.inference_mode():
+    with torch.inference_mode():
         for batch in batches:
-            _synchronize(loaded.devices)
+            synchronize(loaded.devices)
             began_s = time.perf_counter()
             with torch.profiler.record_function(RANGE_PREFIX + _SCORING):
-                packed = batch.packed.to(loaded.input_device, non_blocking=True)
-                ids, rows_N, targets_N, _ = packed.split(batch.sizes)
-                chosen.log_probabilities(ids.view(batch.rows, batch.width), rows_N, targets_N)
-            _synchronize(loaded.devices)
+                forward(batch)
+            synchronize(loaded.devices)
             latency_s = time.perf_counter() - began_s
             on_batch(batch, latency_s)
             total_s += latency_s
@@ -400,14 +426,6 @@ def _uuids(devices: Sequence[torch.device]) -> list[str]:
     import torch
 
     return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
-
-
-def _synchronize(devices: Sequence[torch.device]) -> None:
-    import torch
-
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _first_line(error: Exception) -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import models, scoring, tasks
-from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference import kv_cache, models, scoring, tasks
+from pytest_llmgpu.inference.batching import Batch, Plan, Requests, encode_prompts
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
+from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, device_memory, execution, traffic, work
@@ -24,6 +25,8 @@ from pytest_llmgpu.ranks.host_use import RankHostUse, watched
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.work import Passes, WorkReply
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
+from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
 from pytest_llmgpu.strategies.protocol import Workspace
@@ -51,8 +54,10 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """This sentence gives the reason for `execution`."""
     batches: Batches
     """These are the measured batches."""
-    accuracy: Accuracy
-    """These are the answers of the model."""
+    accuracy: Accuracy | None = None
+    """These are the answers of the model; None for a case that generates."""
+    generation: Generation | None = None
+    """These are the texts of the model and the times of their tokens; None for a case that scores."""
     memory: list[DeviceUse]
     """Each device of the rank has one entry."""
     workspace: Workspace | None
@@ -68,8 +73,19 @@ class TrafficReply(msgspec.Struct, frozen=True, kw_only=True):
 
     collectives: list[Collective] | None
     """The list has one entry per kind of communication; None if the traffic could not be counted."""
+    step: list[Collective] | None = None
+    """The same for one decode step of the largest batch; None for a case that scores."""
     why: str | None = None
     """If the traffic could not be counted, this is the reason."""
+
+
+class ReferenceTexts(msgspec.Struct, frozen=True, kw_only=True):
+    """The texts that the reference strategy generated for the prompts of a case."""
+
+    key: str
+    """This is the key of the case that generated them."""
+    tokens: str
+    """These are the tokens, as in `Generation.tokens`."""
 
 
 class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +96,7 @@ class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     items: Sequence[Item]
     warmup_s: float
+    generator: Generator | None
 
 
 class RankState:
@@ -98,18 +115,22 @@ class RankState:
         self.held_bytes: Sequence[int] = ()
         self.datasets: dict[str, tuple[Task, Sequence[Item]]] = {}
         """SHA-256 of a dataset to its task and its items."""
-        self.requests: dict[str, scoring.Requests] = {}
-        """SHA-256 of a dataset to its tokenised items."""
+        self.requests: dict[tuple[str, int | None, int | None], Requests] = {}
+        """SHA-256 of a dataset, tokens of a prompt and new tokens to its tokenised items."""
         self.plan: Plan | None = None
         """The batches of the latest case."""
         self.model_size: ModelSize | str | None = None
         """The size of the loaded model, or the reason why it has none; None before the first work passes."""
+        self.generation: Generation | None = None
+        """The texts of the latest case that generated."""
         self.warmed_up: _WarmedUp | None = None
         """The case that is warmed up and not measured yet."""
         self.graphs = contextlib.ExitStack()
         """From the warm-up of a case to its first pass that runs eagerly, this holds its CUDA graphs."""
-        self.passes: Passes | None = None
-        """The work passes of the latest case in its execution."""
+        self.generator: Generator | None = None
+        """The generator of the latest case that generates, as long as its CUDA graphs are there."""
+        self.passes: list[Passes] = []
+        """The work passes of the latest case in its execution; decode steps first, then the prefill."""
 
     def use(self) -> list[DeviceUse]:
         """Return the largest memory use of each device since the case began; empty before the devices are known."""
@@ -185,43 +206,38 @@ def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> Non
     state.datasets[sha256] = tasks.make(task), items
 
 
-def score(state: RankState, sha256: str, batch_size: int) -> ScoreReply:
-    """Score a dataset at one batch size: `warm_up`, then `measure`."""
-    warm_up(state, sha256, batch_size)
+def score(state: RankState, case: Case) -> ScoreReply:
+    """Measure a case: `warm_up`, then `measure`."""
+    warm_up(state, case)
     with state.graphs:
-        return measure(state)
+        reply = measure(state)
+        return reply if reply.generation is None else msgspec.structs.replace(reply, generation=check_texts(state))
 
 
-def warm_up(state: RankState, sha256: str, batch_size: int, not_recorded: str | None = None) -> None:
+def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> None:
     """Prepare `measure`: decide the execution, reserve the workspace, run a batch of every shape.
 
     The devices are idle when this returns, so that the launcher can read their counters.
 
     Args:
         state: The state of the rank.
-        sha256: The dataset.
-        batch_size: Sequences per forward.
+        case: The case, which the loaded model serves.
         not_recorded: The operation because of which the forwards of this model run eagerly; None if none is known.
     """
-    assert state.case is not None
-    assert state.source is not None
     assert state.strategy is not None
     assert state.loaded is not None
-    case, loaded = state.case, state.loaded
-    task, items = state.datasets[sha256]
+    state.case, loaded = case, state.loaded
+    task, items = state.datasets[case.dataset_sha256]
     state.phase, state.warmed_up = "forward", None
     state.graphs.close()  # The case before this one may have been warmed up and never measured.
-    state.passes = None
-    if sha256 not in state.requests:
-        tokenizer = models.load_tokenizer(state.source, add_bos=case.add_bos)
-        max_length = models.max_length(loaded.config)
-        state.requests[sha256] = scoring.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
+    state.passes, state.generator = [], None
+    requests = _encoded(state, task, items)
     reset(state)
     began_s = time.monotonic()
     decision = execution.decide(
         loaded,
-        state.requests[sha256],
-        batch_size,
+        requests,
+        case.batch_size,
         requested=case.cuda_graphs,
         workload=case.workload,
         not_recorded=not_recorded,
@@ -230,43 +246,64 @@ def warm_up(state: RankState, sha256: str, batch_size: int, not_recorded: str | 
     # Before a recording: graphs keep the address of the workspace.
     workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
     with contextlib.ExitStack() as graphs:
-        recorded = decision.execution == "cuda_graphs"
-        decoder = graphs.enter_context(GraphedDecoder(loaded.model, loaded.devices[0])) if recorded else None
-        scoring.warm_up(
-            loaded.model,
-            plan,
-            on_batch=_report_to(state, planned=0),
-            input_device=loaded.input_device,
-            devices=loaded.devices,
-            workload=case.workload,
-        )
-        if decoder is not None:
-            execution.check_answers(loaded, plan, decoder, case.dtype)
+        generator = graphs.enter_context(_generator(state, decision)) if case.generates else None
+        if generator is not None:
+            generator.warm_up(_report_to(state, planned=0))
+        else:
+            recorded = decision.execution == "cuda_graphs"
+            decoder = graphs.enter_context(GraphedDecoder(loaded.model, loaded.devices[0])) if recorded else None
+            scoring.warm_up(
+                loaded.model,
+                plan,
+                on_batch=_report_to(state, planned=0),
+                input_device=loaded.input_device,
+                devices=loaded.devices,
+                workload=case.workload,
+            )
+            if decoder is not None:
+                execution.check_answers(loaded, plan, decoder, case.dtype)
         state.graphs = graphs.pop_all()
-    warmup_s = time.monotonic() - began_s
-    state.warmed_up = _WarmedUp(decision=decision, workspace=workspace, task=task, items=items, warmup_s=warmup_s)
+    state.warmed_up = _WarmedUp(
+        decision=decision,
+        workspace=workspace,
+        task=task,
+        items=items,
+        warmup_s=time.monotonic() - began_s,
+        generator=generator,
+    )
 
 
 def measure(state: RankState) -> ScoreReply:
-    """Score the case that was warmed up; its CUDA graphs stay for `record_work`."""
+    """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
     import torch
 
     assert state.case is not None
     assert state.loaded is not None
     assert state.warmed_up is not None
     loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
-    decision = warmed_up.decision
+    state.generator = warmed_up.generator
+    decision, generation, accuracy = warmed_up.decision, None, None
+    on_batch = _report_to(state, planned=len(decision.plan.batches))
     started_s = time.monotonic()
     with watched() as host:
-        scores = scoring.score(
-            loaded.model,
-            decision.plan,
-            on_batch=_report_to(state, planned=len(decision.plan.batches)),
-            input_device=loaded.input_device,
-            devices=loaded.devices,
-            workload=state.case.workload,
-        )
+        if warmed_up.generator is not None:
+            generated = warmed_up.generator.generate(on_batch)
+            batches = generated.batches
+        else:
+            scores = scoring.score(
+                loaded.model,
+                decision.plan,
+                on_batch=on_batch,
+                input_device=loaded.input_device,
+                devices=loaded.devices,
+                workload=state.case.workload,
+            )
+            batches = scores.batches
     ended_s = time.monotonic()
+    if warmed_up.generator is not None:
+        generation = state.generation = _generation(state.case, loaded, warmed_up, generated)
+    else:
+        accuracy = warmed_up.task.score(warmed_up.items, scores.loglikelihoods)
     return ScoreReply(
         started_s=started_s,
         ended_s=ended_s,
@@ -274,12 +311,45 @@ def measure(state: RankState) -> ScoreReply:
         plan_sha256=decision.plan.sha256,
         execution=decision.execution,
         execution_choice=execution.describe(decision),
-        batches=scores.batches,
-        accuracy=warmed_up.task.score(warmed_up.items, scores.loglikelihoods),
+        batches=batches,
+        accuracy=accuracy,
+        generation=generation,
         memory=state.use(),
         workspace=warmed_up.workspace,
         host=host,
         threads=torch.get_num_threads(),
+    )
+
+
+def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Generation:
+    """Score the texts of the latest case, and those of a reference, in forwards without a KV cache.
+
+    Args:
+        state: The state of the rank.
+        reference: Texts of the same prompts by the reference strategy; None if there are none.
+    """
+    assert state.case is not None
+    assert state.loaded is not None
+    assert state.plan is not None
+    assert state.generation is not None
+    case, loaded, prompts = state.case, state.loaded, state.plan.requests
+
+    def score_again(tokens: str) -> str:
+        values = score_texts(
+            loaded.model,
+            prompts,
+            _split(decode_tokens(tokens).tolist(), prompts.new_tokens),
+            case.batch_size,
+            input_device=loaded.input_device,
+            devices=loaded.devices,
+        )
+        return encode(value for row in values for value in row)
+
+    return msgspec.structs.replace(
+        state.generation,
+        prefill_loglikelihoods=score_again(state.generation.tokens),
+        reference=None if reference is None else reference.key,
+        reference_loglikelihoods=None if reference is None else score_again(reference.tokens),
     )
 
 
@@ -292,11 +362,14 @@ def account(state: RankState) -> TrafficReply:
     state.graphs.close()
     loaded, plan = state.loaded, state.plan
     if loaded.world_size == 1 and len(loaded.devices) == 1:
-        return TrafficReply(collectives=[])
+        return TrafficReply(collectives=[], step=[] if state.case.generates else None)
     if max(batch.rows for batch in plan.batches) < traffic.MOST_ROWS:
         # The counted forwards have more rows than the workspace of this case has room for.
         state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
     try:
+        if state.case.generates:
+            total, step = traffic.of_generation(loaded, plan)
+            return TrafficReply(collectives=total, step=step)
         return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
     except ValueError as error:
         return TrafficReply(collectives=None, why=str(error))
@@ -310,19 +383,36 @@ def record_work(state: RankState) -> None:
     assert state.case is not None
     assert state.loaded is not None
     assert state.plan is not None
-    state.passes = work.record(state.loaded, state.plan, workload=state.case.workload, on_batch=_sign_of_life(state))
+    loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
+    if state.generator is None:
+        with work.scoring_forward(loaded, state.case.workload) as forward:
+            state.passes = [work.record(loaded, plan, forward, on_batch=on_batch)]
+        return
+    steps = work.record(loaded, plan, state.generator.step, on_batch=on_batch)
+    state.passes = [steps, work.record(loaded, plan, state.generator.prefill, on_batch=on_batch, first=False)]
 
 
-def run_eager_passes(state: RankState) -> WorkReply:
-    """Record what the latest case computes, in eager forwards that are not measured."""
+def run_eager_passes(state: RankState) -> list[WorkReply]:
+    """Record what the latest case computes, in eager forwards that are not measured.
+
+    Returns:
+        One reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
+    """
     assert state.case is not None
     assert state.loaded is not None
     assert state.plan is not None
-    assert state.passes is not None
+    assert state.passes
     state.graphs.close()
-    return work.measure(
-        state.loaded, state.plan, state.passes, workload=state.case.workload, on_batch=_sign_of_life(state)
-    )
+    loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
+    if not state.case.generates:
+        with work.scoring_forward(loaded, state.case.workload) as forward:
+            return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
+    steps, prefills = state.passes
+    with Generator(loaded.model, plan, input_device=loaded.input_device, devices=loaded.devices) as generator:
+        return [
+            work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False),
+            work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch),
+        ]
 
 
 def model_size(state: RankState) -> ModelSize | str | None:
@@ -357,6 +447,69 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     state.phase = "forward"
     state.graphs.close()
     return fn(state.loaded, *args)
+
+
+def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:
+    """Return the tokenised items of a case; they are kept for the cases that follow."""
+    assert state.case is not None
+    assert state.source is not None
+    assert state.loaded is not None
+    case = state.case
+    wanted = case.dataset_sha256, case.prompt_tokens, case.new_tokens
+    if wanted not in state.requests:
+        tokenizer = models.load_tokenizer(state.source, add_bos=case.add_bos)
+        if case.prompt_tokens is None or case.new_tokens is None:
+            max_length = models.max_length(state.loaded.config)
+            requests = scoring.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
+        else:
+            requests = encode_prompts(
+                items,
+                tokenizer,
+                most_tokens=case.prompt_tokens,
+                new_tokens=case.new_tokens,
+                add_bos=case.add_bos,
+            )
+        state.requests[wanted] = requests
+    return state.requests[wanted]
+
+
+def _generator(state: RankState, decision: Decision) -> Generator:
+    assert state.loaded is not None
+    return Generator(
+        state.loaded.model,
+        decision.plan,
+        input_device=state.loaded.input_device,
+        devices=state.loaded.devices,
+        recorded_tokens=decision.recorded_tokens,
+    )
+
+
+def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Generated) -> Generation:
+    """Return the record of generated texts, without the log-likelihoods of forwards that have no KV cache."""
+    import torch
+
+    assert warmed_up.generator is not None
+    plan = warmed_up.decision.plan
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return Generation(
+        prompt_tokens=[len(request.tokens) - 1 for request in plan.requests.requests],
+        new_tokens=list(map(len, generated.tokens)),
+        first_token_s=generated.first_token_s,
+        step_s=generated.step_s,
+        kv_cache_bytes=warmed_up.generator.kv_cache_bytes,
+        kv_cache_formula_bytes=kv_cache.formula_bytes(
+            loaded.config,
+            rows=max(batch.rows for batch in plan.batches),
+            slots=plan.tokens,
+            number_bytes=dtype.itemsize,
+        ),
+        tokens=encode_tokens(token for text in generated.tokens for token in text),
+        loglikelihoods=encode(value for row in generated.loglikelihoods for value in row),
+    )
+
+
+def _split(tokens: Sequence[int], length: int) -> list[Sequence[int]]:
+    return [tokens[start : start + length] for start in range(0, len(tokens), length)]
 
 
 def _report_to(state: RankState, *, planned: int) -> Callable[[float, int, int, int], None]:

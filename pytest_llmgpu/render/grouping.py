@@ -13,7 +13,7 @@ from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import gib
+from pytest_llmgpu.report.text import gib, plural
 
 _DEFAULT_WORDS = {"gpu_memory_bytes": "no memory limit", "workload": "logits of the endings only"}
 """A caption leaves these defaults out. They are written where another block has another value."""
@@ -108,5 +108,12 @@ def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
         "devices": devices,
         "dataset": dataset(case),
         "gpu_memory_bytes": "" if limit_bytes is None else f"memory limit {gib(limit_bytes, 1)} per GPU",
-        "workload": "every logit and a KV cache" if case.workload == _FULL_LOGITS else "",
+        "workload": _workload(case),
     }
+
+
+def _workload(case: Case) -> str:
+    """Return what a case computes; empty for the default."""
+    if case.generates:
+        return f"{plural(case.new_tokens or 0, 'new token')} after prompts of at most {case.prompt_tokens}"
+    return "every logit and a KV cache" if case.workload == _FULL_LOGITS else ""

@@ -9,9 +9,9 @@ import msgspec
 
 from pytest_llmgpu.render.device_columns import digits
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import measured
+from pytest_llmgpu.report.derived import generated, measured
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import percent
+from pytest_llmgpu.report.text import percent, plural
 
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """The state that a cell is marked with."""
@@ -43,9 +43,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "absent"
     """The state of the case."""
     time: str = ""
-    """The time with its unit; empty if the case did not complete."""
-    accuracy: str = ""
-    """The accuracy in percent; empty if nothing was scored or the weights are random."""
+    """The time with its unit, for a case that generates per token; empty if the case did not complete."""
+    second: str = ""
+    """The accuracy in percent, or the time to first token; empty if nothing was scored or the weights are random."""
     word: str = ""
     """How the case ended; empty if it completed."""
     graphs: bool = False
@@ -57,8 +57,10 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     """The content of the cells: `Time for 10,042 items / acc_norm`."""
+    time_title: str
+    """The title of the times where they have a column of their own."""
     metric: str
-    """The metric of the accuracies: `acc` or `acc_norm`."""
+    """The title of the second figure of each cell: the metric of the accuracies, or the time to first token."""
     columns: list[str]
     """The titles of the columns, one per strategy."""
     rows: list[tuple[str, list[Cell]]]
@@ -87,12 +89,20 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
         if result.outcome != "completed":
             words = {"oom": "OOM", "skipped": "-"}
             return Cell(id=result.id, kind=kind, word=words.get(kind, result.outcome))
+        if result.case.generates:
+            return Cell(
+                id=result.id,
+                kind=kind,
+                time=_milliseconds(result.token_p50_s),
+                second=_milliseconds(result.first_token_s),
+                graphs=result.case.execution == "cuda_graphs",
+            )
         value = result.acc if metric == "acc" else result.acc_norm
         return Cell(
             id=result.id,
             kind=kind,
             time="done" if result.inference_s is None else show_s(result.inference_s),
-            accuracy="" if value is None or random_weights else percent(value),
+            second="" if value is None or random_weights else percent(value),
             graphs=result.case.execution == "cuda_graphs",
         )
 
@@ -101,7 +111,15 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     kinds = {*(cell.kind for cell in found), *(["graphs"] if any(cell.graphs for cell in found) else [])}
     used = [key for key in LEGEND if key in kinds]
     title = _table_title(cases, metric, random_weights=random_weights)
-    return TimeTable(title=title, metric=metric, columns=columns, rows=body, used=used)
+    generates = cases[0].case.generates
+    return TimeTable(
+        title=title,
+        time_title="time per token" if generates else "time",
+        metric="time to first token" if generates else metric,
+        columns=columns,
+        rows=body,
+        used=used,
+    )
 
 
 def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
@@ -138,10 +156,15 @@ def _column_title(case: Case, columns: Sequence[Case]) -> str:
 def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bool) -> str:
     items = next((accuracy.items for result in cases if (accuracy := measured(result)) is not None), None)
     title = "Time" if items is None else f"Time for {items:,} items"
+    if cases[0].case.generates:
+        texts = next((len(found.new_tokens) for result in cases if (found := generated(result)) is not None), None)
+        title = "Time per token / time to first token" + ("" if texts is None else f", {plural(texts, 'text')}")
     launches = [count for result in cases if (count := sum(bool(one.batches.latency_s) for one in result.launches))]
     if max(launches, default=1) > 1:
         fewest = f"{min(launches):,} to " if min(launches) < max(launches) else ""
         title += f", median of {fewest}{max(launches):,} launches"
+    if cases[0].case.generates:
+        return title
     if random_weights:
         return f"{title} (no accuracy: the weights are random)"
     return title if items is None else f"{title} / {metric}"
@@ -162,6 +185,11 @@ def _fastest(results: Iterable[CaseResult]) -> CaseResult | None:
     timed = [result for result in results if result.inference_s is not None]
     right = [result for result in timed if not result.has_wrong_answers]
     return min(right, key=lambda result: result.inference_s or 0.0) if len(timed) > 1 and right else None
+
+
+def _milliseconds(value_s: float | None) -> str:
+    """Return a time in milliseconds; `-` where there is none, as for the next token of texts of one token."""
+    return "-" if value_s is None else f"{1000 * value_s:,.{digits(1000 * value_s)}f} ms"
 
 
 def _seconds_format(values_s: Sequence[float]) -> Callable[[float], str]:

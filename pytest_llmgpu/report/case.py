@@ -18,12 +18,15 @@ from pytest_llmgpu.report.bounds import Count, Positive
 REFERENCE_STRATEGY = "mp"
 """Strategy that other strategies are compared with."""
 
+GENERATE = "generate"
+"""Value of `Case.workload` of a case that generates text."""
+
 DEFAULT_TASK = "hellaswag"
 """Task of a case or an item that names none, such as the cases of older reports."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement: a model under a strategy, which scores a dataset at one batch size."""
+    """One measurement: a model under a strategy, which scores a dataset, or generates text, at one batch size."""
 
     strategy: str
     """Name of the strategy: `mp`, `tp`, `iok`, or a registered one."""
@@ -34,9 +37,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: Positive
     """Sequences per forward. The task decides how many sequences an item has: in HellaSwag 4."""
     workload: str = "loglikelihood"
-    """Computation of a forward. `loglikelihood` computes log-likelihoods of endings given their contexts.
+    """Computation of the case. `loglikelihood` computes log-likelihoods of endings given their contexts.
     `loglikelihood_full_logits` does the same with the logits of every position and a KV cache, as
-    lm-evaluation-harness does."""
+    lm-evaluation-harness does. `generate` continues each prompt greedily by `new_tokens` tokens."""
     model: str
     """Model: `bundled`, a preset, a hub id, or a directory relative to the rootdir. Of a directory outside the rootdir
     only the base name is kept."""
@@ -75,11 +78,20 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Number of items scored, from the start of the dataset; null for all items."""
     task: str = DEFAULT_TASK
     """Name of the task whose items are scored."""
+    prompt_tokens: Positive | None = None
+    """Number of tokens that are kept of each prompt, the last ones; null for a case that scores."""
+    new_tokens: Positive | None = None
+    """Number of tokens generated for each prompt; null for a case that scores."""
+
+    @property
+    def generates(self) -> bool:
+        """True if the case generates text; False if it scores."""
+        return self.workload == GENERATE
 
     @property
     def id(self) -> str:
-        """Short name, also used in the ids of tests: `mp-bs8`."""
-        return f"{self.strategy}-bs{self.batch_size}"
+        """Short name: `mp-bs8`, or `mp-generate-bs8` for a case that generates."""
+        return f"{self.strategy}-{GENERATE + '-' if self.generates else ''}bs{self.batch_size}"
 
     @property
     def key(self) -> str:
@@ -99,7 +111,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loading(self) -> str:
         """SHA-256 over the fields that loading a model depends on: cases with an equal value share their processes."""
-        return self._digest("batch_size", "dataset", "dataset_sha256", "limit", "task")
+        data = ("dataset", "dataset_sha256", "limit", "task")
+        return self._digest("batch_size", "workload", "prompt_tokens", "new_tokens", *data)
 
     def _digest(self, *left_out: str) -> str:
         fields = {

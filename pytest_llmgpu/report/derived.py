@@ -9,17 +9,24 @@ import statistics
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
+from pytest_llmgpu.report.generation import Generation
+from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Launch
 
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest rounding difference that padding and other kernels may cause, as a fraction of the log-likelihood."""
+
+_Number = TypeVar("_Number", int, float)
 
 _LEAST_FOREIGN = 1e-3
 """Typical differences of log-likelihoods up to this fraction are explained by rounding for every dtype."""
 
 _LEAST_ENERGY_WINDOW_S = 1.0
 """NVML updates the energy counter of a GPU every 20 to 100 ms: shorter windows would miss a large part."""
+
+_FEWEST_FOR_P99 = 100
+"""With fewer decode steps, the 99th percentile would be the largest one."""
 
 _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
@@ -63,7 +70,9 @@ def derive(result: CaseResult) -> None:
     timed = [(launch.batches, s) for launch, s in zip(launches, seconds, strict=True) if s > 0]
     if timed:  # a file may contain latencies of 0.0
         result.sequences_per_s = statistics.median(sum(batches.sequences) / s for batches, s in timed)
-        result.tokens_per_s = statistics.median(sum(batches.tokens) / s for batches, s in timed)
+        new_tokens = result.case.new_tokens
+        result.tokens_per_s = statistics.median(counted_tokens(batches, new_tokens) / s for batches, s in timed)
+    _derive_token_times(result, launches)
     _derive_energy(result, launches)
     accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
     if accuracies:
@@ -84,8 +93,37 @@ def _derive_energy(result: CaseResult, launches: Sequence[Launch]) -> None:
         energy_j / max(1, sum(batches.sequences)) for batches, energy_j in measured
     )
     result.energy_j_per_token = statistics.median(
-        energy_j / max(1, sum(batches.tokens)) for batches, energy_j in measured
+        energy_j / max(1, counted_tokens(batches, result.case.new_tokens)) for batches, energy_j in measured
     )
+
+
+def counted_tokens(batches: Batches, new_tokens: int | None) -> int:
+    """Return the tokens that throughput and energy count: input tokens, or those that were generated."""
+    return sum(batches.tokens) if new_tokens is None else new_tokens * sum(batches.sequences)
+
+
+def _derive_token_times(result: CaseResult, launches: Sequence[Launch]) -> None:
+    """Fill in the time to first token and the time per output token."""
+    texts = [launch.generation for launch in launches if launch.generation is not None]
+    if not texts:
+        return
+    result.first_token_s = statistics.median(statistics.median(one.first_token_s) for one in texts)
+    steps = [one.step_s for one in texts if one.step_s]
+    if steps:
+        result.token_p50_s, result.token_p95_s = (
+            statistics.median(quantile(one, share) for one in steps) for share in (0.5, 0.95)
+        )
+    if steps and min(map(len, steps)) >= _FEWEST_FOR_P99:
+        result.token_p99_s = statistics.median(quantile(one, 0.99) for one in steps)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the quantile of numbers, interpolated between the two nearest ones."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def _energy_j(launch: Launch) -> float | None:
@@ -116,18 +154,39 @@ def measured(result: CaseResult) -> Accuracy | None:
     return next(iter(result.accuracies), None)
 
 
+def generated(result: CaseResult) -> Generation | None:
+    """Return the texts of the first launch that has some."""
+    return next((launch.generation for launch in result.launches if launch.generation is not None), None)
+
+
 def decode(loglikelihoods: str) -> array[float]:
     """Return the numbers of `Accuracy.loglikelihoods`."""
-    values = array("f")
-    values.frombytes(base64.b64decode(loglikelihoods))
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return _decode(array("f"), loglikelihoods)
 
 
 def encode(values: Iterable[float]) -> str:
     """Return numbers as text for `Accuracy.loglikelihoods`: base64 of little-endian float32."""
-    numbers = array("f", values)
+    return _encode(array("f", values))
+
+
+def decode_tokens(tokens: str) -> array[int]:
+    """Return the numbers of `Generation.tokens`."""
+    return _decode(array("i"), tokens)
+
+
+def encode_tokens(tokens: Iterable[int]) -> str:
+    """Return token ids as text for `Generation.tokens`: base64 of little-endian int32."""
+    return _encode(array("i", tokens))
+
+
+def _decode(numbers: array[_Number], text: str) -> array[_Number]:
+    numbers.frombytes(base64.b64decode(text))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _encode(numbers: array[_Number]) -> str:
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from pytest_llmgpu.report.derived import device_times_s, inference_s, peaks_bytes
+from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generated, inference_s, peaks_bytes
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.work import Work
@@ -159,11 +159,9 @@ def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> F
     )
 
 
-def _rate(
-    result: CaseResult, value: float | None, counts: Callable[[Launch], Sequence[int]], unit: str
-) -> Figure | None:
+def _rate(result: CaseResult, value: float | None, count: Callable[[Launch], int], unit: str) -> Figure | None:
     launches = zip(_timed(result), launches_s(result), strict=False)
-    return _figure(unit, value, [sum(counts(launch)) / s for launch, s in launches if s])
+    return _figure(unit, value, [count(launch) / s for launch, s in launches if s])
 
 
 def _accuracy(result: CaseResult) -> Figure | None:
@@ -190,6 +188,26 @@ def _memory(result: CaseResult) -> Figure | None:
 
 def _traffic(result: CaseResult) -> Figure | None:
     return None if result.traffic is None else _figure("bytes/sequence", result.traffic.wire_bytes_per_sequence)
+
+
+def _medians(result: CaseResult, name: str) -> list[float]:
+    """Return the median of a column of the generation for each launch that has it."""
+    columns = [getattr(launch.generation, name) for launch in result.launches if launch.generation is not None]
+    return [statistics.median(column) for column in columns if column]
+
+
+def _kv_cache(result: CaseResult) -> Figure | None:
+    texts = generated(result)
+    return None if texts is None else _figure("bytes", float(texts.kv_cache_bytes))
+
+
+def _token_traffic(result: CaseResult) -> Figure | None:
+    """Return the bytes that all ranks send for each token of a decode step of the largest batch."""
+    rows = max((count for launch in result.launches for count in launch.batches.sequences), default=0)
+    if result.traffic is None or result.traffic.step is None or not rows:
+        return None
+    sent = sum(one.sent_bytes for rank in result.traffic.step for one in rank)
+    return _figure("bytes/token", sent / rows)
 
 
 def _flops(result: CaseResult) -> Figure | None:
@@ -315,12 +333,57 @@ METRICS: tuple[MetricSpec, ...] = (
         trended=Trended(name="time", title="time (s)", judged_by=("outcome", "time")),
     ),
     MetricSpec(
+        name="first_token",
+        kind="noisy",
+        threshold=0.04,
+        unit="s",
+        written=_seconds,
+        next_step="Compare the prefill: `first_token_s` of `generation` in both reports, and the time of scoring.",
+        figure=lambda result: _figure("s", result.first_token_s, _medians(result, "first_token_s")),
+        exported=Exported(
+            column="first_token_s", label="time to first token", measure="first-token", measure_scale=1e9
+        ),
+        trended=Trended(name="first_token", title="time to first token (s)", judged_by=("outcome", "first_token")),
+    ),
+    MetricSpec(
+        name="token_time",
+        kind="noisy",
+        threshold=0.04,
+        unit="s",
+        written=_seconds,
+        next_step="Compare the decode steps: `step_s` of `generation` in both reports, and their traffic.",
+        figure=lambda result: _figure("s", result.token_p50_s, _medians(result, "step_s")),
+        exported=Exported(column="token_p50_s", label="time per token", measure="token-time", measure_scale=1e9),
+        trended=Trended(name="token_time", title="time per token (s)", judged_by=("outcome", "token_time")),
+    ),
+    MetricSpec(
+        name="token_p95",
+        kind="noisy",
+        judged=False,
+        figure=lambda result: _figure("s", result.token_p95_s),
+        exported=Exported(column="token_p95_s", label=None, measure=None),
+    ),
+    MetricSpec(
+        name="kv_cache",
+        kind="exact",
+        judged=False,
+        figure=_kv_cache,
+        exported=Exported(column="kv_cache_bytes", label=None, measure=None),
+    ),
+    MetricSpec(
+        name="token_traffic",
+        kind="exact",
+        judged=False,
+        figure=_token_traffic,
+        exported=Exported(column="wire_bytes_per_token", label=None, measure=None),
+    ),
+    MetricSpec(
         name="sequences",
         kind="noisy",
         judged=False,
         bigger_is_better=True,
         figure=lambda result: _rate(
-            result, result.sequences_per_s, lambda launch: launch.batches.sequences, "sequences/s"
+            result, result.sequences_per_s, lambda launch: sum(launch.batches.sequences), "sequences/s"
         ),
         exported=Exported(column="sequences_per_s", label="sequences per second", measure="throughput"),
         trended=Trended(name="throughput", title="throughput (sequences/s)"),
@@ -330,7 +393,12 @@ METRICS: tuple[MetricSpec, ...] = (
         kind="noisy",
         judged=False,
         bigger_is_better=True,
-        figure=lambda result: _rate(result, result.tokens_per_s, lambda launch: launch.batches.tokens, "tokens/s"),
+        figure=lambda result: _rate(
+            result,
+            result.tokens_per_s,
+            lambda launch: counted_tokens(launch.batches, result.case.new_tokens),
+            "tokens/s",
+        ),
         exported=Exported(column="tokens_per_s", label="tokens per second", measure="tokens-per-second"),
     ),
     MetricSpec(

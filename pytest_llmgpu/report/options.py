@@ -113,6 +113,25 @@ class Options:
         "ctx_a, ctx_b, endings and label",
     )
     limit: int | None = _option(option_values.whole, None, "ITEMS", "score only the first items of the dataset")
+    workload: str | None = _option(
+        option_values.one_of("score", "generate"),
+        None,
+        "{score,generate}",
+        "score: log-likelihoods of endings; generate: continue the context of each item greedily (default: generate "
+        "for the items of the fixture prompts, else score)",
+    )
+    prompt_tokens: int | None = _option(
+        option_values.whole,
+        None,
+        "N",
+        "workload generate: tokens that are kept of each prompt, the last ones (default: 96)",
+    )
+    new_tokens: int | None = _option(
+        option_values.whole,
+        None,
+        "N",
+        "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64)",
+    )
     batch_sizes: tuple[int, ...] = _option(
         option_values.batch_sizes,
         "1,2,4,8,16,32,64",

@@ -13,6 +13,7 @@ import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Moment, Seconds
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
 Outcome = Literal["completed", "oom", "skipped_after_oom", "timeout", "crashed", "error", "interrupted"]
@@ -63,7 +64,7 @@ class Batches(msgspec.Struct, kw_only=True):
     sequences: list[Count] = []
     """Number of sequences of each batch."""
     tokens: list[Count] = []
-    """Number of input tokens of each batch, without padding."""
+    """Number of input tokens of each batch, without padding. Generated tokens do not count."""
     padded_tokens: list[Count] = []
     """Number of input tokens of each batch with padding: sequences times the longest sequence."""
 
@@ -219,7 +220,9 @@ class Launch(msgspec.Struct, kw_only=True):
     batches: Batches = msgspec.field(default_factory=Batches)
     """Finished batches with their times."""
     accuracy: Accuracy | None = None
-    """Answers of the model; null if the launch did not complete."""
+    """Answers of the model; null if the launch did not complete, and for a case that generates."""
+    generation: Generation | None = None
+    """Generated texts and the time of their tokens; null if the launch did not complete, and for a case that scores."""
     memory: list[DeviceMemory] = []
     """Memory of each device."""
     profile: Profile | None = None
@@ -236,7 +239,10 @@ class Launch(msgspec.Struct, kw_only=True):
     """Number of times that the session had been resumed before this launch (`resumed` of the report). Launches with
     different numbers are of different starts of pytest."""
     work: Work | None = None
-    """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`."""
+    """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`. For a
+    case that generates, they are those of one decode step of each batch of `work.batches`."""
+    prefill_work: Work | None = None
+    """The same for the prefills of these batches; null for a case that scores, and with `work`."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
 
@@ -299,6 +305,9 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Communication of each rank by kind; the list of a rank that sends nothing is empty."""
     wire_bytes_per_sequence: Amount
     """Bytes that all ranks together send for each sequence."""
+    step: list[list[Collective]] | None = None
+    """Communication of each rank by kind in one decode step of the largest batch, which generates one token for each of
+    its sequences; null for a case that scores."""
     path: Path | None = None
     """Links that carried the traffic; null if it was not measured."""
 
@@ -316,7 +325,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     items: Count
     """Number of items compared."""
     flipped: list[Count]
-    """Numbers of the items whose prediction differs, by the metric of `accuracy_check`."""
+    """Numbers of the items whose prediction differs, by the metric of `accuracy_check`, or whose text does."""
+    first_difference: Count | None = None
+    """Number of generated tokens that are equal in all texts before the first difference; null without one, and for a
+    case that scores."""
     lost: Count | None
     """Number of items that are right in the reference and wrong in this case; null without labels in both cases."""
     won: Count | None
@@ -387,7 +399,17 @@ class CaseResult(msgspec.Struct, kw_only=True):
     sequences_per_s: Amount | None = None
     """Sequences per second; the median over launches."""
     tokens_per_s: Amount | None = None
-    """Input tokens per second without padding; the median over launches."""
+    """Input tokens per second without padding, and for a case that generates, generated tokens per second; the median
+    over launches."""
+    first_token_s: Seconds | None = None
+    """Time to first token: the median over batches, and over launches. Null for a case that scores."""
+    token_p50_s: Seconds | None = None
+    """Time per output token: the median over decode steps, and over launches. Null for a case that scores, and if one
+    token is generated."""
+    token_p95_s: Seconds | None = None
+    """The 95th percentile of the time of a decode step; the median over launches."""
+    token_p99_s: Seconds | None = None
+    """The 99th percentile of the time of a decode step; the median over launches. Null with fewer than 100 steps."""
     acc: Fraction | None = None
     """Fraction of items answered right by log-likelihood; the median over launches."""
     acc_norm: Fraction | None = None
@@ -403,7 +425,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     energy_j_per_sequence: Amount | None = None
     """Energy of all devices in joules per sequence; the median over launches. Null if a window is shorter than 1 s."""
     energy_j_per_token: Amount | None = None
-    """Energy of all devices in joules per input token without padding; the median over launches."""
+    """Energy of all devices in joules per input token without padding, and for a case that generates, per generated
+    token; the median over launches."""
     findings: list[Finding] = []
     """Observations about the case."""
     why: dict[str, str] = {}

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
 from pytest_llmgpu.report.work import Work
 
-_FLOAT32_BYTES = 4
+_NUMBER_BYTES = 4
 _ROUNDING = 1e-6
 _EXPLAINED_BYTES = 2**24
 """A larger report is not decoded a second time for its error message."""
@@ -80,12 +81,12 @@ def check(cases: Sequence[CaseResult]) -> None:
 
 def _check_launch(launch: Launch, place: str) -> None:
     batches = launch.batches
-    if (least_s := min(batches.latency_s, default=1.0)) <= 0:
-        number = batches.latency_s.index(least_s)
-        _refuse(f"{place}.batches.latency_s[{number}]", f"seconds above 0, got {least_s}")
+    _check_positive(batches.latency_s, f"{place}.batches.latency_s")
     _check_lengths(batches, ("sequences", "tokens", "padded_tokens"), len(batches.latency_s), f"{place}.batches")
     if launch.accuracy is not None:
         _check_accuracy(launch.accuracy, f"{place}.accuracy")
+    if launch.generation is not None:
+        _check_generation(launch.generation, len(batches.latency_s), f"{place}.generation")
     if launch.profile is not None and launch.profile.series is not None:
         series = launch.profile.series
         _check_length(series.devices, len(launch.profile.devices), f"{place}.profile.series.devices")
@@ -103,15 +104,32 @@ def _check_work(work: Work, place: str) -> None:
         _check_lengths(rank, ("device_time_s", "copy_s", "idle_s"), work.passes, f"{place}.ranks[{number}]")
 
 
+def _check_generation(generation: Generation, batches: int, place: str) -> None:
+    _check_length(generation.prompt_tokens, len(generation.new_tokens), f"{place}.prompt_tokens")
+    _check_length(generation.first_token_s, batches, f"{place}.first_token_s")
+    for name in ("first_token_s", "step_s"):
+        _check_positive(getattr(generation, name), f"{place}.{name}")
+    for name in ("tokens", "loglikelihoods", "prefill_loglikelihoods", "reference_loglikelihoods"):
+        if (text := getattr(generation, name)) is not None:
+            numbers = _numbers(text, f"{place}.{name}")
+            if numbers != sum(generation.new_tokens):
+                _refuse(f"{place}.{name}", f"{sum(generation.new_tokens)} numbers, got {numbers}")
+
+
+def _numbers(text: str, place: str) -> int:
+    """Return how many numbers of 4 bytes a text of base64 holds."""
+    try:
+        size_bytes = len(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:  # ValueError: letters beyond ASCII
+        _refuse(place, f"base64, got another text ({error})")
+    if size_bytes % _NUMBER_BYTES:
+        _refuse(place, f"numbers of {_NUMBER_BYTES} bytes, got {size_bytes} bytes")
+    return size_bytes // _NUMBER_BYTES
+
+
 def _check_accuracy(accuracy: Accuracy, place: str) -> None:
     _check_lengths(accuracy, ("predictions", "predictions_norm", "labels"), accuracy.items, place)
-    try:
-        size_bytes = len(base64.b64decode(accuracy.loglikelihoods, validate=True))
-    except (binascii.Error, ValueError) as error:  # ValueError: letters beyond ASCII
-        _refuse(f"{place}.loglikelihoods", f"base64, got another text ({error})")
-    if size_bytes % _FLOAT32_BYTES:
-        _refuse(f"{place}.loglikelihoods", f"numbers of {_FLOAT32_BYTES} bytes, got {size_bytes} bytes")
-
+    _numbers(accuracy.loglikelihoods, f"{place}.loglikelihoods")
     for metric, choices in (("acc", accuracy.predictions), ("acc_norm", accuracy.predictions_norm)):
         if accuracy.labels is None or choices is None or not accuracy.items:
             continue
@@ -143,6 +161,11 @@ def _check_lengths(record: msgspec.Struct, columns: Sequence[str], length: int, 
         column = getattr(record, name)
         if column is not None and len(column) != length:
             _check_length(column, length, f"{place}.{name}")
+
+
+def _check_positive(column: list[float], place: str) -> None:
+    if (least_s := min(column, default=1.0)) <= 0:
+        _refuse(f"{place}[{column.index(least_s)}]", f"seconds above 0, got {least_s}")
 
 
 def _check_length(column: Sequence[object], length: int, place: str) -> None:

@@ -6,19 +6,24 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import logits, model_facts, model_files, models, tasks
+from pytest_llmgpu.inference import kv_cache, logits, model_facts, model_files, models, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
-from pytest_llmgpu.report.case import DEFAULT_TASK, Case
+from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib
 from pytest_llmgpu.session.runner import Request
+from pytest_llmgpu.strategies import divisibility
 from pytest_llmgpu.strategies.protocol import Strategy
+
+_PROMPT_TOKENS, _NEW_TOKENS = 96, 64
+"""The defaults of workload generate: about the length of HellaSwag's contexts, and half a paragraph."""
 
 _EXTRAS = ("deepspeed",)
 """Libraries that an extra of this package installs, in a version that is known to work."""
@@ -92,6 +97,7 @@ class Planner:
         items: Dataset | Sequence[Item] | None = None,
         *,
         task: str = DEFAULT_TASK,
+        new_tokens: int | None = None,
     ) -> Request:
         """Return one case with everything that its measurement needs.
 
@@ -99,8 +105,9 @@ class Planner:
             options: The options in force for the test.
             strategy_name: One of `options.strategy`; the case has the name that the strategy itself has.
             batch_size: Sequences per forward.
-            items: The items to score; None for the items of `task` that the options choose.
+            items: The items to score or to continue; None for the items of `task` that the options choose.
             task: The name of the task; used where no items are given.
+            new_tokens: The number of tokens to generate for each item; None for the one of the options.
         """
         place, strategy = self._strategy(strategy_name)
         backend, strategy_options = _backend_and_options(strategy, options)
@@ -108,7 +115,8 @@ class Planner:
         _check_library(backend, chosen_by)
         chosen, limit = self._items(options, items, task)
         task_place, its_task = self._task(chosen.task)
-        sequences = sum(len(its_task.requests(item)) for item in chosen.items)
+        generates = _generates(options, chosen, new_tokens)
+        sequences = len(chosen) if generates else sum(len(its_task.requests(item)) for item in chosen.items)
         if batch_size > sequences:
             limited = f" (--llmgpu-limit={limit})" if limit and limit == options.limit else ""
             # A test with items of its own chose the batch size, too: then no flag helps.
@@ -129,7 +137,7 @@ class Planner:
                 backend=backend,
                 strategy_options=strategy_options,
                 batch_size=batch_size,
-                workload=logits.WORKLOADS[options.scoring],
+                workload=GENERATE if generates else logits.WORKLOADS[options.scoring],
                 model=source.name,
                 revision=source.revision,
                 load_format=options.load_format,
@@ -145,6 +153,8 @@ class Planner:
                 add_bos=_ADD_BOS[options.add_bos],
                 limit=limit,
                 task=chosen.task,
+                prompt_tokens=(options.prompt_tokens or _PROMPT_TOKENS) if generates else None,
+                new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
 
         if options.load_format != "dummy" and not models.is_preset(options.model):
@@ -152,10 +162,10 @@ class Planner:
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
             if model_files.is_quantized(outline.config):
                 model_facts.ask(outline)
-            strategy.check(case_of(outline), outline)
+            _check_case(case_of(outline), outline, strategy)
         source = self._source(options, chosen)
         case = case_of(source)
-        strategy.check(case, source)
+        _check_case(case, source, strategy)
         return Request(
             case=case,
             machine=machine,
@@ -265,6 +275,49 @@ class Planner:
             except ValueError as error:
                 raise ValueError(f"--llmgpu-sample-period: {error}") from None
             self._period_checked = True
+
+
+def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:
+    """Return whether a dataset is continued, not scored; refuse options of the other workload.
+
+    Args:
+        options: The options in force for the test.
+        dataset: The items.
+        new_tokens: The argument of `measure`; None if it was not given.
+    """
+    is_prompts = dataset.task == tasks.PROMPTS
+    if (options.workload or ("generate" if is_prompts else "score")) == "generate":
+        if options.scoring != "lean":
+            raise ValueError(
+                f"--llmgpu-scoring={options.scoring}: this is an option of workload score, and the test generates"
+            )
+        return True
+    if is_prompts:
+        raise ValueError(
+            f"--llmgpu-workload=score: the items of task {tasks.PROMPTS} have no endings to score: generate is needed"
+        )
+    if new_tokens is not None:
+        raise ValueError(
+            f"new_tokens={new_tokens}: this is an argument of workload generate, and the test scores: use the fixture "
+            f"{tasks.PROMPTS}, or pass --llmgpu-workload=generate"
+        )
+    return False
+
+
+def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:
+    """Refuse a case that its model or its strategy cannot run."""
+    if case.prompt_tokens is not None and case.new_tokens is not None:
+        fields, tokens = divisibility.architecture(source), case.prompt_tokens + case.new_tokens
+        context = models.max_length(SimpleNamespace(**fields))
+        if tokens > context:
+            raise ValueError(
+                f"--llmgpu-model={source.name}: its context has {context} tokens, but {case.prompt_tokens} of a prompt "
+                f"and {case.new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens "
+                f"with a sum of at most {context}"
+            )
+        if (reason := kv_cache.reason_against(fields, tokens)) is not None:
+            raise ValueError(f"--llmgpu-model={source.name} {reason}: workload generate is not possible")
+    strategy.check(case, source)
 
 
 def _backend_and_options(

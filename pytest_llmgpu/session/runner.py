@@ -25,6 +25,7 @@ from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances, profile_figures
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, HostUse, Launch, Phase, Profile, Traffic
 from pytest_llmgpu.report.text import percent
@@ -57,6 +58,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The case times out after this many seconds without a loaded model."""
     work: bool = False
     """True if work passes follow the measured forwards."""
+    reference: worker.ReferenceTexts | None = None
+    """Texts of the reference strategy that the case scores, too; None if there are none, or if the case scores."""
 
 
 class Runner:
@@ -96,8 +99,8 @@ class Runner:
         """Maps the place of each strategy whose build was tried to the error; None if the build succeeded."""
         self._load_errors: dict[str, RankFailedError] = {}
         """Maps a loading (`Case.loading`) that failed, for another reason than out of memory, to the error."""
-        self._not_recorded: dict[str, str] = {}
-        """Maps a loading (`Case.loading`) to the operation that could not be recorded as a CUDA graph."""
+        self._not_recorded: dict[tuple[str, str], str] = {}
+        """Maps a loading (`Case.loading`) and a workload to the operation that no CUDA graph could record."""
         self.kernel_names: dict[str, int] = {}
         """Maps the name of each kernel in the results to its number, in the order of the numbers."""
         self.ceilings: Ceilings | None = None
@@ -192,7 +195,7 @@ class Runner:
                 raise
             # A failed recording leaves a rank in no defined state, and the others may wait in a collective.
             self._abandon()
-            self._not_recorded[request.case.loading] = error.failure.message
+            self._not_recorded[request.case.loading, request.case.workload] = error.failure.message
             return self._measure_as_decided(request, launch)
 
     def _measure_as_decided(self, request: Request, launch: Launch) -> str:
@@ -209,9 +212,8 @@ class Runner:
         began = self._began_s
         group.ask(
             worker.warm_up,
-            case.dataset_sha256,
-            case.batch_size,
-            self._not_recorded.get(case.loading),
+            case,
+            self._not_recorded.get((case.loading, case.workload)),
             phase="forward",
             timeout_s=request.timeout_s,
         )
@@ -229,6 +231,7 @@ class Runner:
         assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
         _check_ranks_agree(replies, case)
         _fill(launch, replies)
+        self._check_texts(request, launch)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
         launch.profile = self._with_disturbances(profiler.slice(started, ended), request, launch.host)
         self._profiles.append(launch.profile)
@@ -238,6 +241,25 @@ class Runner:
             for use in reply.memory
         ]
         return replies[0].execution
+
+    def _check_texts(self, request: Request, launch: Launch) -> None:
+        """Add the log-likelihoods that generated texts are checked by; without them the texts are unchecked."""
+        if launch.generation is None or self._group is None:
+            return
+        try:
+            checked: list[Generation] = self._group.ask(
+                worker.check_texts, request.reference, phase="forward", timeout_s=request.timeout_s
+            )
+        except RankFailedError as error:
+            self._abandon()
+            launch.why["generation"] = f"the forwards that check the texts failed: {error}"
+            return
+        launch.generation = msgspec.structs.replace(
+            launch.generation,
+            prefill_loglikelihoods=checked[0].prefill_loglikelihoods,
+            reference=checked[0].reference,
+            reference_loglikelihoods=checked[0].reference_loglikelihoods,
+        )
 
     def _begin(self, phase: Phase, profiler: Profiler) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
@@ -275,12 +297,16 @@ class Runner:
 
     def _record_work(self, request: Request, launch: Launch) -> None:
         """Add what the program computed."""
-        replies: list[work.WorkReply] | None = self._ask_for_work(request, launch, worker.run_eager_passes)
+        replies: list[list[work.WorkReply]] | None = self._ask_for_work(request, launch, worker.run_eager_passes)
         if replies is None:
             return
         sizes = self._ask_for_work(request, launch, worker.model_size)
         # Without the size of the model the bound alone is unknown.
-        launch.work = work.join(replies, self.kernel_names, launch.why["work"] if sizes is None else sizes[0])
+        size = launch.why["work"] if sizes is None else sizes[0]
+        launch.work, *prefill = (
+            work.join(of_ranks, self.kernel_names, size) for of_ranks in zip(*replies, strict=True)
+        )
+        launch.prefill_work = prefill[0] if prefill else None
         del launch.why["work"]
         if self._group is not None:
             self._measure_ceilings(self._group, request, len(replies))
@@ -332,7 +358,12 @@ class Runner:
             self._abandon()
             result.outcome, result.failure = "error", Failure(phase="forward", message=str(error))
         sequences = sum(result.launches[-1].batches.sequences)
-        result.traffic = Traffic(ranks=ranks, wire_bytes_per_sequence=traffic.wire_bytes_per_sequence(ranks, sequences))
+        steps = [reply.step for reply in replies if reply.step is not None]
+        result.traffic = Traffic(
+            ranks=ranks,
+            wire_bytes_per_sequence=traffic.wire_bytes_per_sequence(ranks, sequences),
+            step=steps if len(steps) == len(ranks) else None,
+        )
         del result.why["traffic"]
 
     def _load(self, request: Request) -> RankGroup:
@@ -442,10 +473,13 @@ def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None
     Raises:
         RankFailedError: They differ by more than rounding.
     """
-    first = derived.decode(replies[0].accuracy.loglikelihoods)
+    first = derived.decode(_loglikelihoods(replies[0]))
     allowed = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype]
     for number, reply in enumerate(replies[1:], start=1):
-        difference = derived.typical_difference(derived.decode(reply.accuracy.loglikelihoods), first)
+        if _tokens(reply) != _tokens(replies[0]):
+            message = f"rank {number} chose other tokens than rank 0"
+            raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
+        difference = derived.typical_difference(derived.decode(_loglikelihoods(reply)), first)
         if difference > allowed:
             message = (
                 f"the log-likelihoods of rank {number} typically differ by {percent(difference)} from those of rank 0; "
@@ -454,12 +488,23 @@ def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None
             raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
 
 
+def _tokens(reply: worker.ScoreReply) -> str | None:
+    return None if reply.generation is None else reply.generation.tokens
+
+
+def _loglikelihoods(reply: worker.ScoreReply) -> str:
+    answers = reply.generation or reply.accuracy
+    assert answers is not None, "a case scores or generates"
+    return answers.loglikelihoods
+
+
 def _fill(launch: Launch, replies: Sequence[worker.ScoreReply]) -> None:
     """Fill a launch with what its ranks measured: the slowest rank counts, and the smallest workspace."""
     launch.warmup_s = max(reply.warmup_s for reply in replies)
     launch.plan_sha256 = replies[0].plan_sha256
     launch.batches = slowest([reply.batches for reply in replies])
     launch.accuracy = replies[0].accuracy
+    launch.generation = _slowest_generation([reply.generation for reply in replies if reply.generation is not None])
     launch.execution_choice = replies[0].execution_choice
     launch.host = HostUse(
         wall_s=max(reply.host.wall_s for reply in replies),
@@ -471,6 +516,18 @@ def _fill(launch: Launch, replies: Sequence[worker.ScoreReply]) -> None:
     if (workspace := replies[0].workspace) is not None:
         launch.tokens_requested = workspace.tokens_requested
         launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
+
+
+def _slowest_generation(ranks: Sequence[Generation]) -> Generation | None:
+    """Return the texts of rank 0, with each time of the slowest rank and the KV caches of all; None without a rank."""
+    if not ranks:
+        return None
+    return msgspec.structs.replace(
+        ranks[0],
+        first_token_s=list(map(max, zip(*(rank.first_token_s for rank in ranks), strict=True))),
+        step_s=list(map(max, zip(*(rank.step_s for rank in ranks), strict=True))),
+        kv_cache_bytes=sum(rank.kv_cache_bytes for rank in ranks),
+    )
 
 
 def _device_memory(

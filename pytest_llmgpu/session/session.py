@@ -10,14 +10,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import msgspec
+
+from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import generated
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
@@ -27,7 +32,7 @@ from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.session.run_folder import RunFolder
-from pytest_llmgpu.session.runner import Runner
+from pytest_llmgpu.session.runner import Request, Runner
 
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
@@ -179,6 +184,16 @@ class BenchmarkSession:
         self.recorder.start_launch(number)
         self._launch = f"launch {number} of {of}"
         self._live.note(f"llmgpu: {self._launch}")
+
+    def with_reference(self, request: Request) -> Request:
+        """Return a request with the texts of the reference strategy, where the run has generated them before."""
+        report = self.recorder.report
+        mp = None if report is None else reference.find(request.case, report.cases)
+        texts = None if mp is None else generated(mp)
+        if mp is None or texts is None:
+            return request
+        given = ReferenceTexts(key=mp.key, tokens=texts.tokens)
+        return msgspec.structs.replace(request, reference=given)
 
     def record(self, result: CaseResult, options: Options, nodeid: str) -> CaseResult:
         """Add a result of any outcome to the report; return its case with all launches so far."""

@@ -50,7 +50,9 @@ class KernelInjection:
         self.check_machine(case)
 
     def check_model(self, case: Case, source: ModelSource) -> None:
-        """Refuse a model that the kernels would compute wrongly."""
+        """Refuse a workload and a model that the kernels would compute wrongly."""
+        if case.generates:
+            raise ValueError("--strategy=iok: this strategy scores only: use mp or tp to generate")
         fields = divisibility.architecture(source)
         problem = _unsupported(fields)
         if problem is not None:

@@ -31,6 +31,7 @@ from pytest_llmgpu.ranks.worker import RankState, ScoreReply
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import Accuracy
 from pytest_llmgpu.strategies.deepspeed import kernels
 from pytest_llmgpu.strategies.protocol import Loaded
 
@@ -183,7 +184,9 @@ class _Ranks:
 
     def score(self, batch_size: int, cuda_graphs: str = "off") -> ScoreReply:
         replies: list[ScoreReply] = self.ask(_score, self._dataset_sha256, batch_size, cuda_graphs)
-        assert len({reply.accuracy.loglikelihoods for reply in replies}) == 1, "every rank has the same log-likelihoods"
+        assert len({_accuracy(reply).loglikelihoods for reply in replies}) == 1, (
+            "every rank has the same log-likelihoods"
+        )
         return replies[0]
 
 
@@ -215,8 +218,13 @@ def _started(folder: Path, strategy: str, devices: int, backend: str, model: str
 def _score(state: RankState, sha256: str, batch_size: int, cuda_graphs: str) -> ScoreReply:
     """In a rank: score with or without CUDA graphs."""
     assert state.case is not None
-    state.case = msgspec.structs.replace(state.case, cuda_graphs=cuda_graphs)
-    return worker.score(state, sha256, batch_size)
+    changed = {"dataset_sha256": sha256, "batch_size": batch_size, "cuda_graphs": cuda_graphs}
+    return worker.score(state, msgspec.structs.replace(state.case, **changed))
+
+
+def _accuracy(reply: ScoreReply) -> Accuracy:
+    assert reply.accuracy is not None
+    return reply.accuracy
 
 
 def _held(state: RankState) -> tuple[int, int]:
@@ -355,9 +363,9 @@ def test_kernels_give_the_numbers_of_the_plain_model(kernel_injection: _Kernels,
 def test_a_batch_size_is_the_same_alone_and_in_a_sweep(kernel_injection: _Kernels) -> None:
     """A smaller or larger workspace before a case changes no number."""
     small, large, small_again = kernel_injection.small_large_small
-    assert small_again.accuracy.loglikelihoods == small.accuracy.loglikelihoods
+    assert _accuracy(small_again).loglikelihoods == _accuracy(small).loglikelihoods
     assert small_again.workspace == small.workspace
-    assert large.accuracy.loglikelihoods == kernel_injection.large.accuracy.loglikelihoods
+    assert _accuracy(large).loglikelihoods == _accuracy(kernel_injection.large).loglikelihoods
     assert large.workspace == kernel_injection.large.workspace
 
 
@@ -411,14 +419,14 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path, strategy: st
 
 
 def _difference(reply: ScoreReply, right: ScoreReply) -> float:
-    difference = reference.largest_difference(reply.accuracy.loglikelihoods, right.accuracy.loglikelihoods)
+    difference = reference.largest_difference(_accuracy(reply).loglikelihoods, _accuracy(right).loglikelihoods)
     assert difference is not None, "every log-likelihood is finite"
     return difference
 
 
 def _agrees(reply: ScoreReply, right: ScoreReply) -> None:
     assert _difference(reply, right) < 10 * _TOLERANCE
-    found, expected = reply.accuracy, right.accuracy
+    found, expected = _accuracy(reply), _accuracy(right)
     numbers = [decode(one.loglikelihoods) for one in (found, expected)]
     assert typical_difference(*numbers) <= _TOLERANCE
     assert len(reference.flipped(found, expected, "acc_norm")) <= _FEW

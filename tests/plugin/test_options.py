@@ -316,3 +316,33 @@ def test_a_flag_of_a_strategy_that_is_not_measured_is_refused(pytester: pytest.P
         """
     )
     assert pytester.runpytest_inprocess(flag, "--collect-only").ret == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "owner", "other"),
+    [
+        ("--llmgpu-new-tokens=8", "generate", "score"),
+        ("--llmgpu-prompt-tokens=8", "generate", "score"),
+        ("--llmgpu-scoring=harness", "score", "generate"),
+        ("--llmgpu-accuracy-tolerance=0.02", "score", "generate"),
+    ],
+)
+def test_a_flag_of_a_workload_that_no_test_has_is_refused(
+    pytester: pytest.Pytester, flag: str, owner: str, other: str
+) -> None:
+    """The fixture or the option decides on the workload of a test; an ini key is accepted."""
+    tests = {
+        "score": "def test_it(llm, hellaswag, batch_size, measure): ...",
+        "generate": "def test_it(llm, prompts, batch_size, measure): ...",
+    }
+    pytester.makepyfile(tests[other])
+    result = pytester.runpytest_inprocess(flag, "--collect-only")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name, _, value = flag.partition("=")
+    result.stderr.fnmatch_lines([f"ERROR: {name}: *workload {owner}*"])
+    assert pytester.runpytest_inprocess(flag, f"--llmgpu-workload={owner}", "--collect-only").ret == 0
+    pytester.makeini(f"[pytest]\n{name[2:].replace('-', '_')} = {value}\n")
+    assert pytester.runpytest_inprocess("--collect-only").ret == 0
+    pytester.makeini("[pytest]\n")
+    pytester.makepyfile(tests[owner])
+    assert pytester.runpytest_inprocess(flag, "--collect-only").ret == 0

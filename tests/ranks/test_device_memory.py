@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 from support import tiny_model
@@ -147,6 +148,6 @@ def test_every_case_of_a_sweep_begins_with_a_reset(tmp_path: Path, monkeypatch: 
     worker.give(state, dataset.sha256, dataset.items, tasks.BUILT_IN["hellaswag"])
     for batch_size in (2, 8, 2):
         events.clear()
-        reply = worker.score(state, dataset.sha256, batch_size)
+        reply = worker.score(state, msgspec.structs.replace(case, batch_size=batch_size))
         assert sum(reply.batches.sequences) == tiny_model.SEQUENCES
         assert events[:2] == ["reset", batch_size]

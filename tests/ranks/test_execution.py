@@ -180,23 +180,28 @@ def state(model: Any, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device_memory, "reset", lambda _devices: None)
     monkeypatch.setattr(device_memory, "usage", lambda *_, **__: [])
     found = RankState(lambda _: None)
-    found.case = make_case(dtype="float32", device="cuda", devices=1)
+    found.case = make_case(batch_size=_BATCH_SIZE, dtype="float32", device="cuda", devices=1, dataset_sha256="data")
     found.source = object()  # type: ignore[assignment]  # the requests below need no tokenizer
     found.strategy = LayerParallel()
     found.loaded, found.devices = _loaded(model), (GPU,)
     found.datasets["data"] = HellaSwag(), ()
-    found.requests["data"] = _requests()
+    found.requests["data", None, None] = _requests()
     return found
+
+
+def _warm_up(state: RankState, not_recorded: str | None = None) -> None:
+    assert state.case is not None
+    worker.warm_up(state, state.case, not_recorded)
 
 
 def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, graphs: type[_Decoder]) -> None:
     """Work passes in the execution of the case replay them; counting traffic and user functions run eagerly."""
-    worker.warm_up(state, "data", _BATCH_SIZE)
+    _warm_up(state)
     assert graphs.entered == [True]
     worker.call(state, lambda _: None, ())
     assert graphs.entered == [True, False]
-    worker.warm_up(state, "data", _BATCH_SIZE)
-    worker.warm_up(state, "data", _BATCH_SIZE)
+    _warm_up(state)
+    _warm_up(state)
     assert graphs.entered == [True, False, True, False, True]
     worker.account(state)
     assert graphs.entered[-1] is False
@@ -204,7 +209,7 @@ def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, 
 
 def test_without_a_recording_nothing_is_entered(state: RankState, graphs: type[_Decoder]) -> None:
     """The case runs eagerly, with the reason that the launcher gave."""
-    worker.warm_up(state, "data", _BATCH_SIZE, "`x.item()` cannot be recorded")
+    _warm_up(state, "`x.item()` cannot be recorded")
     assert graphs.entered == []
     assert state.warmed_up is not None
     assert state.warmed_up.decision.detail == "`x.item()` cannot be recorded"
@@ -221,10 +226,10 @@ def test_answers_of_a_replay_are_those_of_an_eager_forward(
     assert state.case is not None
     state.case = msgspec.structs.replace(state.case, dtype=dtype)
     if fits:
-        worker.warm_up(state, "data", _BATCH_SIZE)
+        _warm_up(state)
         return
     with pytest.raises(ValueError, match=r"batch 5 .* differ by .* float32 allows 0.001 %.*--llmgpu-cuda-graphs=off"):
-        worker.warm_up(state, "data", _BATCH_SIZE)
+        _warm_up(state)
     assert graphs.entered == [True, False]
 
 
@@ -240,7 +245,7 @@ def test_a_workspace_is_reserved_before_the_recording(
         return Workspace(tokens_requested=tokens, tokens_granted=tokens, workspace_bytes=1)
 
     monkeypatch.setattr(LayerParallel, "prepare", prepare)
-    worker.warm_up(state, "data", _BATCH_SIZE)
+    _warm_up(state)
     assert granted == [(2, 36)]
     state.graphs.close()
 
@@ -249,7 +254,7 @@ def test_a_workspace_is_reserved_before_the_recording(
 
     monkeypatch.setattr(LayerParallel, "prepare", refuse)
     with pytest.raises(WorkspaceError):
-        worker.warm_up(state, "data", _BATCH_SIZE)
+        _warm_up(state)
 
 
 def test_each_decision_is_described_with_its_figures(prose: Prose) -> None:

@@ -25,7 +25,7 @@ def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
     assert table.columns == ["mp", "tp", "iok"]
     assert [name for name, _ in table.rows] == ["1", "2", "4", "8", "16", "32", "64"]
     cells = _cells(table)
-    assert (cells["mp-bs1"].time, cells["mp-bs1"].accuracy, cells["mp-bs1"].kind) == ("171.0 min", "82.8 %", "plain")
+    assert (cells["mp-bs1"].time, cells["mp-bs1"].second, cells["mp-bs1"].kind) == ("171.0 min", "82.8 %", "plain")
     assert [name for name, cell in cells.items() if cell.kind == "best"] == ["iok-bs16", "mp-bs32", "tp-bs64"]
     assert (cells["iok-bs64"].word, cells["iok-bs64"].kind) == ("OOM", "oom")
     assert table.marks == [LEGEND["best"], LEGEND["oom"]]
@@ -58,7 +58,7 @@ def test_a_case_without_a_time_has_its_outcome(outcome: Outcome, kind: str, word
 def test_the_accuracy_of_random_weights_is_left_out() -> None:
     """It is chance, and the title states why there is none."""
     table = make_time_table([make_result(accuracy=make_accuracy(), load_format="dummy")])
-    assert _cells(table)["mp-bs1"].accuracy == ""
+    assert _cells(table)["mp-bs1"].second == ""
     assert "random" in table.title
 
 

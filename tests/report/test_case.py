@@ -31,12 +31,15 @@ _CHANGES: dict[str, Any] = {
     "add_bos": False,
     "limit": 10,
     "task": "another",
+    "prompt_tokens": 8,
+    "new_tokens": 4,
 }
 
 
 def test_the_id_names_strategy_and_batch_size() -> None:
     """The id is short, as in `mp-bs8`."""
     assert make_case(strategy="mp", batch_size=8).id == "mp-bs8"
+    assert make_case(strategy="tp", batch_size=8, workload="generate").id == "tp-generate-bs8"
 
 
 def test_every_field_has_a_changed_value_in_this_file() -> None:
@@ -75,13 +78,18 @@ def test_a_field_of_another_version_does_not_change_the_key() -> None:
 def test_keys_do_not_change_between_versions() -> None:
     """Scripts can join reports by their keys: fields of each type, and no field that has its default."""
     assert make_case().key == "c736f18c6448649dd909c279dd3f345fdce98e4c6458e2113e4126f634b9b40c"
-    assert make_case(**_CHANGES).key == "1b0b3be0aad2f519fa14ca425d4aef2c615217642487bf59cb470c180199f562"
+    older = {name: value for name, value in _CHANGES.items() if name not in {"prompt_tokens", "new_tokens"}}
+    assert make_case(**older).key == "1b0b3be0aad2f519fa14ca425d4aef2c615217642487bf59cb470c180199f562"
+    assert make_case(**_CHANGES).key == "e3bf16b15046bf53fca76b60e94fc4efb9ce7c8f15fbb2f84c6d21706b25b3aa"
 
 
 @pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_batch_size_dataset_and_task_do_not_need_another_loaded_model(name: str) -> None:
-    """A loaded model serves every batch size, dataset and task; every other setting needs new processes."""
-    shared = name in {"batch_size", "execution", "dataset", "dataset_sha256", "limit", "task"}
+def test_batch_size_dataset_and_workload_do_not_need_another_loaded_model(name: str) -> None:
+    """A loaded model serves every batch size, dataset and workload; every other setting needs new processes."""
+    shared = name in {
+        *("batch_size", "execution", "dataset", "dataset_sha256", "limit", "task"),
+        *("workload", "prompt_tokens", "new_tokens"),
+    }
     assert (make_case().loading == make_case(**{name: _CHANGES[name]}).loading) is shared
 
 

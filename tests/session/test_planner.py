@@ -347,3 +347,45 @@ def test_a_batch_size_above_the_number_of_sequences_is_refused(tmp_path: Path, c
         planner.request(options, "mp", 9)
     with pytest.raises(ValueError, match=r"^batch size 9 is more than the 8 sequences of \S+ \(--llmgpu-limit=2\)$"):
         planner.request(options, "mp", 9, planner.dataset(options))
+
+
+def test_prompts_are_continued_and_other_items_where_the_option_asks(
+    tmp_path: Path, choose: Callable[..., Options]
+) -> None:
+    """The fixture or the option decides; each item is one sequence, and the same loaded model serves both workloads."""
+    planner = _planner(tmp_path)
+    scored = planner.request(choose(), "mp", 4).case
+    assert (scored.workload, scored.prompt_tokens, scored.new_tokens) == ("loglikelihood", None, None)
+    prompts = planner.request(choose(), "mp", 4, task="prompts").case
+    assert (prompts.id, prompts.prompt_tokens, prompts.new_tokens) == ("mp-generate-bs4", 96, 64)
+    contexts = planner.request(choose(workload="generate", prompt_tokens=8), "mp", 4).case
+    assert (contexts.id, contexts.task, contexts.prompt_tokens) == ("mp-generate-bs4", "hellaswag", 8)
+    own = planner.request(choose(new_tokens=5), "mp", 4, planner.dataset(choose(), "prompts"), new_tokens=7).case
+    assert own.new_tokens == 7, "the argument of measure comes first"
+    assert len({case.series for case in (scored, prompts, contexts, own)}) == 4
+    assert len({case.loading for case in (scored, prompts, contexts, own)}) == 1
+    with pytest.raises(ValueError, match=rf"batch size 7 is more than the {tiny_model.ITEMS} sequences"):
+        planner.request(choose(), "mp", 7, task="prompts")
+
+
+@pytest.mark.parametrize(
+    ("fields", "task", "new_tokens", "complaint"),
+    [
+        ({"workload": "score"}, "prompts", None, "--llmgpu-workload=score: the items of task prompts have no endings"),
+        ({"scoring": "harness"}, "prompts", None, "--llmgpu-scoring=harness: this is an option of workload score"),
+        ({}, "hellaswag", 5, "new_tokens=5: this is an argument of workload generate"),
+        ({"prompt_tokens": 250}, "prompts", None, "its context has 256 tokens, but 250 of a prompt and 64 new ones"),
+    ],
+)
+def test_what_a_workload_does_not_have_is_refused(
+    tmp_path: Path,
+    choose: Callable[..., Options],
+    fields: dict[str, object],
+    task: str,
+    new_tokens: int | None,
+    complaint: str,
+) -> None:
+    """The message names the value, its source and what is needed, before a process starts."""
+    planner, options = _planner(tmp_path), choose(**fields)
+    with pytest.raises(ValueError, match=complaint):
+        planner.request(options, "mp", 1, planner.dataset(options, task), new_tokens=new_tokens)

@@ -316,13 +316,15 @@ def _working(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if fn is worker.account:
         return TrafficReply(collectives=[_SENT])
     if fn is worker.run_eager_passes:
-        return WorkReply(
-            batches=[1],
-            eager_batches=[1],
-            work=RankWork(uuids=["GPU-c"], flops=7),
-            rows=[NamedRow(None, "gemm", "GEMM", 1, 0.5)],
-            collective_s=[{}] * 3,
-        )
+        return [
+            WorkReply(
+                batches=[1],
+                eager_batches=[1],
+                work=RankWork(uuids=["GPU-c"], flops=7),
+                rows=[NamedRow(None, "gemm", "GEMM", 1, 0.5)],
+                collective_s=[{}] * 3,
+            )
+        ]
     if fn is worker.model_size:
         return ModelSize(parameters=1, weights_bytes=2, layers=3, attention_width=4)
     if fn is worker.measure_ceilings:
@@ -523,7 +525,7 @@ def test_after_out_of_memory_only_the_same_series_is_skipped(recorded: list[Case
     """Larger or equal sizes of the same measurement are skipped; smaller ones and other measurements run."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if fn is worker.warm_up and args[1] >= 8:
+        if fn is worker.warm_up and args[0].batch_size >= 8:
             raise RankFailedError("oom", Failure(phase="forward", message="CUDA out of memory"))
         return _reply(fn, args)
 
@@ -558,8 +560,8 @@ def test_forwards_that_cannot_be_recorded_are_measured_eagerly(recorded: list[Ca
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if fn is worker.warm_up:
-            tried.append(args[1:])
-            if args[2] is None:
+            tried.append((args[0].batch_size, args[1]))
+            if args[1] is None:
                 raise RankFailedError(
                     "error", Failure(phase="forward", message="`x.item()`", evidence=serving.NOT_RECORDED)
                 )
@@ -579,7 +581,7 @@ def test_a_rank_that_fails_eagerly_too_is_not_asked_a_third_time(recorded: list[
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if fn is worker.warm_up:
-            evidence = serving.NOT_RECORDED if args[2] is None else "ValueError was raised"
+            evidence = serving.NOT_RECORDED if args[1] is None else "ValueError was raised"
             raise RankFailedError("error", Failure(phase="forward", message="broken", evidence=evidence))
         return _reply(fn, args)
 

@@ -326,8 +326,13 @@ def test_a_workspace_that_is_too_small_gives_answers_by_chance(
     case = msgspec.structs.replace(_CASE, strategy_options={"min_tokens": 1})
     worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
     worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
-    right, collapsed = (worker.score(state, "items", batch_size) for batch_size in (8, 32))
+    right, collapsed = (
+        worker.score(state, msgspec.structs.replace(case, dataset_sha256="items", batch_size=batch_size))
+        for batch_size in (8, 32)
+    )
+    assert right.accuracy is not None
     assert right.accuracy.acc > 0.95
+    assert collapsed.accuracy is not None
     assert 0.05 < collapsed.accuracy.acc < 0.45, "chance is 0.25"
     assert right.workspace is not None
     assert right.workspace.tokens_granted == right.workspace.tokens_requested
@@ -349,8 +354,10 @@ def test_scoring_as_the_harness_gives_the_same_numbers(
         case = msgspec.structs.replace(_CASE, workload=workload)
         worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
         worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
-        replies.append(worker.score(state, "items", batch_size))
-    lean, full = (decode(reply.accuracy.loglikelihoods) for reply in replies)
+        replies.append(
+            worker.score(state, msgspec.structs.replace(case, dataset_sha256="items", batch_size=batch_size))
+        )
+    lean, full = (decode(reply.accuracy.loglikelihoods) for reply in replies if reply.accuracy is not None)
     assert full == pytest.approx(lean, rel=1e-5)
     assert replies[0].workspace == replies[1].workspace
 

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import derive, encode, proportion_stderr
+from pytest_llmgpu.report.derived import derive, encode, encode_tokens, proportion_stderr
 from pytest_llmgpu.report.file import encode as encode_report
+from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.machine import Commit, Environment, Gpu
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import (
@@ -91,6 +92,36 @@ def make_answers(right: Sequence[bool], loglikelihoods: Sequence[float] | None =
     chosen = [label if hit else (label + 1) % 4 for label, hit in zip(labels, right, strict=True)]
     plain = make_accuracy(sum(right) / len(right), len(right), chosen, loglikelihoods)
     return msgspec.structs.replace(plain, labels=labels)
+
+
+def make_generation(
+    texts: Sequence[Sequence[int]],
+    values: Sequence[Sequence[float]],
+    again: Sequence[Sequence[float]],
+    *,
+    reference: str | None = None,
+    reference_values: Sequence[Sequence[float]] | None = None,
+    **fields: Any,
+) -> Generation:
+    """Return texts with their log-likelihoods in decode steps and in a forward without a KV cache."""
+
+    def encoded(rows: Sequence[Sequence[float]]) -> str:
+        return encode(value for row in rows for value in row)
+
+    defaults: dict[str, Any] = {
+        "prompt_tokens": [10] * len(texts),
+        "new_tokens": list(map(len, texts)),
+        "first_token_s": [0.02],
+        "step_s": [0.01] * (len(texts[0]) - 1),
+        "kv_cache_bytes": 1 << 20,
+        "kv_cache_formula_bytes": 1 << 20,
+        "tokens": encode_tokens(token for text in texts for token in text),
+        "loglikelihoods": encoded(values),
+        "prefill_loglikelihoods": encoded(again),
+        "reference": reference,
+        "reference_loglikelihoods": None if reference_values is None else encoded(reference_values),
+    }
+    return Generation(**{**defaults, **fields})
 
 
 def make_profile(

@@ -21,8 +21,9 @@ def measure(loaded: Loaded) -> WorkReply:
 
 def measure_plan(loaded: Loaded, plan: Plan, on_batch: Callable[[Batch, float], None]) -> WorkReply:
     """Run the work passes of a plan, all of them eagerly."""
-    passes = work.record(loaded, plan, workload=logits.LEAN, on_batch=on_batch)
-    return work.measure(loaded, plan, passes, workload=logits.LEAN, on_batch=on_batch)
+    with work.scoring_forward(loaded, logits.LEAN) as forward:
+        passes = work.record(loaded, plan, forward, on_batch=on_batch)
+        return work.measure(loaded, plan, passes, forward, on_batch=on_batch)
 
 
 def flops_of_modules(loaded: Loaded) -> dict[str, int]:

@@ -9,7 +9,13 @@ from pytest_llmgpu.inference.registry import Registry
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Task
 
-BUILT_IN = {"hellaswag": "pytest_llmgpu.inference.tasks.hellaswag:HellaSwag"}
+PROMPTS = "prompts"
+"""Name of the task whose items have no endings: they are continued, and cannot be scored."""
+
+BUILT_IN = {
+    "hellaswag": "pytest_llmgpu.inference.tasks.hellaswag:HellaSwag",
+    PROMPTS: "pytest_llmgpu.inference.tasks.prompts:Prompts",
+}
 """Name to `module:attribute`. pytest reads it at every start, so a task is imported only when a test uses it."""
 
 _REGISTRY: Registry[Task] = Registry(

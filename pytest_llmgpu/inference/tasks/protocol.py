@@ -25,9 +25,9 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     context: str
     """The prompt as the model reads it, without the ending."""
     endings: tuple[str, ...]
-    """The endings to choose from: at least two, none of them empty."""
+    """The endings to choose from: at least two, none of them empty. A prompt that is only continued has none."""
     label: int
-    """The index of the right ending."""
+    """The index of the right ending; 0 where there is none."""
     task: str = DEFAULT_TASK
     """The name of the task that makes the requests of this item and scores the answers."""
 

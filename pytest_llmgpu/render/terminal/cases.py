@@ -61,10 +61,10 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         fastest = {id(best) for best in _fastest_of_series([result for *_, result in order])}
         order = [entry for entry in order if id(entry[3]) in fastest][:most]
     shown, results = [cell for *_, cell, _ in order], [result for *_, result in order]
-    cells: dict[WorkColumn, Sequence[str]] = {_text_column("time"): [_cell(cell, paint) for cell in shown]}
+    cells: dict[WorkColumn, Sequence[str]] = {_text_column(table.time_title): [_cell(cell, paint) for cell in shown]}
     rate, *others = [(column, [column.value(result) for result in results]) for column in SUMMARY]
     cells[rate[0]] = written(rate[1], rate[0].unit)
-    cells[_text_column(table.metric)] = [cell.accuracy for cell in shown]
+    cells[_text_column(table.metric)] = [cell.second for cell in shown]
     known = {column.name for column, values in others if any(values)}
     if "device_busy" in known:
         known.discard("utilization_pct")  # the less exact one of the two

@@ -169,6 +169,8 @@ def _comparisons(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[str]
 def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
     """Return the sort key of the worst case: with random weights the numbers decide, else the predictions."""
     difference = comparison.largest_difference
+    if result.case.generates:
+        return (difference is None, 0, len(comparison.flipped), difference or 0.0)
     if result.case.load_format == "dummy":
         return (difference is None, 0, 0, difference or 0.0)
     return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
@@ -177,7 +179,12 @@ def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, in
 def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     dummy = result.case.load_format == "dummy"
     parts = []
-    if not dummy:
+    if result.case.generates:
+        text = f"{len(comparison.flipped):,} of {plural(comparison.items, 'text')} part"
+        if comparison.first_difference is not None:
+            text += f", the first after {plural(comparison.first_difference, 'token')}"
+        parts.append(text)
+    elif not dummy:
         text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
         if comparison.mcnemar_p is not None:
             text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {written(comparison.mcnemar_p)})"

@@ -1,0 +1,160 @@
+"""A static KV cache: its tensors are allocated once for a case, so that decode steps can be replayed as CUDA graphs.
+
+Each row has a position of its own, the number of its tokens so far. Prompts are padded on the right, and the slots of
+the padding are overwritten by generated tokens before any query attends to them: a token at position p is written to
+slot p, and its query attends to the slots up to p.
+
+Shapes: B rows, H key and value heads of this rank, S tokens of a prompt, T slots, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_ATTENTION = ("full_attention", "sliding_attention")
+
+
+class StaticCache:
+    """The keys and values of all layers, in the interface that the models of transformers call.
+
+    Each layer allocates its part at its first prefill, with the heads that this rank computes, on the layer's device.
+    """
+
+    def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
+        """Make a cache without layers.
+
+        Args:
+            rows: Rows of the largest batch.
+            slots: Tokens of the longest row, generated ones included.
+            devices: The devices of the model.
+        """
+        import torch
+
+        self.prefilling = False
+        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
+        self._rows, self._slots = rows, slots
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # On every device: a copy from one device to another in each layer would be traffic.
+        self._positions = {device: torch.zeros(rows, dtype=torch.int64, device=device) for device in devices}
+        self._numbers = {device: torch.arange(max(rows, slots), device=device) for device in devices}
+
+    @property
+    def bytes(self) -> int:
+        """The size of all keys and values."""
+        return sum(part.numel() * part.element_size() for layer in self._layers.values() for part in layer)
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The tensors that a decode step changes, besides the slots that it writes."""
+        return list(self._positions.values())
+
+    def start(self, lengths_B: torch.Tensor) -> None:
+        """Begin a batch whose prompts have these numbers of tokens, after their prefill."""
+        for positions in self._positions.values():
+            positions[: len(lengths_B)].copy_(lengths_B)
+
+    def rewind(self) -> None:
+        """Move every row to the last position."""
+        for positions in self._positions.values():
+            positions.fill_(self._slots - 1)
+
+    def advance(self) -> None:
+        """Move every row to its next position."""
+        for positions in self._positions.values():
+            positions.add_(1)
+
+    def clear(self) -> None:
+        """Free the memory of all layers."""
+        self._layers.clear()
+
+    def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Return the arguments of a decode step: the position of each row and its mask.
+
+        Args:
+            rows: Rows of the batch.
+            device: The device of the input ids.
+            dtype: The dtype of a mask that is added to the scores; None for a mask of truth values.
+        """
+        import torch
+
+        positions_B1 = self._positions[device][:rows, None]
+        mask_BT = self._numbers[device][: self._slots] <= positions_B1
+        if dtype is not None:
+            mask_BT = torch.zeros_like(mask_BT, dtype=dtype).masked_fill_(~mask_BT, torch.finfo(dtype).min)
+        return {"position_ids": positions_B1, "attention_mask": mask_BT[:, None, None]}
+
+    def update(
+        self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of a layer and return those that its queries attend to (called by transformers)."""
+        rows, heads, tokens = key_BHSD.shape[:3]
+        if layer_idx not in self._layers:
+            # A query attends to no slot that was not written, but a masked score of NaN would be NaN.
+            self._layers[layer_idx] = tuple(
+                part.new_zeros(self._rows, heads, self._slots, part.shape[-1]) for part in (key_BHSD, value_BHSD)
+            )  # type: ignore[assignment]
+        keys, values = (part[:rows] for part in self._layers[layer_idx])
+        if self.prefilling:
+            keys[:, :, :tokens].copy_(key_BHSD)
+            values[:, :, :tokens].copy_(value_BHSD)
+            return key_BHSD, value_BHSD
+        places = self._numbers[keys.device][:rows], slice(None), self._positions[keys.device][:rows]
+        keys[places], values[places] = key_BHSD[:, :, 0], value_BHSD[:, :, 0]
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0, the number of tokens before a prompt (called by transformers in a prefill)."""
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """Return 0, the position of the first token of a prompt (called by transformers in a prefill)."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
+        """Return the number of keys of a prefill and the position of the first one (called by transformers)."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+
+def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> int | None:
+    """Return the size of the cache of all ranks together by the formula; None if the config lacks a part of it.
+
+    Args:
+        config: The config of transformers.
+        rows: Rows of the largest batch.
+        slots: Tokens of the longest row, generated ones included.
+        number_bytes: Size of one number.
+    """
+    text = config.get_text_config()
+    layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    if not isinstance(layers, int) or not isinstance(heads, int):
+        return None
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    total: int = 2 * layers * key_value_heads * size * rows * slots * number_bytes
+    return total
+
+
+def reason_against(fields: Mapping[str, Any], slots: int) -> str | None:
+    """Return why a model cannot generate with this cache, in words that follow its name; None if it can.
+
+    Args:
+        fields: The config of the decoder.
+        slots: Tokens of the longest row, generated ones included.
+    """
+    if not any(isinstance(fields.get(name), int) for name in _HEADS):
+        return "has no KV cache: its config has no attention heads"
+    others = [name for name in fields.get("layer_types") or () if name not in _ATTENTION]
+    others += [name for name in fields if name.startswith("mamba_")]
+    if others:
+        return f"has layers without a KV cache ({others[0]})"
+    if fields.get("alibi"):
+        return "computes its positions from a mask (alibi), which a static KV cache does not have"
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    if isinstance(window, int) and window < slots:
+        return f"attends to the last {window} tokens only, and {slots} are needed"
+    return None

@@ -1,0 +1,66 @@
+"""The gate on cases that generate: their times, their check, and no accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_factory import make_generation, make_report, make_result
+
+from pytest_llmgpu.gate.calibration import Calibration
+from pytest_llmgpu.gate.cases import Comparison
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import AccuracyCheck, Launch
+
+
+def _report(*, first: float = 0.02, step: float = 0.01, wrong: bool = False, **fields: Any) -> Report:
+    """Return a report of one case that generates texts of three tokens in 64 batches and four launches."""
+    result = make_result(workload="generate", prompt_tokens=96, new_tokens=3, **fields)
+    (plain,) = result.launches
+    batches = len(plain.batches.latency_s)
+
+    def launch(noise: float) -> Launch:
+        generation = make_generation(
+            [[1, 2, 3]],
+            [[-1.0] * 3],
+            [[-1.0] * 3],
+            first_token_s=[first * noise] * batches,
+            step_s=[step * noise] * 2 * batches,
+        )
+        return msgspec.structs.replace(plain, generation=generation)
+
+    result.launches = [launch(noise) for noise in (0.999, 1.0, 1.001, 1.0)]
+    if wrong:
+        result.accuracy_check = AccuracyCheck(
+            metric="m", value=1.0, baseline=0.0, source=None, tolerance=0.1, ok=False, text="texts are wrong"
+        )
+    return make_report([result])
+
+
+def _judge(head: Report) -> Comparison:
+    return Comparison(_report(), head, Policy(), Calibration())
+
+
+@pytest.mark.parametrize(
+    ("fields", "slower"),
+    [({}, set()), ({"first": 0.026}, {"first_token"}), ({"step": 0.013}, {"token_time"})],
+)
+def test_the_time_to_first_token_and_the_time_per_token_are_judged(fields: dict[str, Any], slower: set[str]) -> None:
+    """Each has a row of its own by the rule of wall time, so that a trade of one for the other is seen."""
+    rows = {row.metric: row for row in _judge(_report(**fields)).rows}
+    assert {name for name, row in rows.items() if row.verdict == "REGRESSED"} == slower
+    assert rows["time"].verdict in {"OK", "NOT_ENOUGH_DATA"}
+    for name in slower:
+        assert rows[name].ratio == pytest.approx(1.3, rel=0.01)
+        assert rows[name].gated
+
+
+def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
+    """A case that generates has no accuracy, which is no gap of the comparison."""
+    judged = _judge(_report(wrong=True))
+    assert [(row.metric, row.verdict) for row in judged.rows if row.metric == "accuracy"] == [("accuracy", "REGRESSED")]
+    judged = _judge(_report())
+    assert not [row for row in judged.rows if row.metric == "accuracy"]
+    assert not [gap for gap in judged.gaps if gap.startswith("accuracy")]

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import kv_cache_faults
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pytest_llmgpu.inference import kv_cache
+from pytest_llmgpu.inference.batching import Request, Requests, plan
+from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
+
+_CPU = torch.device("cpu")
+_VOCABULARY = 40
+_PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [10, 11]]
+_NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A random LLaMA of two layers with grouped heads, whose attention decides its tokens."""
+    return _model()
+
+
+def _model(**fields: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=_VOCABULARY,
+        initializer_range=0.3,
+        **fields,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _requests(prompts: list[list[int]] = _PROMPTS, new_tokens: int = _NEW) -> Requests:
+    return Requests(
+        item_ids=tuple(map(str, range(len(prompts)))),
+        endings=(1,) * len(prompts),
+        requests=tuple(Request(tokens=(*prompt, 0), ending=1) for prompt in prompts),
+        max_length=8,
+        new_tokens=new_tokens,
+    )
+
+
+def _generate(model: Any, requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Generated:
+    batches = plan(requests, batch_size, few_shapes=few_shapes)
+    with Generator(model, batches, input_device=_CPU, devices=(_CPU,)) as generator:
+        generator.warm_up()
+        return generator.generate()
+
+
+@torch.inference_mode()
+def _without_a_cache(model: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+    ids, loglikelihoods = list(prompt), []
+    for _ in range(new_tokens):
+        logp = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        ids.append(int(logp.argmax()))
+        loglikelihoods.append(float(logp.max()))
+    return ids[len(prompt) :], loglikelihoods
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_texts_are_those_of_forwards_without_a_cache(batch_size: int, attention: str) -> None:
+    """Rows of unequal length in one batch, a last batch with fewer rows, and prompts that are equal."""
+    model = _model(attn_implementation=attention)
+    found = _generate(model, _requests(), batch_size)
+    for number, prompt in enumerate(_PROMPTS):
+        tokens, loglikelihoods = _without_a_cache(model, prompt, _NEW)
+        assert found.tokens[number] == tokens
+        assert found.loglikelihoods[number] == pytest.approx(loglikelihoods, abs=1e-4)
+    assert sum(found.batches.sequences) == len(_PROMPTS), "equal prompts have rows of their own"
+    assert len(found.first_token_s) == math.ceil(len(_PROMPTS) / batch_size)
+    assert len(found.step_s) == len(found.first_token_s) * (_NEW - 1)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, _VOCABULARY - 1), min_size=1, max_size=8), min_size=1, max_size=6),
+    batch_size=st.integers(1, 6),
+    new_tokens=st.integers(1, 4),
+    few_shapes=st.booleans(),
+)
+def test_log_likelihoods_are_those_of_scoring(
+    model: Any, prompts: list[list[int]], batch_size: int, new_tokens: int, few_shapes: bool
+) -> None:
+    """Whatever the prompts and the batches are, decode steps and a forward over prompt and text agree."""
+    requests = _requests(prompts, new_tokens)
+    found = _generate(model, requests, min(batch_size, len(prompts)), few_shapes=few_shapes)
+    again = score_texts(
+        model, requests, found.tokens, min(batch_size, len(prompts)), input_device=_CPU, devices=(_CPU,)
+    )
+    for values, expected in zip(found.loglikelihoods, again, strict=True):
+        assert values == pytest.approx(expected, abs=1e-4)
+    assert all(len(tokens) == new_tokens for tokens in found.tokens)
+
+
+@pytest.mark.parametrize("fault", kv_cache_faults.FAULTS)
+def test_a_fault_of_the_cache_shows_in_the_log_likelihoods(model: Any, fault: str) -> None:
+    """Each fault makes a text more than 100 times as different as rounding does."""
+    requests = _requests()
+    with kv_cache_faults.injected(fault):
+        found = _generate(model, requests, 2)
+    again = score_texts(model, requests, found.tokens, 2, input_device=_CPU, devices=(_CPU,))
+    pairs = zip(found.loglikelihoods, again, strict=True)
+    assert max(abs(sum(values) - sum(expected)) / abs(sum(expected)) for values, expected in pairs) > 1e-3
+
+
+def test_the_cache_has_the_size_of_the_formula(model: Any) -> None:
+    """Two layers of two heads of eight numbers of four bytes, keys and values, for two rows of the longest prompt."""
+    batches = plan(_requests(), 2)
+    with Generator(model, batches, input_device=_CPU, devices=(_CPU,)) as generator:
+        generator.warm_up()
+        size = 2 * 2 * 2 * 8 * 4 * 2 * (5 + _NEW)
+        assert generator.kv_cache_bytes == size
+    assert kv_cache.formula_bytes(model.config, rows=2, slots=5 + _NEW, number_bytes=4) == size
+    assert generator.kv_cache_bytes == 0, "it is freed at the end"
+
+
+def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
+    """The message names the batch."""
+    model = _model()
+    torch.nn.init.constant_(model.lm_head.weight, math.inf)
+    with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 5 tokens\).*not finite"):
+        _generate(model, _requests(), 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_attention_heads": 4}, None),
+        ({"n_head": 4}, None),
+        ({"state_size": 16}, "no KV cache"),
+        ({"num_attention_heads": 4, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"num_attention_heads": 4, "mamba_d_state": 16}, "mamba_d_state"),
+        ({"n_head": 4, "alibi": True}, "alibi"),
+        ({"num_attention_heads": 4, "sliding_window": 100}, "last 100 tokens"),
+        ({"num_attention_heads": 4, "sliding_window": 100, "use_sliding_window": False}, None),
+        ({"num_attention_heads": 4, "sliding_window": 160}, None),
+    ],
+)
+def test_a_model_that_the_cache_cannot_serve_is_refused(fields: dict[str, Any], reason: str | None) -> None:
+    """The config alone decides, before a model is loaded."""
+    found = kv_cache.reason_against(fields, 160)
+    assert (found is None) if reason is None else (found is not None and reason in found)

@@ -1,0 +1,76 @@
+"""Faults of a KV cache, injected into the package's own: each of them must fail the check of the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from pytest_llmgpu.inference.kv_cache import StaticCache
+from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks.worker import RankState, ScoreReply
+from pytest_llmgpu.report.case import Case
+
+_arguments, _update = StaticCache.arguments, StaticCache.update
+
+
+def _stale(cache: StaticCache, key: Any, value: Any, layer_idx: int, *others: Any, **named: Any) -> Any:
+    """Keep the prompts of the first batch for all batches."""
+    if cache.prefilling and layer_idx in cache._layers:
+        return key, value
+    return _update(cache, key, value, layer_idx, *others, **named)
+
+
+def _of_other_rows(cache: StaticCache, key: Any, value: Any, layer_idx: int, *others: Any, **named: Any) -> Any:
+    """Write the prompt of each row to the next row."""
+    if not cache.prefilling:
+        return _update(cache, key, value, layer_idx, *others, **named)
+    _update(cache, key.roll(1, 0), value.roll(1, 0), layer_idx, *others, **named)
+    return key, value
+
+
+def _next_position(cache: StaticCache, *given: Any) -> dict[str, Any]:
+    """Rotate the query and the key of a decode step by one position too many."""
+    arguments = _arguments(cache, *given)
+    return arguments | {"position_ids": arguments["position_ids"] + 1}
+
+
+def _last_token_hidden(cache: StaticCache, *given: Any) -> dict[str, Any]:
+    """Mask the token that a decode step reads."""
+    arguments = _arguments(cache, *given)
+    mask, last = arguments["attention_mask"].clone(), arguments["position_ids"][:, None, None]
+    hidden = False if mask.dtype.is_floating_point is False else -1e4
+    return arguments | {"attention_mask": mask.scatter(-1, last, hidden)}
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "stale": ("update", _stale),
+    "of other rows": ("update", _of_other_rows),
+    "position": ("arguments", _next_position),
+    "mask": ("arguments", _last_token_hidden),
+}
+"""Name of a fault to the method that it replaces and the replacement."""
+
+
+@contextmanager
+def injected(name: str) -> Iterator[None]:
+    """While entered, every KV cache of this process has a fault."""
+    method, replacement = FAULTS[name]
+    setattr(StaticCache, method, replacement)
+    try:
+        yield
+    finally:
+        StaticCache.arguments, StaticCache.update = _arguments, _update  # type: ignore[method-assign]
+
+
+def generate(state: RankState, case: Case, fault: str | None, reference: worker.ReferenceTexts | None) -> ScoreReply:
+    """In a rank: measure a case that generates, with a fault or without one."""
+    if fault is None:
+        worker.warm_up(state, case)
+        with state.graphs:
+            reply = worker.measure(state)
+            return msgspec.structs.replace(reply, generation=worker.check_texts(state, reference))
+    with injected(fault):
+        return generate(state, case, None, reference)
