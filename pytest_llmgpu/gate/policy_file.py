@@ -49,6 +49,8 @@ def find(folder: Path) -> Path | None:
 def load(path: Path | None, repository: Path = Path()) -> Policy:
     """Read a policy. The default policy is returned for None and for a pyproject.toml without a policy.
 
+    A commit without a pyproject.toml has the default policy, too.
+
     Args:
         path: A TOML file, or `git:REV:PATH`, which is read from that commit.
         repository: A folder inside the working tree of git.
@@ -100,6 +102,8 @@ def _content(path: Path, repository: Path) -> bytes:
     """Return the bytes of a policy, unless reading it as TOML would take minutes."""
     try:
         data = git.content(path, repository) if git.is_reference(path) else decompression.read(path, _LIMIT_BYTES)
+    except git.AbsentError:
+        raise
     except ValueError as error:
         raise ValueError(str(error) if git.is_reference(path) else f"{path}: {error}") from None
     if found := _DEEP_KEY.search(data):
@@ -112,16 +116,21 @@ def _table(path: Path, repository: Path) -> Any:
     """Return the table of the policy in a file; None for a pyproject.toml without one."""
     try:
         data = _content(path, repository)
-        # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
-        table = msgspec.toml.decode(data)
+    except git.AbsentError as error:
+        if path.name.rpartition(":")[2] == _PYPROJECT:
+            return None
+        raise ValueError(f"policy {error}") from None
     except OSError as error:
         raise ValueError(f"policy {path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # A message of git begins with the name.
+        raise ValueError(f"policy {error}") from None
+    try:
+        # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
+        table = msgspec.toml.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"policy {path}: is not valid TOML: {' '.join(str(error).split())}") from None
     except ImportError:
         raise ValueError(f"policy {path}: Python 3.10 needs the package tomli to read TOML") from None
-    except ValueError as error:  # A message of git begins with the name.
-        raise ValueError(f"policy {error}") from None
     if path.name.rpartition(":")[2] != _PYPROJECT and "tool" not in table:
         return table
     _check_tables(path, table)

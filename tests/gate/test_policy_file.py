@@ -198,6 +198,7 @@ def test_a_policy_can_be_read_from_a_commit(tmp_path: Path) -> None:
     assert load(reference, tmp_path).time.margin == 0.04
     assert load(Path("git:HEAD:gate.toml"), tmp_path).time.margin == 0.05
     assert in_words(reference, tmp_path) == "policy: git:HEAD:pyproject.toml"
+    assert load(Path("git:HEAD:sub/pyproject.toml"), tmp_path) == Policy(), "a commit without a policy"
     with pytest.raises(ValueError, match=r"^policy git:HEAD:other\.toml: 'HEAD' has no file 'other\.toml'"):
         load(Path("git:HEAD:other.toml"), tmp_path)
 

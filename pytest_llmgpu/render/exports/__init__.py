@@ -14,6 +14,7 @@ FORMATS = {
     "github-action-benchmark-bigger": "github_action_benchmark:render_bigger",
     "github-action-benchmark-smaller": "github_action_benchmark:render_smaller",
     "github-annotations": "github_annotations:render",
+    "github-comment": "github_summary:render_comment",
     "github-summary": "github_summary:render",
     "markdown": "markdown_table:render",
     "pytest-benchmark": "pytest_benchmark:render",

@@ -29,6 +29,12 @@ from pytest_llmgpu.store.store import hardware
 LIMIT_BYTES = 1000 * 1024
 """Most bytes of the page: 24 KiB less than GitHub allows, for other output of the step."""
 
+COMMENT_BYTES = 60_000
+"""Most bytes of a comment, for which GitHub allows 65,536 characters."""
+
+COMMENT_MARK = "<!-- pytest-llmgpu -->"
+"""The first line of a comment, by which a workflow finds its own comment and edits it."""
+
 _NOTE_BYTES = 200
 """Bytes reserved for the line on the rows that are left out of a table."""
 
@@ -53,8 +59,17 @@ class _Table(msgspec.Struct, frozen=True):
 
 def render(report: Report) -> str:
     """Return the page of the report."""
-    head = [f"## {_headline(report)}", "", _measured(report), ""]
-    return _fitted(head, list(_tables(report)), LIMIT_BYTES)
+    return _page(report, [], LIMIT_BYTES)
+
+
+def render_comment(report: Report) -> str:
+    """Return the page as a comment on a pull request."""
+    return _page(report, [COMMENT_MARK], COMMENT_BYTES)
+
+
+def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
+    head = [*first, f"## {_headline(report)}", "", _measured(report), ""]
+    return _fitted(head, list(_tables(report)), limit_bytes)
 
 
 def _headline(report: Report) -> str:
@@ -170,7 +185,7 @@ def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> 
             taken += 1
         page += [*table.before, *table.lines[:taken], *table.after, ""]
         if rest := len(table.lines) - taken:
-            page += [f"**{rest:,} more lines are left out: GitHub shows 1 MiB. The report has all of them.**", ""]
+            page += [f"**{rest:,} more lines are left out: GitHub limits the size. The report has all of them.**", ""]
     return "\n".join(page).rstrip("\n")
 
 

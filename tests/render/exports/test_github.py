@@ -1,37 +1,25 @@
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import re
-import shlex
-import string
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from support.export_reports import NASTY, TODAY, judged, nasty, row, two_strategies, verdicts, without_traffic
-from support.judged_reports import on_h200, timed
 from support.report_factory import make_failed, make_report, make_result
 
-from pytest_llmgpu.cli import main, parser
 from pytest_llmgpu.gate.policy import Known, Policy
-from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.render.exports import export, github_summary
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
 from pytest_llmgpu.render.exports.github_annotations import LIMIT
-from pytest_llmgpu.render.exports.github_summary import LIMIT_BYTES
+from pytest_llmgpu.render.exports.github_summary import COMMENT_BYTES, COMMENT_MARK, LIMIT_BYTES
 from pytest_llmgpu.render.exports.markdown_table import HEADER
 from pytest_llmgpu.render.exports.notices import notices
-from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.metrics import spec_of
-from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Finding
-
-_WORKFLOW = Path(__file__).parents[3] / "examples" / "github-actions.yml"
+from pytest_llmgpu.report.result import Finding
 
 
 def _summary(report: Report) -> str:
@@ -309,6 +297,17 @@ def test_text_is_escaped(function: Any, text: str, escaped: str) -> None:
     assert function(text) == escaped
 
 
+def test_a_comment_is_the_page_within_the_limit_of_comments() -> None:
+    """It begins with the mark by which a workflow finds it."""
+    report = judged(two_strategies(), two_strategies())
+    assert export("github-comment", report) == f"{COMMENT_MARK}\n{_summary(report)}"
+    assert report.verdicts is not None
+    report.verdicts = msgspec.structs.replace(report.verdicts, rows=report.verdicts.rows * 200)
+    text = export("github-comment", report)
+    assert len(text.encode()) <= COMMENT_BYTES < len(_summary(report).encode())
+    assert "left out" in text
+
+
 def test_a_gate_that_compared_nothing_is_an_annotation() -> None:
     """It fails the job although no row fails, and is the first annotation."""
     report = judged(two_strategies(), None)
@@ -317,69 +316,3 @@ def test_a_gate_that_compared_nothing_is_an_annotation() -> None:
     assert text.startswith("NOTHING COMPARED: there is no baseline")
     allowed = judged(two_strategies(), None, Policy(allow_no_baseline=True))
     assert not [line for line in _annotations(allowed) if line.startswith("::error")]
-
-
-@pytest.fixture(scope="module")
-def workflow() -> Any:
-    """The workflow to copy."""
-    yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
-    return yaml.safe_load(_WORKFLOW.read_text(encoding="utf-8"))
-
-
-def _commands(text: str, environ: dict[str, str]) -> list[list[str]]:
-    """Return the arguments of each `llmgpu` in a script, as a shell passes them on."""
-    text = string.Template(text).safe_substitute(environ).replace('"${verdicts[@]}"', "--verdicts verdicts.json")
-    found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
-    return [shlex.split(arguments, comments=True) for arguments in found]
-
-
-def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
-    """This includes those in comments: their options and formats exist."""
-    commented = re.sub(r"^\s*# ?(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    commands = _commands(commented.replace("\n          --", " --"), {"BASE": "main"})
-    exports = ["export"] * 2
-    assert [arguments[0] for arguments in commands] == ["promote", "calibrate", "gate", *exports, "html", *exports]
-    for arguments in commands:
-        assert callable(parser().parse_args(arguments).run)
-    assert workflow["jobs"]["judge"]["needs"] == "measure"
-    (measure,) = [step["run"] for step in workflow["jobs"]["measure"]["steps"] if step.get("name") == "Measure"]
-    flags = re.findall(r"--llmgpu-([a-z-]+)", measure)
-    assert {flag.replace("-", "_") for flag in flags} <= {field.name for field in dataclasses.fields(Options)}
-    uploads = [step for step in workflow["jobs"]["measure"]["steps"] if "upload-artifact" in step.get("uses", "")]
-    assert [step["if"] for step in uploads] == ["always()"]
-
-
-def test_the_workflow_s_gate_detects_a_slowdown_of_5_percent(
-    workflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It reads the calibration of the target commit; without it, four launches are not enough."""
-    monkeypatch.chdir(tmp_path)
-    quiet = [1 + 0.001 * number for number in range(10)]
-    recorded = on_h200([timed(*quiet[:8:2])])
-    dump(on_h200([timed(*quiet)]), Path("launches.json"))
-    dump(recorded, Path(workflow["env"]["BASELINE"]))
-    assert main(["calibrate", "launches.json", "--output", workflow["env"]["CALIBRATION"]]) == 0
-    Path("pyproject.toml").write_text("[tool.llmgpu.gate]\nlargest_unseen_slowdown = 99\n")
-    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-    for arguments in (("init", "-q", "-b", "main"), ("add", "."), ("commit", "-q", "-m", "rules")):
-        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
-    (script,) = [step["run"] for step in workflow["jobs"]["judge"]["steps"] if step.get("name") == "Gate"]
-    (gate,) = _commands(script, {**workflow["env"], "BASE": "main"})
-    (slower,) = [one for one in regressions(0.05) if one.name == "time"]
-    for injected, status in ((False, 0), (True, 1)):
-        head = on_h200([timed(*quiet[1:8:2])], sha="b" * 40)
-        if injected:
-            found = slower.inject(head.cases[0], Policy())
-            assert isinstance(found, CaseResult)
-            head.cases = [found]
-        dump(head, Path("report.json.gz"))
-        assert main(gate) == status, capsys.readouterr().out
-    at = gate.index("--calibration")
-    assert main(gate[:at] + gate[at + 2 :]) == 0, "5 % is not detected"
-
-
-def test_the_workflow_s_baseline_is_not_the_change_s_own(workflow: Any) -> None:
-    """A pull request is compared with its target, and a push with the commit before it."""
-    base = workflow["env"]["BASE"]
-    assert "github.event_name == 'push' && github.event.before" in base
-    assert "github.base_ref" in base

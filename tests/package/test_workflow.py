@@ -1,0 +1,179 @@
+"""The workflow to copy: its steps run word for word in a new repository, except for those that need a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.judged_reports import on_h200, timed
+
+from pytest_llmgpu.cli import parser
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.selftest.injected_regressions import regressions
+from pytest_llmgpu.report.file import dump
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.result import CaseResult
+
+_WORKFLOW = Path(__file__).parents[2] / "examples" / "github-actions.yml"
+_STEPS = ("Gate", "Summary and annotations", "Comment on the pull request")
+_QUIET = [1 + 0.001 * number for number in range(10)]
+
+_GH = """\
+\"\"\"Stands for GitHub: the comments of a pull request, in comments.json.\"\"\"
+import json, sys
+from pathlib import Path
+kept = Path("comments.json")
+comments = json.loads(kept.read_text()) if kept.exists() else ["a comment of a person"]
+arguments = sys.argv[2:]
+if "--jq" in arguments:
+    mark = arguments[arguments.index("--jq") + 1].partition('startswith("')[2].partition('"')[0]
+    print(*(f"comments/{number}" for number, body in enumerate(comments) if body.startswith(mark)), sep="\\n")
+else:
+    body = Path(next(part for part in arguments if part.startswith("body=@")).partition("@")[2]).read_text()
+    if "PATCH" in arguments:
+        comments[int(arguments[2].rpartition("/")[2])] = body
+    else:
+        comments.append(body)
+    kept.write_text(json.dumps(comments))
+"""
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Any:
+    """The workflow."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
+    return yaml.safe_load(_WORKFLOW.read_text(encoding="utf-8"))
+
+
+class _Repository:
+    """A new repository of GitHub in the working directory."""
+
+    def __init__(self, workflow: Any, programs: Path) -> None:
+        self._workflow = workflow
+        programs.mkdir()
+        self._add(programs / "llmgpu", f'#!/bin/sh\nexec {sys.executable} -m pytest_llmgpu.cli "$@"\n')
+        self._add(programs / "gh", f"#!{sys.executable}\n{_GH}")
+        self._environ = {
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "GITHUB_STEP_SUMMARY": str(programs / "summary.md"),
+            "COMMENTS": "repos/a/b/issues/1/comments",
+            **{name: value for name, value in workflow["env"].items() if name != "BASE"},
+        }
+        self.git("init", "-q", "-b", "main")
+        self.git("commit", "-q", "--allow-empty", "-m", "a repository")
+
+    def _add(self, program: Path, text: str) -> None:
+        program.write_text(text)
+        program.chmod(0o755)
+
+    def git(self, *arguments: str) -> None:
+        """Run git."""
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+    def judge(self, name: str = "main", slower: float = 0.0) -> tuple[list[int], str]:
+        """Return the exit statuses of the steps of the job that judges, and their output."""
+        head = on_h200([timed(*_QUIET[1:8:2])], sha="b" * 40)
+        if slower:
+            [found] = [one for one in regressions(slower) if one.name == "time"]
+            injected = found.inject(head.cases[0], Policy())
+            assert isinstance(injected, CaseResult)
+            head.cases = [injected]
+        dump(head, Path("report.json.gz"))
+        steps = {step.get("name"): step.get("run") for step in self._workflow["jobs"]["judge"]["steps"]}
+        done = [self.shell(steps[step], BASE=name) for step in _STEPS]
+        return [one.returncode for one in done], "".join(one.stdout for one in done)
+
+    def shell(self, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run a step as GitHub does."""
+        command = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", script]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**self._environ, **environ}, timeout=300
+        )
+
+
+@pytest.fixture
+def repository(workflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Repository:
+    """A repository with one empty commit."""
+    (tmp_path / "repository").mkdir()
+    monkeypatch.chdir(tmp_path / "repository")
+    return _Repository(workflow, tmp_path / "programs")
+
+
+def _comments() -> list[str]:
+    found: list[str] = json.loads(Path("comments.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_a_new_repository_comes_to_a_gate_that_detects_a_slowdown(repository: _Repository) -> None:
+    """Nothing is needed to begin; comments of the workflow have the way of the first baseline and calibration."""
+    statuses, output = repository.judge()
+    assert statuses == [0, 0, 0], output
+    assert "there is no baseline" in output
+    person, comment = _comments()
+    assert (person, "there is no baseline" in comment) == ("a comment of a person", True)
+
+    text = _WORKFLOW.read_text(encoding="utf-8")
+    [promote] = re.findall(r"^#   (llmgpu promote .*)$", text, re.MULTILINE)
+    assert repository.shell(promote).returncode == 0
+    calibrate = re.search(r"`(llmgpu calibrate .*?)`", text)
+    assert calibrate is not None
+    dump(on_h200([timed(*_QUIET)]), Path("launches.json"))
+    # The launches are here already: calibrate from their report in place of the command.
+    of_report = re.sub(r"--launches 10 (.*) -- .*", r"launches.json \1", calibrate[1])
+    assert repository.shell(of_report).returncode == 0
+    repository.git("add", "benchmarks")
+    repository.git("commit", "-q", "-m", "Baseline")
+
+    for slower, status in ((0.0, 0), (0.05, 1)):
+        statuses, output = repository.judge(slower=slower)
+        assert statuses == [status, 0, 0], output
+    person, comment = _comments()
+    assert "REGRESSED" in comment
+    assert "::error" in output
+
+
+@pytest.mark.slow
+def test_a_push_without_a_commit_before_it_is_judged(repository: _Repository) -> None:
+    """GitHub names the commit 0000000 for the first push of a branch."""
+    statuses, output = repository.judge("0" * 40)
+    assert statuses == [0, 0, 0], output
+
+
+def _commands(text: str) -> list[list[str]]:
+    """Return the arguments of each `llmgpu` in a script."""
+    text = re.sub(r'"\$\{\w+\[@\]\}"', "", text)
+    found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
+    return [shlex.split(arguments, comments=True) for arguments in found]
+
+
+def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
+    """This includes those in comments: their options and formats exist."""
+    commands = _commands(re.sub(r"^\s*# *(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    names = ["promote", "calibrate", "gate", *["export"] * 3, "html", *["export"] * 2]
+    assert [arguments[0] for arguments in commands] == names
+    for arguments in commands:
+        assert callable(parser().parse_args(arguments).run)
+    assert workflow["jobs"]["judge"]["needs"] == "measure"
+    (measure,) = [step["run"] for step in workflow["jobs"]["measure"]["steps"] if step.get("name") == "Measure"]
+    flags = re.findall(r"--llmgpu-([a-z-]+)", measure)
+    assert {flag.replace("-", "_") for flag in flags} <= {field.name for field in dataclasses.fields(Options)}
+    uploads = [step for step in workflow["jobs"]["measure"]["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert [step["if"] for step in uploads] == ["always()"]
+
+
+def test_the_workflow_s_baseline_is_not_the_change_s_own(workflow: Any) -> None:
+    """A pull request is compared with its target, and a push with the commit before it."""
+    base = workflow["env"]["BASE"]
+    assert "github.event_name == 'push' && github.event.before" in base
+    assert "github.base_ref" in base
