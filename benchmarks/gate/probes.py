@@ -21,8 +21,6 @@ from pytest_llmgpu.strategies.tp import TensorParallel
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHATTY", "SLOW", "STOCK"]
-
 
 def fault() -> float:
     """Return the size of the fault; 0 for none."""

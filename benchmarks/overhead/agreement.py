@@ -34,8 +34,6 @@ from pytest_llmgpu.profiling.machine import machine
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.report.result import Profile
 
-__all__ = ["judged", "main"]
-
 MIB = 1 << 20
 NVLINK_BOUND = (0.999, 1.001)
 NVLINK_OVER_BYTES = MIB

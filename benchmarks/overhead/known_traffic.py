@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COLLECTIVES", "COPIES", "KNOWN", "Ranks", "formula", "ring_steps"]
-
 KNOWN = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """Environment variables of the ranks, unless they are set already."""
 

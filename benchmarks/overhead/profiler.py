@@ -32,8 +32,6 @@ from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.profiler import Profiler
 
-__all__ = ["interval", "main"]
-
 LIMIT_PCT = 0.2
 
 

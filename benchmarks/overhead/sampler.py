@@ -26,8 +26,6 @@ from typing import Any
 
 from pytest_llmgpu.profiling import nvml
 
-__all__ = ["figures", "main", "stub_environment"]
-
 CPU_LIMIT_S_PER_S = 0.10
 LATENESS_LIMIT_S = 0.005
 """At normal priority, which the sampler has: 3.5 ms on two cores with a load of 8 (stub, 2 GPUs, 106 ticks)."""

@@ -26,8 +26,6 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import inference_s
 from pytest_llmgpu.report.report import Report
 
-__all__ = ["main", "summary"]
-
 
 def main() -> None:
     """Run the sessions and print what they took."""

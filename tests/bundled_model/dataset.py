@@ -16,16 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "EVALUATION_SEED",
-    "ITEMS",
-    "Fact",
-    "Item",
-    "evaluation_items",
-    "to_json_lines",
-    "training_items",
-]
-
 ITEMS = 480
 """The items of the committed file: divisible by 4, so that every label is right equally often."""
 

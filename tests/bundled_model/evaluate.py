@@ -18,8 +18,6 @@ from pytest_llmgpu.inference.bundled import model_directory
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["TRUNCATED_TOKENS", "Score", "evaluate", "load", "score"]
-
 TRUNCATED_TOKENS = 23
 """The context length in tokens at which the accuracy falls to chance."""
 

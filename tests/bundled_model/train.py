@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["Settings", "batches", "main", "train"]
-
 _NONE = -100
 """The target that torch's cross entropy ignores."""
 

@@ -17,8 +17,6 @@ from functools import partial
 
 import torch
 
-__all__ = ["EmulatedInference", "free_bytes_granting", "granted_tokens", "workspace_elements"]
-
 _MIB, _GIB = 2**20, 2**30
 _HIDDEN = -10000.0  # softmax.cu's minus_infinity: finite, so that a row that is hidden throughout still has a mean
 _GATED_SILU = 4

@@ -15,8 +15,6 @@ from pytest_llmgpu.strategies.iok import KernelInjection
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["FREE_BYTES", "EmulatedInjection", "reset_deepspeed"]
-
 FREE_BYTES = "LLMGPU_EMULATED_FREE_BYTES"
 
 

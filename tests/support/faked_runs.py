@@ -21,8 +21,6 @@ from pytest_llmgpu.session.runner import Request, Runner
 from support import tiny_model
 from support.report_factory import make_answers
 
-__all__ = ["BENCHMARK", "FakedRuns"]
-
 BENCHMARK = """
     def test_hellaswag(llm, hellaswag, batch_size, measure):
         measure(llm, hellaswag, batch_size)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Prose", "ProseFiles"]
-
 _TESTS = Path(__file__).parents[1]
 
 
