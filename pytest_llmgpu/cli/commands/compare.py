@@ -1,4 +1,4 @@
-"""`llmgpu compare`: the gate's verdicts on two reports, without its exit status."""
+"""`llmgpu compare`: the gate's verdicts on reports, without its exit status."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import argparse
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import color, show
 
-HELP = "show what changed between two reports, worst first; the exit status is 0 also for a regression"
+HELP = "show what changed between reports, worst first; the exit status is 0 also for a regression"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add_reports(parser)
+    parser.add_argument(
+        "more", metavar="MORE", nargs="*", help="further candidates, each compared with the baseline, side by side"
+    )
     add_rules(parser)
     parser.add_argument("--all", action="store_true", help="show all cases")
 
@@ -22,8 +25,16 @@ def run(arguments: argparse.Namespace) -> int:
     from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
     policy = policy_of(arguments)
-    verdicts, judged_by = judged(arguments, policy)
-    conclusion = verdict_tables.conclusion(verdicts, policy, color())
-    table = verdict_tables.table(verdicts, policy, color(), None if arguments.all else verdict_tables.MOST_CASES)
-    show("\n".join(filter(None, (f"{conclusion}\n", table, judged_by))))
+    names = [arguments.head, *arguments.more]
+    found = [judged(argparse.Namespace(**{**vars(arguments), "head": name}), policy) for name in names]
+    conclusions = [verdict_tables.conclusion(one.verdicts, policy, color()) for one in found]
+    most = None if arguments.all else verdict_tables.MOST_CASES
+    if len(found) == 1:
+        table = verdict_tables.table(found[0].verdicts, policy, color(), most)
+    else:
+        table = verdict_tables.side_by_side([one.verdicts for one in found], color(), most)
+        named = enumerate(zip(names, conclusions, strict=True), 1)
+        conclusions = [f"{number}  {name}: {text}" for number, (name, text) in named]
+    lines = "\n".join(conclusions)
+    show("\n".join(filter(None, (f"{lines}\n", table, found[0].judged_by))))
     return 0

@@ -59,6 +59,30 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     return "\n\n".join(filter(None, parts))
 
 
+def side_by_side(compared: Sequence[Verdicts], color: bool = False, most: int | None = MOST_CASES) -> str:
+    """Return one table of several reports that were compared with one baseline: a column for each, by its number.
+
+    Args:
+        compared: the verdicts on each report.
+        color: True if the text may have colours.
+        most: the limit on cases; None for no limit, and for rows that are OK in every report as well.
+    """
+    paint = painter(color)
+    found = [{(row.key, row.id, row.metric): row for row in verdicts.rows} for verdicts in compared]
+    rows = [row for verdicts in compared for row in verdicts.rows if most is None or row.verdict != "OK"]
+    body = []
+    cases = _by_case(rows)
+    for case in cases[:most]:
+        for number, row in enumerate({one.metric: one for one in case}.values()):
+            alike = [of_report.get((row.key, row.id, row.metric)) for of_report in found]
+            was = next((text for one in alike if one is not None and (text := _figures(one)[0])), "")
+            cells = ["" if one is None else f"{_figures(one)[2]} {_verdict(one, paint)}".strip() for one in alike]
+            body.append([printable(row.id) if number == 0 else "", row.metric, was, *cells])
+    left = len(cases) - len(cases[:most])
+    text = tabulate(body, ["case", "metric", "was", *range(1, len(compared) + 1)], disable_numparse=True)
+    return "\n".join([*([text] if body else []), *([f"and {plural(left, 'more case')}"] if left else [])])
+
+
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each case in the order of the metrics; the worst case comes first."""
     cases: dict[tuple[str, str], list[Row]] = {}
