@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.report_factory import make_accuracy, make_result
 
 from pytest_llmgpu import cli
 from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.render.terminal.cases import painter, summary_table
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.result import HostUse
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -55,6 +58,23 @@ def test_the_generated_pages_are_up_to_date() -> None:
 def test_the_readme_is_short() -> None:
     """A new user reads all of it."""
     assert len((_ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def test_the_output_in_the_readme_is_what_a_run_prints() -> None:
+    """A run with these times prints this table."""
+    results = [
+        make_result(seconds, make_accuracy(1.0, 480), sequences=1920, device="cpu", devices=1, batch_size=size)
+        for size, seconds in ((8, 3.17), (64, 3.13))
+    ]
+    for result in results:
+        result.launches[0].host = HostUse(wall_s=3.2, threads=[2], cpu_s=[6.3], waited_s=[0.0])
+    text, _ = summary_table(results, painter(color=False))
+    assert f"```text\n{text}\n```" in (_ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_picture_is_small() -> None:
+    """`.ci/picture` makes it."""
+    assert (_ROOT / "docs" / "page.png").stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
