@@ -22,12 +22,16 @@ from pytest_llmgpu.report.report import Report
 __all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
 
 
-def of_report(report: Report) -> Charts:
-    """Return every chart of a report, with its verdicts if it has any.
+FAINT = "Faint: the baseline."
+"""The sentence on the marks of a baseline in a summary."""
+
+
+def of_report(report: Report, baseline: Report | None = None) -> Charts:
+    """Return every chart of a report, with its verdicts if it has any, and with the figures of a baseline.
 
     Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
-    parts = panels(report)
+    parts = panels(report, baseline)
     measured = "; ".join(panel.measured for panel in parts)
     found: list[Chart | str] = [
         one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured)
@@ -42,8 +46,3 @@ def of_report(report: Report) -> Charts:
     )
 
 
-def _named(one: Chart | str, panel: Panel) -> Chart | str:
-    if isinstance(one, str):
-        return f"{panel.caption}: {one}" if panel.suffix else one
-    title = f"{one.title}: {panel.caption}" if panel.suffix else one.title
-    return msgspec.structs.replace(one, id=f"{one.id}{panel.suffix}", title=title, measured=panel.measured)

@@ -18,7 +18,10 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     """Yield the chart of a panel's accuracy, or a sentence with the reason why there is none."""
     title = "Accuracy by batch size"
     metric = _metric(panel)
-    rows = [row for entry in panel.completed if (row := _row(entry, metric)) is not None]
+    rows, before = (
+        [row for entry in entries if (row := _row(entry, metric)) is not None]
+        for entries in (panel.completed, panel.before)
+    )
     if not rows:
         yield f"{title}: nothing was scored."
         return
@@ -27,7 +30,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
         id="accuracy",
         title=title,
         summary=_summary(panel, rows, metric),
-        spec=_spec(panel, rows, metric),
+        spec=_spec(panel, rows, before, metric),
         headers=headers,
         rows=[
             [
@@ -60,7 +63,7 @@ def _row(entry: Entry, metric: str) -> Spec | None:
     return row
 
 
-def _spec(panel: Panel, rows: list[Spec], metric: str) -> Spec:
+def _spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
     colour, offset = axes.curves(panel), axes.offset(panel)
     low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
     tooltip = [
@@ -85,18 +88,23 @@ def _spec(panel: Panel, rows: list[Spec], metric: str) -> Spec:
     published = _published(panel, metric)
     layers = [
         *([] if published is None else axes.limit(published, f"{formatted(published)} % expected")),
-        {
-            "mark": {"type": "rule", "strokeWidth": 1.5},
-            "encoding": {"color": colour, "xOffset": offset, "y": low, "y2": {"field": "h"}},
-        },
-        {
-            "mark": {"type": "point"},
-            "encoding": {"color": colour, "shape": colour, "xOffset": offset, "tooltip": tooltip},
-        },
+        *axes.with_baseline(
+            [
+                {
+                    "mark": {"type": "rule", "strokeWidth": 1.5},
+                    "encoding": {"color": colour, "xOffset": offset, "y": low, "y2": {"field": "h"}},
+                },
+                {
+                    "mark": {"type": "point"},
+                    "encoding": {"color": colour, "shape": colour, "xOffset": offset, "tooltip": tooltip},
+                },
+            ],
+            before,
+        ),
         *([differing] if any(row.get("f") for row in rows) else []),
         *axes.failures(panel),
     ]
-    y = axes.levels([row["v"] for row in rows], f"{metric}, 95 % confidence interval (%)", log=False)
+    y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
     return axes.layered(layers, rows, x=axes.ordinal_batch_sizes(panel), y=y)
 
 

@@ -28,6 +28,9 @@ _WIDE = 5.0
 _LOG_TICKS = [rounded(step * 10.0**power) for power in range(-9, 13) for step in (1, 2, 5)]
 _POWERS = [2**power for power in range(24)]
 
+_FAINT = 0.45
+"""Opacity of the marks of a baseline."""
+
 _MOST_MESSAGE = 200
 """Characters of a failure's message in a tooltip."""
 
@@ -68,7 +71,7 @@ def batch_sizes(sizes: Iterable[int]) -> Spec:
 
 def ordinal_batch_sizes(panel: Panel) -> Spec:
     """Return the x channel over the field `b` with one place per batch size, in which strategies stand side by side."""
-    sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed)})
+    sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)})
     title = "batch size (sequences per forward)"
     axis = {"labelAngle": 0, "format": ",d", "labelOverlap": "greedy"}
     scale = {"domain": sizes, "paddingInner": 0.3, "paddingOuter": 0.2}
@@ -112,6 +115,21 @@ def curves(panel: Panel) -> Spec:
         "scale": {"domain": panel.domain},
         "legend": {"values": panel.titles},
     }
+
+
+def with_baseline(layers: Sequence[Spec], rows: Sequence[Spec]) -> list[Spec]:
+    """Return layers of marks with the same marks for the rows of the baseline below them, faint and hollow."""
+    faint: list[Spec] = []
+    for layer in layers if rows else ():
+        mark = {**layer["mark"], "opacity": _FAINT}
+        if mark["type"] == "point":
+            mark |= {"filled": False}
+        encoding = dict(layer["encoding"])
+        if "tooltip" in encoding:
+            encoding["tooltip"] = [text("o", "report"), *encoding["tooltip"]]
+        values = [{**row, "o": "baseline"} for row in rows]
+        faint.append({**layer, "data": {"values": values}, "mark": mark, "encoding": encoding})
+    return [*faint, *layers]
 
 
 def limit(value: float, label: str) -> list[Spec]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
-from pytest_llmgpu.render.charts.panels import Panel, device_means, memory_of
+from pytest_llmgpu.render.charts.panels import Entry, Panel, device_means, memory_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
 
@@ -47,11 +47,8 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
         if not several:
             yield f"{figure.title}: {'it was not measured' if panel.several else 'there is one device'}."
             continue
-        rows = [
-            {"s": entry.title, "b": entry.batch_size, "g": index, "v": rounded(value)}
-            for entry, of_devices in several
-            for index, value in of_devices.items()
-        ]
+        rows = _rows(several)
+        before = _rows([(entry, figure.of_devices(entry.result)) for entry in panel.before])
         entry, of_devices = max(several, key=lambda pair: max(pair[1].values()) - min(pair[1].values()))
         low, high = (pick(of_devices, key=of_devices.__getitem__) for pick in (min, max))
         devices = sorted({index for _, values in several for index in values})
@@ -63,7 +60,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
                 f"{formatted(of_devices[low], figure.unit, digits=3)} on GPU {low} and "
                 f"{formatted(of_devices[high], figure.unit, digits=3)} on GPU {high}."
             ),
-            spec=_spec(panel, f"{figure.axis} ({figure.unit})", rows),
+            spec=_spec(panel, f"{figure.axis} ({figure.unit})", rows, before),
             headers=["strategy", "batch size", *(f"GPU {index} ({figure.unit})" for index in devices)],
             rows=[
                 [entry.title, str(entry.batch_size), *(formatted(values.get(index)) for index in devices)]
@@ -72,7 +69,15 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
         )
 
 
-def _spec(panel: Panel, title: str, rows: list[Spec]) -> Spec:
+def _rows(found: Sequence[tuple[Entry, dict[int, float]]]) -> list[Spec]:
+    return [
+        {"s": entry.title, "b": entry.batch_size, "g": index, "v": rounded(value)}
+        for entry, of_devices in found
+        for index, value in of_devices.items()
+    ]
+
+
+def _spec(panel: Panel, title: str, rows: list[Spec], before: list[Spec]) -> Spec:
     shared = {"color": axes.curves(panel), "xOffset": axes.offset(panel)}
     value = {"field": "v", "type": "quantitative"}
     tooltip = [
@@ -91,5 +96,5 @@ def _spec(panel: Panel, title: str, rows: list[Spec]) -> Spec:
             "encoding": {**shared, "shape": axes.curves(panel), "tooltip": tooltip},
         },
     ]
-    y = axes.levels([row["v"] for row in rows], f"{title}, one point per GPU", log=False)
-    return axes.layered(layers, rows, x=axes.ordinal_batch_sizes(panel), y=y)
+    y = axes.levels([row["v"] for row in (*rows, *before)], f"{title}, one point per GPU", log=False)
+    return axes.layered(axes.with_baseline(layers, before), rows, x=axes.ordinal_batch_sizes(panel), y=y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
@@ -24,59 +24,74 @@ class Point(NamedTuple):
     """The figure in the unit of the axis, not rounded: rounding twice may change the last digit."""
 
 
-def points(panel: Panel, figures: Mapping[str, Figure]) -> list[Point]:
-    """Return the points of a panel's completed cases; `figures` maps the name of a curve to its figure."""
+def points(entries: Iterable[Entry], figures: Mapping[str, Figure]) -> list[Point]:
+    """Return the points of completed cases; `figures` maps the name of a curve to its figure."""
+    completed = list(entries)
     return [
         Point(entry, kind, value)
         for kind, figure in figures.items()
-        for entry in panel.completed
+        for entry in completed
         if (value := figure(entry)) is not None
     ]
 
 
 def curves_of(
-    panel: Panel, drawn: Sequence[Point], *, title: str, log: bool = True, more: Sequence[Spec] = (), notes: int = 0
+    panel: Panel,
+    drawn: Sequence[Point],
+    figures: Mapping[str, Figure],
+    *,
+    title: str,
+    log: bool = True,
+    more: Sequence[Spec] = (),
+    notes: int = 0,
 ) -> Spec:
-    """Return the specification of curves over batch sizes.
+    """Return the specification of curves over batch sizes, with those of the baseline.
 
     Args:
         panel: the panel of the points.
         drawn: the points to draw; their values must be above 0 on a logarithmic axis.
+        figures: the figures of the points, by the names of their curves.
         title: the title of the figure's axis, with its unit.
         log: whether that axis is logarithmic.
         more: further layers, drawn below the curves.
         notes: the lines of text above the plot that `more` has.
     """
     kinds = list(dict.fromkeys(point.kind for point in drawn))
-    rows = [
-        {
-            "s": point.entry.title,
-            "b": point.entry.batch_size,
-            "v": rounded(point.value),
-            **({"k": point.kind} if len(kinds) > 1 else {}),
-        }
-        for point in drawn
-    ]
+    several = len(kinds) > 1
+    rows = [_row(point, several=several) for point in drawn]
+    then = [point for point in points(panel.before, figures) if point.kind in kinds and (point.value > 0 or not log)]
+    before = [_row(point, several=several) for point in then]
     dash: Spec = {}
     tooltip = [axes.text("s", "strategy"), axes.number("b", "batch size"), axes.number("v", title)]
-    if len(kinds) > 1:
+    if several:
         dash = {"strokeDash": {**axes.text("k"), "scale": {"domain": kinds}}}
         tooltip.insert(1, axes.text("k", "curve"))
     colour = axes.curves(panel)
     batch_size = {"field": "b", "type": "quantitative"}
     layers = [
         *more,
-        {"mark": {"type": "line"}, "encoding": {"color": colour, "order": batch_size, **dash}},
-        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
+        *axes.with_baseline(
+            [
+                {"mark": {"type": "line"}, "encoding": {"color": colour, "order": batch_size, **dash}},
+                {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
+            ],
+            before,
+        ),
         *axes.failures(panel, first=notes),
     ]
-    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
-    y = axes.levels([rounded(point.value) for point in drawn], title, log=log)
+    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)]
+    y = axes.levels([row["v"] for row in (*rows, *before)], title, log=log)
     return axes.layered(layers, rows, x=axes.batch_sizes(sizes), y=y)
+
+
+def _row(point: Point, *, several: bool) -> Spec:
+    row = {"s": point.entry.title, "b": point.entry.batch_size, "v": rounded(point.value)}
+    return {**row, "k": point.kind} if several else row
 
 
 def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list[str]]]:
     """Return headers and rows of a figure: one row per batch size, one column per strategy, with failed cases."""
+    before = {(entry.title, entry.batch_size): figure(entry) for entry in panel.before}
     cells: dict[int, dict[str, list[str]]] = {}
     for entry in panel.entries:
         value = figure(entry) if entry.result.outcome == "completed" else None
@@ -84,6 +99,8 @@ def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list
         text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
         if entry.result.has_wrong_answers:
             text += " (wrong answers)"
+        if (then := before.get((entry.title, entry.batch_size))) is not None:
+            text += f" (was {formatted(then)})"
         cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
     headers = ["batch size", *(f"{title} ({unit})" for title in panel.titles)]
     rows = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points, table
@@ -28,7 +28,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
 def _rates(panel: Panel, link: str, name: str) -> Chart | str:
     figures: dict[str, Figure] = {way.upper(): _rate(link, way, fmean) for way in ("tx", "rx")}
     largest = [_rate(link, way, lambda found: max(found.values())) for way in ("tx", "rx")]
-    found = points(panel, figures)
+    found = points(panel.completed, figures)
     title = f"{name} traffic by batch size"
     drawn = [point for point in found if point.value > 0]
     if not drawn:
@@ -48,7 +48,7 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         id=f"traffic-{link}",
         title=title,
         summary=f"NVML's counters, mean over the GPUs{host}; TX of {tx}{elsewhere}.",
-        spec=curves_of(panel, drawn, title=f"{name}, mean over the GPUs (GB/s)"),
+        spec=curves_of(panel, drawn, figures, title=f"{name}, mean over the GPUs (GB/s)"),
         headers=headers,
         rows=rows,
     )
@@ -80,7 +80,7 @@ def _not_counted(panel: Panel, title: str) -> str:
 
 def _sent(panel: Panel) -> Chart | str:
     title = "Bytes sent by batch size"
-    drawn = [point for point in points(panel, {"sent": _sent_mb}) if point.value > 0]
+    drawn = [point for point in points(panel.completed, {"sent": _sent_mb}) if point.value > 0]
     if not drawn:
         reasons = [entry.result.why.get("traffic") for entry in panel.completed]
         default = "GPUs send each other nothing" if panel.several else "there is one device"
@@ -92,7 +92,7 @@ def _sent(panel: Panel) -> Chart | str:
         id="sent",
         title=title,
         summary=f"Bytes that the program sends for one sequence, exact, sum of all ranks: {ranges}.",
-        spec=curves_of(panel, drawn, title="sent (MB/sequence)"),
+        spec=curves_of(panel, drawn, {"sent": _sent_mb}, title="sent (MB/sequence)"),
         headers=headers,
         rows=rows,
     )
@@ -101,11 +101,7 @@ def _sent(panel: Panel) -> Chart | str:
 def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     """Yield one chart per strategy: their traffic differs by factors of 100, which one scale would flatten."""
     title = "Traffic by GPU utilisation"
-    found = []
-    for entry in panel.completed:
-        traffic, busy = link_rates(entry.result, "tx"), device_means(entry.result, "utilization_pct")
-        if traffic and busy and fmean(traffic) > 0:
-            found.append((entry, fmean(busy), fmean(traffic) / _GB))
+    found, before = _utilized(panel.completed), _utilized(panel.before)
     if not found:
         yield f"{title}: traffic or utilisation was not sampled."
     nvlink = any(device_means(entry.result, "nvlink_tx_bytes_per_s") for entry in panel.completed)
@@ -118,20 +114,34 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
             f"{formatted(busy, digits=3)} % and {formatted(rate, digits=3)} GB/s at batch size {entry.batch_size}"
             for entry, busy, rate in (rows[0], rows[-1])
         )
-        drawn = [
-            {"s": strategy, "b": entry.batch_size, "u": rounded(busy), "v": rounded(rate)} for entry, busy, rate in rows
-        ]
+        drawn, then = (
+            [
+                {"s": strategy, "b": entry.batch_size, "u": rounded(busy), "v": rounded(rate)}
+                for entry, busy, rate in some
+            ]
+            for some in (rows, [one for one in before if one[0].title == strategy])
+        )
         yield Chart(
             id=f"traffic-utilization-{place}",
             title=f"{title}: {strategy}",
             summary=f"Mean over the GPUs, in order of batch size: {' to '.join(ends)}{_not_counted(panel, strategy)}.",
-            spec=_path(panel, drawn, sent),
+            spec=_path(panel, drawn, then, sent),
             headers=["strategy", "batch size", "GPU utilisation (%)", sent],
             rows=[[strategy, str(entry.batch_size), formatted(busy), formatted(rate)] for entry, busy, rate in rows],
         )
 
 
-def _path(panel: Panel, rows: list[Spec], sent: str) -> Spec:
+def _utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
+    """Return the entries that sent something, with their utilisation in percent and the rate in GB/s."""
+    found = []
+    for entry in entries:
+        traffic, busy = link_rates(entry.result, "tx"), device_means(entry.result, "utilization_pct")
+        if traffic and busy and fmean(traffic) > 0:
+            found.append((entry, fmean(busy), fmean(traffic) / _GB))
+    return found
+
+
+def _path(panel: Panel, rows: list[Spec], before: list[Spec], sent: str) -> Spec:
     batch_size = {"field": "b", "type": "quantitative"}
     colour = {**axes.curves(panel), "legend": None}
     tooltip = [
@@ -141,8 +151,13 @@ def _path(panel: Panel, rows: list[Spec], sent: str) -> Spec:
         axes.number("v", sent),
     ]
     layers: list[Spec] = [
-        {"mark": {"type": "line"}, "encoding": {"order": batch_size}},
-        {"mark": {"type": "point"}, "encoding": {"shape": colour, "tooltip": tooltip}},
+        *axes.with_baseline(
+            [
+                {"mark": {"type": "line"}, "encoding": {"order": batch_size}},
+                {"mark": {"type": "point"}, "encoding": {"shape": colour, "tooltip": tooltip}},
+            ],
+            before,
+        ),
         *(
             {
                 "mark": {"type": "text", "style": style, "align": "left", "dx": 7, "dy": -7},
@@ -151,8 +166,8 @@ def _path(panel: Panel, rows: list[Spec], sent: str) -> Spec:
             for style in ("halo", "note")  # the halo separates the text from the line behind it
         ),
     ]
-    x = axes.levels([row["u"] for row in rows], "GPU utilisation (%)", log=False, field="u")
-    y = axes.levels([row["v"] for row in rows], sent, log=False)
+    x = axes.levels([row["u"] for row in (*rows, *before)], "GPU utilisation (%)", log=False, field="u")
+    y = axes.levels([row["v"] for row in (*rows, *before)], sent, log=False)
     return axes.layered(layers, rows, height=_HEIGHT, x=x, y=y, color=colour)
 
 

@@ -20,7 +20,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     figures: dict[str, Figure] = {"fullest GPU": _fullest}
     if panel.several:
         figures["mean of the GPUs"] = _mean
-    drawn = points(panel, figures)
+    drawn = points(panel.completed, figures)
     if not drawn:
         yield f"{title}: it was not measured."
         return
@@ -33,6 +33,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     spec = curves_of(
         panel,
         drawn,
+        figures,
         title=f"memory in use by {_source(panel)} (GiB)",
         log=False,
         more=layers,

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, differing_parts
 from pytest_llmgpu.render.time_table import layout
@@ -63,6 +64,8 @@ class Panel(NamedTuple):
     """The fields in which the panel differs from the report's other panels."""
     measured: str = ""
     """Model, dtype, GPUs and dataset, for an image that stands alone."""
+    before: Sequence[Entry] = ()
+    """The completed results of these cases and of others of their series in the baseline."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -84,11 +87,12 @@ class Panel(NamedTuple):
         return [entry for entry in self.completed if entry.title == title]
 
 
-def panels(report: Report) -> list[Panel]:
-    """Return the panels of a report, in the order in which their cases ran."""
+def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
+    """Return the panels of a report, in the order in which their cases ran, with the results of a baseline."""
     groups = blocks(report.cases)
     several = len(groups) > 1
     known = capacities(report)
+    then = {} if baseline is None else _by_series(report, baseline)
     parts = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
     found = []
     for number, (group, caption, measured) in enumerate(parts, 1):
@@ -96,6 +100,7 @@ def panels(report: Report) -> list[Panel]:
         entries = [Entry(title, row[title]) for title in titles for row in rows.values() if title in row]
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
         series = {result.case.series for result in group}
+        curves = {entry.result.case.series: entry.title for entry in entries}
         found.append(
             Panel(
                 entries=entries,
@@ -106,8 +111,19 @@ def panels(report: Report) -> list[Panel]:
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
+                before=[Entry(title, result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )
+    return found
+
+
+def _by_series(report: Report, baseline: Report) -> dict[str, list[CaseResult]]:
+    """Return the completed results of a baseline by the series of the case that each is compared with, or its own."""
+    found: dict[str, list[CaseResult]] = {}
+    for pair in pairs(baseline.cases, report.cases):
+        if pair.base is not None and pair.base.outcome == "completed" and not pair.differing:
+            series = (pair.head or pair.base).case.series
+            found.setdefault(series, []).append(pair.base)
     return found
 
 

@@ -56,9 +56,9 @@ class _Bins(NamedTuple):
     """The number of samples in a bin."""
 
 
-def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
-    """Yield the time lines of a case, from its first launch that has any."""
-    profile = next((one.profile for one in result.launches if one.profile and one.profile.series), None)
+def charts(result: CaseResult, environment: Environment, before: CaseResult | None) -> Iterator[Chart]:
+    """Yield the time lines of a case, from its first launch that has any, with those of the baseline."""
+    profile, then = _sampled(result), None if before is None else _sampled(before)
     if profile is None or profile.series is None:
         return
     kinds = {gpu.uuid: gpu.name for gpu in environment.gpus}
@@ -82,8 +82,9 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
                     f"{figure.title} of {where} during {formatted(profile.duration_s, digits=3)} s, "
                     f"one sample per {1000 * profile.period_s:.0f} ms ({point}): "
                     f"mean {value_range(means, figure.unit)}."
+                    f"{'' if then is None else ' Faint: the baseline.'}"
                 ),
-                spec=_spec(profile, figure, bins),
+                spec=_spec(profile, figure, bins, then),
                 headers=["time (s)", *(f"GPU {device.index} ({figure.unit})" for device in profile.devices)],
                 rows=[
                     [formatted(t), *(formatted(value) for value in values)]
@@ -93,19 +94,34 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
             )
 
 
-def _spec(profile: Profile, figure: _Figure, bins: _Bins) -> Spec:
-    indices = [str(device.index) for device in profile.devices]
-    times = [round(t, 3) for t in bins.t_s]
-    rows = [
-        {"t": t, **{index: value for index, value in zip(indices, values, strict=True) if value is not None}}
-        for t, *values in zip(times, *bins.values, strict=True)
+def _sampled(result: CaseResult) -> Profile | None:
+    return next((one.profile for one in result.launches if one.profile and one.profile.series), None)
+
+
+def _rows(indices: Sequence[str], bins: _Bins) -> list[Spec]:
+    """Return one row per time, with a field per GPU; the GPUs of a baseline have the names of the candidate's."""
+    return [
+        {"t": round(t, 3), **{name: value for name, value in zip(indices, values, strict=False) if value is not None}}
+        for t, *values in zip(bins.t_s, *bins.values, strict=True)
     ]
+
+
+def _spec(profile: Profile, figure: _Figure, bins: _Bins, then: Profile | None) -> Spec:
+    indices = [str(device.index) for device in profile.devices]
+    rows = _rows(indices, bins)
+    before: list[Spec] = []
+    duration_s = profile.duration_s
+    if then is not None and then.series is not None:
+        columns = [_column(of_device, figure) for of_device in then.series.devices]
+        if all(columns):
+            before = _rows(indices, _extremes(then.series, columns, _POINTS))
+            duration_s = max(duration_s, then.duration_s)
     legend = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 2, "labelExpr": "'GPU ' + datum.label"}
     gpu = {**axes.text("g"), "scale": {"domain": indices}, "legend": legend}
-    values = [value for column in bins.values for value in _known(column)]
+    values = [row[index] for row in (*rows, *before) for index in indices if index in row]
     lines = {
         "transform": [{"fold": indices, "as": ["g", "v"]}, {"filter": "isValid(datum.v)"}],
-        "mark": {"type": "line", "strokeWidth": 1.5, **({"point": {"size": 30}} if len(times) <= _FEW else {})},
+        "mark": {"type": "line", "strokeWidth": 1.5, **({"point": {"size": 30}} if len(rows) <= _FEW else {})},
         "encoding": {
             "y": axes.levels(values, f"{figure.title} ({figure.unit})", log=False, zero=figure.zero),
             "color": gpu,
@@ -129,10 +145,10 @@ def _spec(profile: Profile, figure: _Figure, bins: _Bins) -> Spec:
         "field": "t",
         "type": "quantitative",
         "title": "time (s)",
-        "scale": {"domain": [0, max(rounded(profile.duration_s), times[-1])], "nice": False},
+        "scale": {"domain": [0, max(rounded(duration_s), rows[-1]["t"])], "nice": False},
         "axis": {"tickCount": 8},
     }
-    return axes.layered([lines, rule], rows, height=_HEIGHT, x=time)
+    return axes.layered([*axes.with_baseline([lines], before), rule], rows, height=_HEIGHT, x=time)
 
 
 def _column(of_device: dict[str, list[float | None]], figure: _Figure) -> list[float | None]:

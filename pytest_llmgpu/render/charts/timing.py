@@ -17,7 +17,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
 
 def _chart(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..., Point]) -> Chart | str:
     title = f"{name.capitalize()} by batch size"
-    drawn = [point for point in points(panel, {name: figure}) if point.value > 0]
+    drawn = [point for point in points(panel.completed, {name: figure}) if point.value > 0]
     if not drawn:
         return f"{title}: no case completed."
     texts = []
@@ -33,7 +33,7 @@ def _chart(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..
         id=name,
         title=title,
         summary=f"Best of each strategy: {', '.join(texts)}.",
-        spec=curves_of(panel, drawn, title=f"{name} ({unit})"),
+        spec=curves_of(panel, drawn, {name: figure}, title=f"{name} ({unit})"),
         headers=headers,
         rows=rows,
     )
