@@ -39,7 +39,7 @@ class Group(NamedTuple):
     def largest(self) -> Row:
         """The row of the largest slowdown; the worst row if none is slower."""
         slower = [row for row in self.rows if is_slower(row)]
-        return max(slower, key=lambda row: row.ratio or 0.0, default=self.rows[0])
+        return max(slower, key=lambda row: round(row.ratio or 0.0, 9), default=self.rows[0])
 
     @property
     def known(self) -> str | None:
@@ -84,6 +84,8 @@ def title(found: Group) -> str:
 def lines(found: Group) -> list[str]:
     """Return the cause, the cases by metric and verdict, and the lines of the reason of the largest change."""
     reason = found.largest.reason.splitlines()
+    if reason and reason[0].rstrip(".") in title(found):
+        del reason[0]
     text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
     parts: dict[str, list[str]] = {}
     for row in found.rows:
@@ -94,7 +96,7 @@ def lines(found: Group) -> list[str]:
     if found.known is not None:
         text.append(f"Known: {found.known}")
     if len(found.rows) > 1:
-        text.append("; ".join(f"{name}: {listed(ids, _MOST_NAMES)}" for name, ids in parts.items()) + ".")
+        text += [f"{name}: {listed(ids, _MOST_NAMES)}." for name, ids in parts.items()]
     return text
 
 

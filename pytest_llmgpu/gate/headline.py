@@ -122,7 +122,7 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     seen = {metric: _smallest_seen(compared, metric) for metric in ("device_time", "time")}
     hidden = [row.n or 1 for row in compared if row.metric == "time" and row.gated and (row.smallest_seen or 0) > limit]
     states = verdicts.head.states if verdicts.head is not None else []
-    slower = sorted((row for row in compared if is_slower(row)), key=lambda row: -(row.ratio or 0.0))
+    slower = sorted((row for row in compared if is_slower(row)), key=lambda row: -round(row.ratio or 0.0, 9))
     worst = deciding.get(status, [])
     return Headline(
         status=status,

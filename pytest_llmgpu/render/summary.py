@@ -8,14 +8,14 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.gate import headline
-from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
+from pytest_llmgpu.gate import cause_groups, headline
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status
 from pytest_llmgpu.gate.headline import Headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Finding
-from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import UNCLEAR, Verdict, Verdicts
 
 Status = Literal["pass", "unclear", "fail"]
 
@@ -34,12 +34,14 @@ _Unfit = tuple[CaseResult, Finding]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings or verdicts of one kind."""
+    """Findings of one kind, or verdicts with one cause."""
 
     severity: Literal["failure", "warning", "info"]
     """The severity of the problem."""
+    verdict: Verdict | None = None
+    """The worst verdict of a cause; None for findings."""
     label: str
-    """The code of the finding (`accuracy-collapsed`), or the metric and the verdict (`time REGRESSED`)."""
+    """The code of the finding (`accuracy-collapsed`), or the largest change of the cause with its numbers."""
     texts: list[tuple[str, str]]
     """The id of each of the first cases, and the text about it."""
     more: list[str] = []
@@ -61,12 +63,6 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     """False if the run ended early."""
     pytest_exit_status: int | None
     """The exit status of pytest; None if the run did not reach its end."""
-    compared: int | None
-    """The number of comparisons with the baseline; None if nothing was compared."""
-    classes: dict[RowClass, int]
-    """The number of verdicts per class; `FAILS` without those of `failing_unclear`."""
-    failing_unclear: int
-    """The number of verdicts that fail the gate because a required comparison was not possible or not decided."""
     problems: list[Problem]
     """The problems, worst first."""
     headline: Headline | None
@@ -82,11 +78,6 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         policy: the policy that decides which verdicts fail; None for the policy of the verdicts.
     """
     policy = policy or policy_of(verdicts)
-    rows = [] if verdicts is None else worst_first(verdicts.rows)
-    failing = [row for row in rows if classify(row, policy) is RowClass.FAILS]
-    failing_unclear = sum(row.verdict in UNCLEAR for row in failing)
-    classes = collections.Counter(classify(row, policy) for row in rows)
-    classes[RowClass.FAILS] -= failing_unclear
     unfit = _unfit(report)
     found = [*finding_problems(report.cases, [finding for _, finding in unfit]), *_of_memory(unfit)]
     return Conclusion(
@@ -99,10 +90,7 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         wrong=sum(result.has_wrong_answers for result in report.cases),
         complete=report.session.complete,
         pytest_exit_status=report.session.exit_status,
-        compared=None if verdicts is None or verdicts.baseline is None else verdicts.armed.compared,
-        classes=classes,
-        failing_unclear=failing_unclear,
-        problems=sorted([*found, *_of_rows(failing)], key=_order),
+        problems=sorted([*_of_gate(verdicts, policy), *found], key=_order),
         headline=None if verdicts is None else headline.decide(verdicts, policy),
     )
 
@@ -199,20 +187,19 @@ def _of_memory(unfit: Iterable[_Unfit]) -> Iterator[Problem]:
         yield Problem(severity="failure", label="nothing-fits", texts=texts, next_step=next_step)
 
 
-def _of_rows(rows: Iterable[Row]) -> Iterator[Problem]:
-    kinds: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault((row.metric, row.verdict), []).append(row)
-    for (metric, verdict), found in kinds.items():
-        yield Problem(
-            severity="failure",
-            label=f"{metric} {verdict}",
-            texts=[(row.id, row.reason) for row in found[:_MOST_TEXTS]],
-            more=[row.id for row in found[_MOST_TEXTS:]],
-            next_step=headline.step_of(found[0]),
-        )
+def _of_gate(verdicts: Verdicts | None, policy: Policy) -> Iterator[Problem]:
+    """Yield the causes that fail the gate."""
+    for group in [] if verdicts is None else cause_groups.group(verdicts, policy):
+        if group.fails:
+            yield Problem(
+                severity="failure",
+                verdict=group.rows[0].verdict,
+                label=cause_groups.title(group),
+                texts=[(group.largest.id, "\n".join(cause_groups.lines(group)))],
+                next_step=cause_groups.next_step(group),
+            )
 
 
 def _order(problem: Problem) -> tuple[int, bool]:
     """Return the sort key: by severity, and regressions before missing or undecided comparisons."""
-    return (_SEVERITIES.index(problem.severity), problem.label.rpartition(" ")[2] in UNCLEAR)
+    return (_SEVERITIES.index(problem.severity), problem.verdict in UNCLEAR)

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.render.charts import accuracy, balance, baseline_ratios, communication, memory, timing
+from pytest_llmgpu.render.charts import (
+    accuracy,
+    axes,
+    balance,
+    baseline_ratios,
+    communication,
+    memory,
+    timing,
+)
 from pytest_llmgpu.render.charts.chart import Chart, Charts
 from pytest_llmgpu.render.charts.images import Format, image
 from pytest_llmgpu.render.charts.panels import Panel, panels
@@ -20,10 +28,6 @@ from pytest_llmgpu.render.charts.theme import theme
 from pytest_llmgpu.report.report import Report
 
 __all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
-
-
-FAINT = "Faint: the baseline."
-"""The sentence on the marks of a baseline in a summary."""
 
 
 def of_report(report: Report, baseline: Report | None = None) -> Charts:
@@ -46,3 +50,16 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
     )
 
 
+def _named(one: Chart | str, panel: Panel) -> Chart | str:
+    if isinstance(one, str):
+        return f"{panel.caption}: {one}" if panel.suffix else one
+    title = f"{one.title}: {panel.caption}" if panel.suffix else one.title
+    summary = f"{one.summary} {axes.FAINT}" if panel.before else one.summary
+    return msgspec.structs.replace(
+        one,
+        id=f"{one.id}{panel.suffix}",
+        title=title,
+        summary=summary,
+        measured=panel.measured,
+        filter={"model": panel.entries[0].result.case.model},
+    )

@@ -31,6 +31,9 @@ _POWERS = [2**power for power in range(24)]
 _FAINT = 0.45
 """Opacity of the marks of a baseline."""
 
+FAINT = "Faint: the baseline."
+"""The sentence on these marks in a summary."""
+
 _MOST_MESSAGE = 200
 """Characters of a failure's message in a tooltip."""
 
@@ -113,7 +116,7 @@ def curves(panel: Panel) -> Spec:
         "type": "nominal",
         "title": "strategy",
         "scale": {"domain": panel.domain},
-        "legend": {"values": panel.titles},
+        "legend": {"values": panel.titles, "symbolOpacity": 1},
     }
 
 

@@ -11,10 +11,15 @@ from pytest_llmgpu.report.verdicts import ALL_CASES, Row, Verdicts
 _STEP = 20
 """Pixels of each case."""
 
-_CHANGES = {"no significant change": "circle", "slower": "triangle-up", "faster": "triangle-down"}
+_CHANGES = {
+    "no significant change": "circle",
+    "slower": "triangle-up",
+    "faster": "triangle-down",
+    "not enough data": "diamond",
+}
 """Change to its shape, in the order of the colours of the theme's range `ordinal`."""
 
-_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster"}
+_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster", "NOT_ENOUGH_DATA": "not enough data"}
 
 
 def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:

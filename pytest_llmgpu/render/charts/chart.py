@@ -27,6 +27,8 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """The column headers of the table, with units."""
     rows: list[list[str]]
     """The cells of the table, with the same figures as the chart."""
+    filter: dict[str, str] = {}
+    """The properties that the cases of the chart share and by which a page hides it: `model`."""
     measured: str = ""
     """Model, dtype, GPUs and dataset for an image that stands alone; empty where the title names them."""
 

@@ -23,6 +23,7 @@ _MUTED = {False: "#57606a", True: "#a8b0ba"}
 _GRID = {False: "#e3e6ea", True: "#32363d"}
 _LIMIT = {False: "#b3261e", True: "#ff8f85"}
 _IMPROVED = {False: "#11632e", True: "#6fd08c"}
+_UNDECIDED = {False: "#7a4a00", True: "#f2bd5c"}
 
 _FONT = "system-ui, Liberation Sans, Arial, sans-serif"
 
@@ -48,8 +49,9 @@ def theme(*, dark: bool) -> Spec:
     """Return the Vega-Lite `config` with which a page or an image draws the charts.
 
     The specifications use the ranges `category` and `symbol` (strategies and GPUs) and `ordinal` (changes: none,
-    slower, faster; Vega-Lite allows no range of another name) and these styles: `limit` and `limit-note` (capacity, a
-    published figure, no change), `note` (text inside a chart), `halo` (background around such text) and `muted`.
+    slower, faster, undecided; Vega-Lite allows no range of another name) and these styles: `limit` and `limit-note`
+    (capacity, a published figure, no change), `note` (text inside a chart), `halo` (background around such text) and
+    `muted`.
     """
     text, muted, grid = _TEXT[dark], _MUTED[dark], _GRID[dark]
     return {
@@ -59,7 +61,7 @@ def theme(*, dark: bool) -> Spec:
         "range": {
             "category": _DARK if dark else _LIGHT,
             "symbol": _SHAPES,
-            "ordinal": [muted, _LIMIT[dark], _IMPROVED[dark]],
+            "ordinal": [muted, _LIMIT[dark], _IMPROVED[dark], _UNDECIDED[dark]],
         },
         "axis": {
             "labelColor": text,

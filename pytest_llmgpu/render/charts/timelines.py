@@ -56,7 +56,7 @@ class _Bins(NamedTuple):
     """The number of samples in a bin."""
 
 
-def charts(result: CaseResult, environment: Environment, before: CaseResult | None) -> Iterator[Chart]:
+def charts(result: CaseResult, environment: Environment, before: CaseResult | None = None) -> Iterator[Chart]:
     """Yield the time lines of a case, from its first launch that has any, with those of the baseline."""
     profile, then = _sampled(result), None if before is None else _sampled(before)
     if profile is None or profile.series is None:
@@ -82,7 +82,7 @@ def charts(result: CaseResult, environment: Environment, before: CaseResult | No
                     f"{figure.title} of {where} during {formatted(profile.duration_s, digits=3)} s, "
                     f"one sample per {1000 * profile.period_s:.0f} ms ({point}): "
                     f"mean {value_range(means, figure.unit)}."
-                    f"{'' if then is None else ' Faint: the baseline.'}"
+                    f"{'' if then is None else f' {axes.FAINT}'}"
                 ),
                 spec=_spec(profile, figure, bins, then),
                 headers=["time (s)", *(f"GPU {device.index} ({figure.unit})" for device in profile.devices)],
@@ -116,7 +116,13 @@ def _spec(profile: Profile, figure: _Figure, bins: _Bins, then: Profile | None) 
         if all(columns):
             before = _rows(indices, _extremes(then.series, columns, _POINTS))
             duration_s = max(duration_s, then.duration_s)
-    legend = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 2, "labelExpr": "'GPU ' + datum.label"}
+    legend = {
+        "symbolType": "stroke",
+        "symbolSize": 700,
+        "symbolStrokeWidth": 2,
+        "symbolOpacity": 1,
+        "labelExpr": "'GPU ' + datum.label",
+    }
     gpu = {**axes.text("g"), "scale": {"domain": indices}, "legend": legend}
     values = [row[index] for row in (*rows, *before) for index in indices if index in row]
     lines = {

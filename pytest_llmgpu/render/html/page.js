@@ -2,6 +2,7 @@
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
+  const all = (selector) => [...document.querySelectorAll(selector)];
 
   const options = {
     actions: false,
@@ -12,15 +13,48 @@
     renderer: "svg",
     tooltip: { disableDefaultStyle: true },
   };
+  const FEW = 40; // up to this number of charts all are drawn, for printing
 
-  const draw = async (place, spec) => {
+  // The filters: the selected strategy, model and batch size; an empty value selects all.
+  const filters = all("[data-filter]");
+  const chosen = () => Object.fromEntries(filters.map((select) => [select.dataset.filter, select.value]));
+  const FIELDS = { strategy: "s", batch: "b" };
+  const filtered = (value, selected) => {
+    if (Array.isArray(value)) {
+      return value
+        .filter((row) => Object.entries(FIELDS).every(([name, field]) =>
+          !selected[name] || row === null || typeof row !== "object" || !(field in row) || String(row[field]) === selected[name]))
+        .map((item) => filtered(item, selected));
+    }
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, filtered(item, selected)]));
+  };
+
+  // A chart is drawn when it comes near the screen, and again after the filters changed.
+  const specs = new Map();
+  const draw = async (place) => {
+    if (place.dataset.drawn || place.closest("[hidden]")) return;
+    place.dataset.drawn = "yes";
     try {
-      await window.vegaEmbed(place, spec, options);
-      place.dataset.drawn = "yes";
+      await window.vegaEmbed(place, filtered(specs.get(place)(), chosen()), options);
+      place.querySelector("svg").setAttribute("aria-hidden", "true"); // the place has the name, the table the data
     } catch (error) {
       place.classList.add("failed");
       place.textContent = `The chart could not be drawn: ${error.message}. The table below has its data.`;
     }
+  };
+  const isNear = (place) => {
+    const { top, bottom, height } = place.getBoundingClientRect();
+    return height > 0 && bottom > -400 && top < window.innerHeight + 400;
+  };
+  const drawNear = () => Promise.all([...specs.keys()].filter((place) => place.isConnected && isNear(place)).map(draw));
+  const observer = new IntersectionObserver(
+    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => draw(entry.target)),
+    { rootMargin: "400px" },
+  );
+  const add = (place, spec) => {
+    specs.set(place, spec);
+    observer.observe(place);
   };
 
   const made = (name, attributes = {}, ...children) => {
@@ -45,16 +79,42 @@
     const details = made("details", { class: "data" }, made("summary", {}, "Data"), region);
     // A table may have thousands of rows: it is made when it is opened.
     details.addEventListener("toggle", () => region.hasChildNodes() || region.append(table(chart)));
-    const whole = made("figure", {}, made("h3", {}, chart.title), made("figcaption", {}, chart.summary), place, details);
-    return { whole, place };
+    add(place, () => chart.spec);
+    return made("figure", {}, made("h3", {}, chart.title), made("figcaption", {}, chart.summary), place, details);
   };
 
   const choice = document.getElementById("case");
   const showCase = (event) => {
-    const figures = data.cases[choice.value].map((chart) => ({ spec: chart.spec, ...figure(chart) }));
-    document.getElementById("case-charts").replaceChildren(...figures.map(({ whole }) => whole));
-    if (event) document.getElementById("case-status").textContent = `${figures.length} charts of ${choice.value}`;
-    return Promise.all(figures.map(({ place, spec }) => draw(place, spec)));
+    const source = all("script[data-case]").find((element) => element.dataset.case === choice.value);
+    const figures = JSON.parse(source.textContent).map(figure);
+    const charts = document.getElementById("case-charts");
+    for (const place of charts.querySelectorAll(".chart")) specs.delete(place);
+    charts.replaceChildren(...figures);
+    if (!event) return;
+    for (const place of charts.querySelectorAll(".chart")) draw(place);
+    document.getElementById("case-status").textContent = `${figures.length} charts of ${choice.value}`;
+  };
+
+  const applyFilters = () => {
+    const selected = chosen();
+    const names = Object.keys(selected);
+    for (const element of all("main [data-strategy], main [data-model], main [data-batch]")) {
+      element.hidden = names.some(
+        (name) => selected[name] && name in element.dataset && element.dataset[name] !== selected[name],
+      );
+      if (element.tagName === "OPTION") element.disabled = element.hidden;
+    }
+    for (const place of specs.keys()) delete place.dataset.drawn;
+    if (choice && choice.selectedOptions[0]?.disabled) {
+      const first = [...choice.options].find((option) => !option.disabled);
+      if (first) {
+        choice.value = first.value;
+        showCase();
+      }
+    }
+    const shown = names.filter((name) => selected[name]).map((name) => `${name} ${selected[name]}`);
+    document.getElementById("filter-status").textContent = shown.length ? `Only ${shown.join(", ")}` : "All cases";
+    return drawNear();
   };
 
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -72,16 +132,34 @@
   // Everything except data and logs is opened for printing, and closed again afterwards.
   let opened = [];
   window.addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open], .data, .log)")];
+    opened = all("details:not([open], .data, .log)");
     for (const details of opened) details.open = true;
   });
   window.addEventListener("afterprint", () => { for (const details of opened) details.open = false; });
 
-  const places = [...document.querySelectorAll("[data-chart]")];
-  const drawn = places.map((place) => draw(place, data.charts[place.dataset.chart]));
+  for (const place of all("[data-chart]")) {
+    add(place, () => JSON.parse(place.nextElementSibling.textContent));
+    const details = place.parentElement.querySelector("details");
+    const text = details.querySelector("noscript");
+    details.addEventListener("toggle", () => {
+      if (text.isConnected) text.outerHTML = text.textContent; // the table is markup that is already in the page
+    });
+  }
   if (choice) {
     choice.addEventListener("change", showCase);
-    drawn.push(showCase());
+    showCase();
   }
-  Promise.all(drawn).then(() => { root.dataset.ready = "yes"; });
+  if (filters.length) {
+    filters[0].form.hidden = false;
+    filters[0].form.addEventListener("change", applyFilters);
+  }
+  drawNear().then(async () => {
+    root.dataset.ready = "yes";
+    if (specs.size > FEW) return;
+    for (const place of [...specs.keys()]) {
+      await new Promise((done) => setTimeout(done));
+      if (place.isConnected) await draw(place);
+    }
+    root.dataset.whole = "yes";
+  });
 })();

@@ -13,24 +13,30 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate import cause_groups, judge
+from pytest_llmgpu.gate.classify import ExitStatus
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
-from pytest_llmgpu.render import charts, grouping
+from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.charts.chart import Chart
+from pytest_llmgpu.render.exports.notices import Level, level
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, templates, vega
-from pytest_llmgpu.render.html.verdict_groups import grouped
-from pytest_llmgpu.render.summary import conclude, describe
-from pytest_llmgpu.render.time_table import make_time_table
+from pytest_llmgpu.render.summary import Conclusion, conclude, describe
+from pytest_llmgpu.render.time_table import layout, make_time_table
 from pytest_llmgpu.render.work_table import make_work_table
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import BETTER, Row, Verdicts, worst_first
 
 _LIBRARIES = ("jinja2", "vl_convert")
-_OPEN_PROBLEMS = 3  # the other problems are in a closed element
+_OPEN_PROBLEMS, _OPEN_ROWS = 3, 25  # the others are in a closed element
+_MOST_CASES = 1000
+_MARKS: dict[Level, str] = {"failure": "failure", "warning": "warning", "info": "ok"}
 
 
 def check(path: Path) -> None:
@@ -72,8 +78,13 @@ def render(
         policy: the policy that decides which verdicts fail; None: the policy of the verdicts.
 
     Raises:
-        ValueError: a library of the page is not installed; one line with the command that installs it.
+        ValueError: a library of the page is not installed, or there are too many cases; one line.
     """
+    if len(report.cases) > _MOST_CASES:
+        raise ValueError(
+            f"page: the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}; "
+            "llmgpu export csv writes all of them as a table"
+        )
     verdicts = verdicts or report.verdicts
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
@@ -84,15 +95,17 @@ def render(
 
 def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
     library = vega()
-    drawn = charts.of_report(report)
-    timelines = _timelines(report)
+    drawn = charts.of_report(report, baseline)
+    of_cases = _timelines(report, baseline)
     tables = list(_tables(report))
-    times = {cell.id: cell.time for one in tables for _, cells in one["table"].rows for cell in cells}
+    cells = {cell.id: cell for one in tables for _, row in one["table"].rows for cell in row}
     config, colored = colors.config_and_style()
     style, script = asset("page.css") + colored, asset("page.js")
-    specs = {chart.id: chart.spec for chart in drawn.charts}
     verdicts = report.verdicts
     conclusion = conclude(report, verdicts, policy)
+    word, sentence = _status(conclusion)
+    keys = _filter_keys(report, baseline)
+    compared = [] if verdicts is None else _compared(verdicts, report, baseline)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=_content_security_policy([library, script], [style]),
@@ -102,26 +115,100 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         name=name or "pytest-llmgpu",
         report=report,
         conclusion=conclusion,
-        sentence=describe(conclusion),
+        word=word,
+        sentence=sentence,
         open_problems=_OPEN_PROBLEMS,
+        open_rows=_OPEN_ROWS,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
         tables=tables,
-        charts=drawn.charts,
+        charts=[(chart, _json(chart.spec)) for chart in drawn.charts],
         omitted=drawn.omitted,
         cases=[
-            (result.id, f"{result.id}: {times[result.id] or result.outcome.replace('_', ' ')}")
+            (result.id, f"{result.id}: {cells[result.id].time or result.outcome.replace('_', ' ')}", _json(found))
             for result in report.cases
-            if result.id in timelines
+            if (found := of_cases.get(result.id))
         ],
         verdicts=verdicts,
-        parts=[] if verdicts is None else grouped(verdicts, policy),
+        compared=compared,
+        verdict=comparison.verdict,
+        mark=lambda row: _MARKS[level(row, policy)] if row.verdict not in BETTER else "ok",
+        parts=[
+            (title, [(row, comparison.figures(row)) for row in rows])
+            for title, rows in ([] if verdicts is None else _parts(verdicts))
+        ],
+        reasons=[] if verdicts is None else cause_groups.by_reason(row for row in verdicts.rows if row.verdict != "OK"),
+        counts="" if verdicts is None else comparison.counts(verdicts),
         notes=[] if verdicts is None else verdicts.warnings,
+        keys=keys,
+        filters=_filters(keys),
         machine=facts.machine(report, baseline),
         libraries=facts.libraries(report, baseline),
         options=facts.options(report, baseline),
         command=[shlex.quote(word) for word in ("pytest", *report.argv)],
-        data=_json({"config": config, "charts": specs, "cases": timelines}),
+        licenses=asset("licenses.txt"),
+        data=_json({"config": config}),
     )
+
+
+def _status(conclusion: Conclusion) -> tuple[str, str]:
+    """Return the word for the state, which is that of the gate where it decides, and the sentence after it."""
+    sentence = describe(conclusion)
+    if conclusion.headline is None or (conclusion.headline.status is ExitStatus.PASSED and conclusion.status != "pass"):
+        return {"pass": "Completed", "unclear": "Not complete", "fail": "Failed"}[conclusion.status], sentence
+    word, _, rest = sentence.partition(": ")
+    return word, rest
+
+
+def _compared(verdicts: Verdicts, report: Report, baseline: Report | None) -> list[tuple[Row, comparison.Figures]]:
+    """Return the row of each case; one without numbers has the times that both reports have."""
+    before, now = (
+        {result.id: result.inference_s for result in (() if one is None else one.cases)} for one in (baseline, report)
+    )
+    found = []
+    for row in comparison.cases(verdicts.rows):
+        shown = comparison.figures(row)
+        if not shown.was and not shown.now:
+            times = [spec_of("time").written(time) if (time := of.get(row.id)) else "-" for of in (before, now)]
+            shown = shown._replace(was=times[0], now=times[1])
+        found.append((row, shown))
+    return found
+
+
+def _parts(verdicts: Verdicts) -> list[tuple[str, list[Row]]]:
+    """Return the rows that are not OK, and those that are, with their titles."""
+    rows = worst_first(verdicts.rows)
+    parts = [
+        ("Not OK", [row for row in rows if row.verdict != "OK"]),
+        ("OK", [row for row in rows if row.verdict == "OK"]),
+    ]
+    return [(title, found) for title, found in parts if found]
+
+
+def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str, str]]:
+    """Return the strategy, model and batch size by which each case is filtered, by its id, and those of a series."""
+    keys: dict[str, dict[str, str]] = {}
+    for result in [] if baseline is None else baseline.cases:
+        keys[result.id] = _key(result, result.case.strategy)
+    for block in grouping.blocks(report.cases):
+        for row in layout(block)[1].values():
+            keys |= {result.id: _key(result, title) for title, result in row.items()}
+    return keys
+
+
+def _key(result: CaseResult, title: str) -> dict[str, str]:
+    return {"strategy": title, "model": result.case.model, "batch": str(result.case.batch_size)}
+
+
+def _filters(keys: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, list[str]]]:
+    """Return name, label and values of each filter with more than one value."""
+    found = []
+    for name, label in (("strategy", "Strategy"), ("model", "Model"), ("batch", "Batch size")):
+        values = grouping.unique(key[name] for key in keys.values())
+        if name == "batch":
+            values.sort(key=int)
+        if len(values) > 1:
+            found.append((name, label, values))
+    return found
 
 
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
@@ -135,16 +222,24 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             for one in known
             if one.series in series and (one.smallest_oom is not None or one.prediction is not None)
         ]
-        yield {"caption": caption, "table": make_time_table(cases), "work": make_work_table(cases), "largest": largest}
+        yield {
+            "caption": caption,
+            "model": cases[0].case.model,
+            "table": make_time_table(cases),
+            "work": make_work_table(cases),
+            "largest": largest,
+        }
 
 
-def _timelines(report: Report) -> dict[str, list[Chart]]:
+def _timelines(report: Report, baseline: Report | None) -> dict[str, list[Chart]]:
     """Return the timelines of each case that has samples."""
-    drawn = {result.id: list(timelines.charts(result, report.environment)) for result in report.cases}
-    return {name: found for name, found in drawn.items() if found}
+    before = {} if baseline is None else {id(pair.head): pair.base for pair in pairs(baseline.cases, report.cases)}
+    return {
+        result.id: list(timelines.charts(result, report.environment, before.get(id(result)))) for result in report.cases
+    }
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def _json(value: Any) -> str:
     """Return JSON that is safe inside a script element, whatever its strings are."""
     text = msgspec.json.encode(value).decode()
     for character in "<>&\u2028\u2029":

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from pytest_llmgpu.gate import headline
+from pytest_llmgpu.gate.cause_groups import by_reason
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.render.reasons import by_cause
+from pytest_llmgpu.render.comparison import counts, figures, verdict
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
-from pytest_llmgpu.report.metrics import JUDGED, spec_of
-from pytest_llmgpu.report.text import listed, plural, printable, signed_percent
+from pytest_llmgpu.report.metrics import JUDGED
+from pytest_llmgpu.report.text import listed, plural, printable
 from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
 
 MOST_CASES = 50
@@ -93,7 +94,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _table(cases: Sequence[Sequence[Row]], paint: Painter) -> str:
     body = [
-        (printable(row.id) if number == 0 else "", row.metric, _verdict(row, paint), *_figures(row))
+        (printable(row.id) if number == 0 else "", row.metric, _verdict(row, paint), *figures(row))
         for case in cases
         for number, row in enumerate(case)
     ]
@@ -107,32 +108,13 @@ def _table(cases: Sequence[Sequence[Row]], paint: Painter) -> str:
 
 
 def _verdict(row: Row, paint: Painter) -> str:
-    word = paint(row.verdict, _STYLES[row.verdict]) if row.verdict in _STYLES else row.verdict
-    return word if row.gated and row.known is None else f"{word} ({'known' if row.gated else 'not gated'})"
-
-
-def _figures(row: Row) -> tuple[str, str, str, str]:
-    """Return the value of the baseline, the value of the candidate, the change and its interval."""
-    spec = spec_of(row.metric)
-    was, now = ("" if value is None else spec.written(value) for value in (row.base, row.head))
-    if spec.points:
-        change = "" if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
-        # The interval is of items lost minus items won: a loss is a negative change. `0.0 -` prevents -0.0.
-        ends = [None if end is None else 0.0 - 100 * end for end in (row.high, row.low)]
-        interval = "" if None in ends else f"{ends[0]:+.2f} to {ends[1]:+.2f} pt"
-        return was, now, change, interval
-    if row.ratio is None:
-        return was, now, "", ""
-    interval = ""
-    if row.low is not None and row.high is not None and row.low < row.high:
-        interval = f"{signed_percent(row.low - 1).removesuffix(' %')} to {signed_percent(row.high - 1)}"
-    change = signed_percent(row.ratio - 1)
-    return was, now, "same" if row.base == row.head else change, interval
+    word = verdict(row)
+    return word.replace(row.verdict, paint(row.verdict, _STYLES[row.verdict])) if row.verdict in _STYLES else word
 
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
     """Yield the reasons of the rows that are not OK by cause, the worst first; the row with the worst change has it."""
-    found = by_cause(row for row in rows if row.verdict != "OK")
+    found = by_reason(row for row in rows if row.verdict != "OK")
     for number, group in enumerate(found):
         if number == most:
             yield f"and {plural(len(found) - number, 'more reason')}"
@@ -149,11 +131,6 @@ def _ends(verdicts: Verdicts, policy: Policy) -> Iterator[str]:
     """Yield what to run next, the number of comparisons, and the notes."""
     if steps := headline.describe_next(headline.next_steps(verdicts, policy)):
         yield textwrap.fill(steps, WIDTH, subsequent_indent=_INDENT)
-    armed = verdicts.armed
-    ok = sum(row.verdict == "OK" for row in verdicts.rows)
-    missing = "; ".join(f"{count:,} x {printable(reason)}" for reason, count in armed.unarmed.items())
-    compared = f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated, {ok:,} OK"
-    compared += f"; {sum(armed.unarmed.values()):,} not compared: {missing}" if missing else ""
-    yield textwrap.fill(compared, WIDTH, subsequent_indent=_INDENT)
+    yield textwrap.fill(printable(counts(verdicts)), WIDTH, subsequent_indent=_INDENT)
     for note in verdicts.warnings:
         yield textwrap.fill(f"note: {printable(note)}", WIDTH, subsequent_indent=_INDENT)

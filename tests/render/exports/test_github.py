@@ -74,7 +74,7 @@ def test_an_annotation_stands_at_its_test() -> None:
     assert _parsed(line) == (
         "error",
         {"file": "a/test_b.py", "line": "1", "title": "pytest-llmgpu: REGRESSED: mp-bs8 wall time: +5 %"},
-        f"+5 %.\nRun it again.\nNext: {spec_of('time').next_step}",
+        f"Run it again.\nNext: {spec_of('time').next_step}",
     )
 
 
@@ -91,7 +91,7 @@ def test_one_cause_has_one_annotation() -> None:
     (line,) = _annotations(report)
     _, properties, text = _parsed(line)
     assert properties["title"] == "pytest-llmgpu: REGRESSED: mp-bs64 wall time +64.0 % (1.64 s, was 1 s)"
-    assert "time REGRESSED: mp-bs64, mp-bs8; traffic REGRESSED: mp-bs8, mp-bs64." in text
+    assert "time REGRESSED: mp-bs64, mp-bs8.\ntraffic REGRESSED: mp-bs8, mp-bs64." in text
 
 
 def test_annotations_contain_no_command_of_a_user() -> None:

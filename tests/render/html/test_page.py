@@ -1,34 +1,20 @@
-"""The data of a page: the groups of verdicts, the facts, and the colours of the charts."""
+"""The data of a page: the facts, and the colours of the charts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 import msgspec
 import pytest
 from support.report_factory import make_report
 
-from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.charts.theme import theme
 from pytest_llmgpu.render.html import colors, facts
-from pytest_llmgpu.render.html.verdict_groups import grouped
 from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Armed, Row, Verdicts
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
 """Colours of text."""
-
-
-def _row(name: str, verdict: str, **fields: Any) -> Row:
-    plain = {"key": "k", "id": name, "metric": "time", "verdict": verdict, "reason": "because"}
-    return msgspec.convert({**plain, **fields}, Row)
-
-
-def _verdicts(rows: list[Row], warnings: Sequence[str] = ()) -> Verdicts:
-    return Verdicts(policy="", policy_sha256="0", armed=Armed(), warnings=list(warnings), rows=rows)
 
 
 def _variables(selector: str) -> dict[str, tuple[int, int, int]]:
@@ -82,47 +68,6 @@ def test_colours_of_charts_are_variables() -> None:
     assert [light[name] for name in chosen] == theme(dark=False)["range"]["category"]
     assert [dark[name] for name in chosen] == theme(dark=True)["range"]["category"]
     assert system == dark
-
-
-def test_verdicts_are_grouped_by_their_effect_on_the_gate() -> None:
-    """Failing verdicts are the first group, unchanged metrics the last one."""
-    rows = [
-        _row("a", "OK"),
-        _row("b", "IMPROVED"),
-        _row("c", "NOT_ENOUGH_DATA"),
-        _row("d", "REGRESSED", gated=False),
-        _row("e", "REGRESSED"),
-        _row("f", "REGRESSED", known="accepted"),
-        _row("g", "NEW"),
-    ]
-    parts = {
-        part.title: [name for group in part.groups for line in group.lines for name in line.ids]
-        for part in grouped(_verdicts(rows), Policy())
-    }
-    assert parts == {
-        "Fails": ["e"],
-        "Worse, but allowed": ["d", "f"],
-        "Better": ["b"],
-        "Unclear": ["c"],
-        "Unchanged": ["a"],
-        "New": ["g"],
-    }
-
-
-def test_rows_with_the_same_metric_and_verdict_are_one_group() -> None:
-    """Cases with the same reason share a line."""
-    rows = [_row("a", "MISSING"), _row("b", "MISSING"), _row("c", "MISSING", reason="lost"), _row("d", "NEW")]
-    groups = [group for part in grouped(_verdicts(rows), Policy()) for group in part.groups]
-    assert [(group.verdict, group.count) for group in groups] == [("MISSING", 3), ("NEW", 1)]
-    assert [(line.ids, line.reason) for line in groups[0].lines] == [(["a", "b"], "because"), (["c"], "lost")]
-
-
-@pytest.mark.parametrize(("warnings", "reason"), [([f"{DIFFERS}x"], "a."), ([], f"a.\n{ALSO_CHANGED}x.")])
-def test_differences_of_the_environment_are_shown_once(warnings: list[str], reason: str) -> None:
-    """If a warning above the rows names them, the rows do not."""
-    rows = [_row("a", "REGRESSED", reason=f"a.\n{ALSO_CHANGED}x.")]
-    [group] = [group for part in grouped(_verdicts(rows, warnings), Policy()) for group in part.groups]
-    assert [line.reason for line in group.lines] == [reason]
 
 
 def test_options_are_shown_if_they_are_not_the_defaults() -> None:

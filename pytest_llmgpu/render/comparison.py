@@ -1,0 +1,76 @@
+"""Rows of a comparison as text: the values of both reports, and the change of each case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pytest_llmgpu.gate.classify import TIMES
+from pytest_llmgpu.report.metrics import spec_of
+from pytest_llmgpu.report.text import plural, signed_percent
+from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, Row, Verdicts, worst_first
+
+
+class Figures(NamedTuple):
+    """The numbers of a row as text; empty where it has none."""
+
+    was: str
+    """The value of the baseline."""
+    now: str
+    """The value of the candidate."""
+    change: str
+    """The change: relative, or in percentage points."""
+    interval: str
+    """The confidence interval of the change."""
+
+
+def figures(row: Row) -> Figures:
+    """Return the numbers of a row as text."""
+    spec = spec_of(row.metric)
+    was, now = ("" if value is None else spec.written(value) for value in (row.base, row.head))
+    if spec.points:
+        change = "" if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
+        # The interval is of items lost minus items won: a loss is a negative change. `0.0 -` prevents -0.0.
+        ends = [None if end is None else 0.0 - 100 * end for end in (row.high, row.low)]
+        return Figures(was, now, change, "" if None in ends else f"{ends[0]:+.2f} to {ends[1]:+.2f} pt")
+    if row.ratio is None:
+        return Figures(was, now, "", "")
+    interval = ""
+    if row.low is not None and row.high is not None and row.low < row.high:
+        interval = f"{signed_percent(row.low - 1).removesuffix(' %')} to {signed_percent(row.high - 1)}"
+    return Figures(was, now, "same" if row.base == row.head else signed_percent(row.ratio - 1), interval)
+
+
+def verdict(row: Row) -> str:
+    """Return the verdict of a row, with the reason why it cannot fail the gate."""
+    why = "not gated" if not row.gated else "known" if row.known is not None else ""
+    return f"{row.verdict} ({why})" if why else row.verdict
+
+
+def counts(verdicts: Verdicts) -> str:
+    """Return how many rows were compared, how many are OK, and why the others were not compared."""
+    armed = verdicts.armed
+    ok = sum(row.verdict == "OK" for row in verdicts.rows)
+    text = f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated, {ok:,} OK"
+    missing = "; ".join(f"{count:,} x {reason}" for reason, count in armed.unarmed.items())
+    return f"{text}; {sum(armed.unarmed.values()):,} not compared: {missing}" if missing else text
+
+
+def cases(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for each case: its outcome if that changed, else its device time, else its wall time.
+
+    Cases whose outcome changed come first, by severity, then the largest slowdown; those without numbers come last.
+    """
+    of_cases: dict[tuple[str, str], list[Row]] = {}
+    for row in worst_first(rows):
+        if spec_of(row.metric).scope == "case" and row.id != ALL_CASES:
+            of_cases.setdefault((row.key, row.id), []).append(row)
+    found = [min(of_case, key=_order) for of_case in of_cases.values()]
+    return sorted(found, key=lambda row: (_order(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
+
+
+def _order(row: Row) -> int:
+    """Return the rank of a row among those of its case."""
+    if row.metric == "outcome" and row.verdict != "OK":
+        return 0
+    return 1 + TIMES.index(row.metric) if row.metric in TIMES and row.ratio is not None else 1 + len(TIMES)
