@@ -34,8 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     chosen = formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    report.verdicts = comparison(arguments, report).verdicts or report.verdicts
-    drawn = charts.of_report(report)
+    compared = comparison(arguments, report)
+    report.verdicts = compared.verdicts or report.verdicts
+    drawn = charts.of_report(report, compared.base)
     timelines = [] if arguments.case is None else _timelines(report, arguments.case)
     for path in write([*drawn.charts, *timelines], arguments.output, chosen, dark=arguments.dark):
         show(str(path))

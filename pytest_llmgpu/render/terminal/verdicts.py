@@ -76,8 +76,8 @@ def side_by_side(compared: Sequence[Verdicts], color: bool = False, most: int | 
     for case in cases[:most]:
         for number, row in enumerate({one.metric: one for one in case}.values()):
             alike = [of_report.get((row.key, row.id, row.metric)) for of_report in found]
-            was = next((text for one in alike if one is not None and (text := _figures(one)[0])), "")
-            cells = ["" if one is None else f"{_figures(one)[2]} {_verdict(one, paint)}".strip() for one in alike]
+            was = next((text for one in alike if one is not None and (text := figures(one)[0])), "")
+            cells = ["" if one is None else f"{figures(one)[2]} {_verdict(one, paint)}".strip() for one in alike]
             body.append([printable(row.id) if number == 0 else "", row.metric, was, *cells])
     left = len(cases) - len(cases[:most])
     text = tabulate(body, ["case", "metric", "was", *range(1, len(compared) + 1)], disable_numparse=True)
