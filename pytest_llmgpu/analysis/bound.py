@@ -5,9 +5,9 @@ FLOPs that were counted play no part: a program that computes too much would rai
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
 
 _NO_PEER_CEILING = ("peer_copy", "send", "recv")
@@ -37,18 +37,23 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
     if isinstance(wire_s, str):
         return wire_s
     flops_per_s, bytes_per_s = rates
-    model, batches = work.model, result.launches[-1].batches
-    memory_s = model.weights_bytes / bytes_per_s
-    compute_s = [
-        forward_flops(model, tokens, sequences) / flops_per_s
-        for tokens, sequences in zip(batches.tokens, batches.sequences, strict=True)
+    model, launch = work.model, result.launches[-1]
+    prefills = [
+        _Forwards(1, forward_flops(model, tokens, sequences) / flops_per_s, model.weights_bytes / bytes_per_s)
+        for tokens, sequences in zip(launch.batches.tokens, launch.batches.sequences, strict=True)
     ]
-    bound_s = sum(max(one, memory_s) for one in compute_s) + wire_s
+    steps = [
+        _Forwards(count, flops / flops_per_s, read_bytes / bytes_per_s)
+        for count, flops, read_bytes in _steps(model, launch)
+    ]
+    forwards = [*prefills, *steps]
+    bound_s = sum(one.bound_s for one in forwards) + wire_s
     times: dict[Literal["compute", "memory", "wire"], float] = {
-        "compute": sum(compute_s),
-        "memory": memory_s * len(compute_s),
+        "compute": sum(one.number * one.compute_s for one in forwards),
+        "memory": sum(one.number * one.memory_s for one in forwards),
         "wire": wire_s,
     }
+    step_count = sum(one.number for one in steps)
     return Bound(
         compute_s=times["compute"],
         memory_s=times["memory"],
@@ -56,7 +61,41 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         bound_s=bound_s,
         limited_by=max(times, key=lambda name: times[name]),
         share=bound_s / result.inference_s,
+        prefill_s=sum(one.bound_s for one in prefills) / len(prefills) if result.case.generates else None,
+        step_s=sum(one.bound_s for one in steps) / step_count if step_count else None,
     )
+
+
+class _Forwards(NamedTuple):
+    """Equal forwards of one batch."""
+
+    number: int
+    compute_s: float
+    memory_s: float
+
+    @property
+    def bound_s(self) -> float:
+        return self.number * max(self.compute_s, self.memory_s)
+
+
+def _steps(model: ModelSize, launch: Launch) -> list[tuple[int, float, float]]:
+    """Return the number of decode steps of each batch, and FLOPs and bytes of the mean step; none for scoring.
+
+    A step reads the weights, and the keys and values of all tokens before it, once.
+    """
+    texts = launch.generation
+    if texts is None or not texts.kv_cache_formula_bytes:
+        return []
+    batches, new_tokens = launch.batches, max(texts.new_tokens, default=1)
+    rows = max(batches.sequences)
+    width = max(padded // count for padded, count in zip(batches.padded_tokens, batches.sequences, strict=True))
+    token_bytes = texts.kv_cache_formula_bytes / (rows * (width + new_tokens))
+    found = []
+    for tokens, sequences in zip(batches.tokens, batches.sequences, strict=True):
+        read = tokens + sequences * new_tokens / 2  # tokens of all rows before the mean step
+        flops = 2 * model.parameters * sequences + 4 * model.layers * model.attention_width * read
+        found.append((new_tokens - 1, flops, model.weights_bytes + token_bytes * read))
+    return found
 
 
 def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:

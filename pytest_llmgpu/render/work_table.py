@@ -57,6 +57,10 @@ def _busy(result: CaseResult) -> float | None:
     return statistics.fmean(found) if found else None
 
 
+def _share(bound_s: float | None, measured_s: float | None) -> float | None:
+    return None if bound_s is None or not measured_s else bound_s / measured_s
+
+
 def _mean_of(column: Column) -> Callable[[CaseResult], float | None]:
     return lambda result: statistics.fmean(found) if (found := device_values(result, column)) else None
 
@@ -79,6 +83,11 @@ _BUSY, *_, _SENT = COMMUNICATION
 
 SUMMARY: tuple[WorkColumn, ...] = (
     WorkColumn(name="sequences_per_s", title="sequences\n/s", value=lambda result: result.sequences_per_s),
+    WorkColumn(
+        name="tokens_per_s",
+        title="new tokens\n/s",
+        value=lambda result: result.tokens_per_s if result.case.generates else None,
+    ),
     WorkColumn(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
     WorkColumn(name="sent_bytes", title="sent/GPU\nMB/sequence", value=_mean_of(_SENT), drop_order=1),
     WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=2),
@@ -94,6 +103,18 @@ WORK: tuple[WorkColumn, ...] = (
         name="bound_share",
         title="of bound\n%",
         value=lambda result: None if result.bound is None else result.bound.share,
+        unit=0.01,
+    ),
+    WorkColumn(
+        name="prefill_bound_share",
+        title="of bound\n%, prefill",
+        value=lambda result: _share(result.bound.prefill_s if result.bound else None, result.first_token_s),
+        unit=0.01,
+    ),
+    WorkColumn(
+        name="step_bound_share",
+        title="of bound\n%, step",
+        value=lambda result: _share(result.bound.step_s if result.bound else None, result.token_p50_s),
         unit=0.01,
     ),
     WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=1),

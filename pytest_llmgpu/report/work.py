@@ -180,15 +180,20 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: Seconds
     """The time of the matrix products and of attention of all batches in seconds."""
     memory_s: Seconds
-    """The time in seconds to read the weights from memory once per batch."""
+    """The time in seconds to read the weights from memory once per forward, and the KV cache once per decode step."""
     wire_s: Seconds
     """The time of the collectives in seconds. 0 where nothing is sent between ranks."""
     bound_s: Seconds
-    """The sum over batches of the larger of compute and memory, plus the wire, in seconds."""
+    """The sum over forwards of the larger of compute and memory, plus the wire, in seconds."""
     limited_by: Literal["compute", "memory", "wire"]
     """The largest of the three times."""
     share: Amount
     """The bound divided by `inference_s`: 1 where the case is as fast as the ceilings allow."""
+    prefill_s: Seconds | None = None
+    """The mean over batches of the bound of a prefill without its collectives, in seconds; null for a case that
+    scores."""
+    step_s: Seconds | None = None
+    """The mean of the bound of a decode step without its collectives, in seconds; null for a case without steps."""
 
 
 def renumbered(work: Work, numbers: Sequence[int]) -> Work:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_result
+from support.report_factory import make_generation, make_result
 
 from pytest_llmgpu.analysis.bound import bound, forward_flops
 from pytest_llmgpu.report.derived import derive
@@ -114,3 +114,24 @@ def test_a_bound_needs_batches_and_traffic() -> None:
     assert "an op is not known" in str(bound(result, _work(["a"]), _CEILINGS))
     result.launches.clear()
     assert "no finished batches" in str(bound(result, _work(["a"]), _CEILINGS))
+
+
+def test_a_decode_step_reads_the_weights_and_the_keys_and_values_before_it() -> None:
+    """Prefill and steps have bounds of their own; both are in the bound of the case."""
+    scored = _result([40, 10], [4, 1])
+    texts = make_generation(
+        [[1, 2, 3]] * 5, [[-1.0] * 3] * 5, [[-1.0] * 3] * 5, kv_cache_formula_bytes=4 * (10 + 3) * 50
+    )
+    launch = msgspec.structs.replace(scored.launches[-1], generation=texts)
+    case = msgspec.structs.replace(scored.case, workload="generate", prompt_tokens=10, new_tokens=3)
+    result = msgspec.structs.replace(scored, case=case, launches=[launch])
+    plain, found = (bound(one, _work(["a"]), _CEILINGS) for one in (scored, result))
+    assert isinstance(plain, Bound)
+    assert isinstance(found, Bound)
+    assert (plain.prefill_s, plain.step_s) == (None, None)
+    assert found.prefill_s == pytest.approx(plain.bound_s / 2)
+    # 50 bytes for each token: 40 + 4 x 1.5 of the first batch, 10 + 1.5 of the second, and 2,000 bytes of weights.
+    steps = [(2000 + 50 * 46) / 1e5, (2000 + 50 * 11.5) / 1e5]
+    assert found.step_s == pytest.approx(sum(steps) / 2)
+    assert found.bound_s == pytest.approx(plain.bound_s + 2 * sum(steps))
+    assert found.limited_by == "memory"
