@@ -124,7 +124,8 @@ def _decide_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[Ca
     mp = reference.reference(result, earlier)
     if check.ok is False:
         return Decision(code="loglikelihood-mismatch", fails=True, cause="batch_size" if mp is None else "strategy")
-    series = [other for other in earlier if other.case.series == result.case.series]
+    fields = result.case.series_fields
+    series = [other for other in earlier if other.case.series_fields == fields]
     if mp is None and result.case.strategy != REFERENCE_STRATEGY and not has_finding("unverified", series):
         return Decision(code="unverified", no_reference=reference.decide_missing(result, earlier))
     return Decision()

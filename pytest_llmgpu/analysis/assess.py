@@ -14,7 +14,6 @@ import msgspec
 from pytest_llmgpu.analysis import (
     accuracy_check,
     bound,
-    capacity,
     findings,
     generation_check,
     launch_findings,
@@ -24,35 +23,25 @@ from pytest_llmgpu.analysis import (
 )
 from pytest_llmgpu.analysis.launch_merging import merge_results
 from pytest_llmgpu.report import derived
-from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import CaseResult
-
-
-class Assessment(msgspec.Struct, frozen=True, kw_only=True):
-    """The assessment of a case and, with it, of each series."""
-
-    result: CaseResult
-    """The case with all its launches, its derived figures, its checks and its findings."""
-    capacity: list[Capacity]
-    """The largest batch size of each series of the run, this case included."""
 
 
 def assess(
     launches: Sequence[CaseResult],
     *,
     earlier: Sequence[CaseResult],
-    later: Sequence[CaseResult] = (),
     environment: Environment,
     options: Options,
-) -> Assessment:
-    """Assess one case; the arguments are not changed.
+) -> CaseResult:
+    """Return one case with all its launches, its derived figures, its checks and its findings.
+
+    The arguments are not changed.
 
     Args:
         launches: The results of the case, one per launch, in the order in which they ran; at least one.
         earlier: The assessed cases that stand before it in the report. It is compared with these.
-        later: The assessed cases that stand after it: a further launch measures a case that others follow already.
         environment: The machine of the run.
         options: The options in force for the test that measured the case.
     """
@@ -77,7 +66,7 @@ def assess(
         *generation_check.findings(result, earlier),
         *launch_findings.disagreements(located),
     ]
-    return Assessment(result=result, capacity=capacity.capacities([*earlier, result, *later], environment.gpus))
+    return result
 
 
 def _with_path(launch: CaseResult, environment: Environment) -> CaseResult:

@@ -19,10 +19,10 @@ def capacities(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> list[Capac
         results: The cases of a report, in the order in which they ran.
         gpus: The devices of its environment.
     """
-    by_series: dict[str, list[CaseResult]] = {}
+    by_series: dict[tuple[object, ...], list[CaseResult]] = {}
     for result in results:
-        by_series.setdefault(result.case.series, []).append(result)
-    return [_capacity(series, members, gpus) for series, members in by_series.items()]
+        by_series.setdefault(result.case.series_fields, []).append(result)
+    return [_capacity(members, gpus) for members in by_series.values()]
 
 
 def search(results: Sequence[CaseResult], gpus: Sequence[Gpu], probe: Callable[[int], CaseResult | None]) -> None:
@@ -77,7 +77,7 @@ def next_probe(low: int, high: int, predicted: int | None) -> int | None:
     return predicted
 
 
-def _capacity(series: str, results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Capacity:
+def _capacity(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Capacity:
     found = memory_model.predict(_before(results), gpus)
     prediction = found if isinstance(found, Prediction) else None
     failed = [result for result in results if result.outcome == "oom"]
@@ -88,7 +88,7 @@ def _capacity(series: str, results: Sequence[CaseResult], gpus: Sequence[Gpu]) -
         first = f", GPU {prediction.device_index} is full first" if results[0].case.devices > 1 else ""
         text += f" (predicted: {prediction.max_batch_size:,}{first})"
     return Capacity(
-        series=series,
+        series=results[0].case.series,
         strategy=results[0].case.strategy,
         largest_fit=fit,
         smallest_oom=oom,

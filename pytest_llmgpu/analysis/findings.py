@@ -37,7 +37,8 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
     """
     if result.outcome == "skipped_after_oom":
         return []  # the out-of-memory case before it has the finding
-    series = [other for other in earlier if other is not result and other.case.series == result.case.series]
+    fields = result.case.series_fields
+    series = [other for other in earlier if other is not result and other.case.series_fields == fields]
     found: list[Finding] = []
     if result.outcome == "completed":
         found += accuracy_findings.describe(accuracy_findings.decide(result, earlier), result)

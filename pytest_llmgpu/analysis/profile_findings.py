@@ -60,7 +60,8 @@ def _of_launches(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[
                 yield _no_profile(reason or "no reason was recorded")
         elif (state := decide_samples(profile)) == "gaps" or (state and not has_finding("profile-too-short", earlier)):
             yield _describe_samples(state, profile)
-    series = [other for other in earlier if other is not result and other.case.series == result.case.series]
+    fields = result.case.series_fields
+    series = [other for other in earlier if other is not result and other.case.series_fields == fields]
     found = [] if (code := decide_path(result)) is None else [_describe_path(code, result)]
     for launch in result.launches:
         found += describe_imbalance(decide_imbalance(launch))

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 from pytest_llmgpu.analysis.reference import differing, largest_difference
 from pytest_llmgpu.analysis.sign_test import by_chance, written
 from pytest_llmgpu.gate.policy import AccuracyRule
-from pytest_llmgpu.gate.series import series_of
 from pytest_llmgpu.gate.stats.distributions import net_loss
 from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
@@ -164,7 +163,7 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     """
     groups: dict[tuple[object, ...], list[Answered]] = {}
     for case in cases:
-        groups.setdefault((*series_of(case.result.case), case.rule), []).append(case)
+        groups.setdefault((*case.result.case.series_fields, case.rule), []).append(case)
     tested = [_tests(group, 1 - confidence) for group in groups.values() if not group[0].random_weights]
     gates = [tests.cases[0].rule.gate for tests in tested]
     adjusted = zip(

@@ -21,7 +21,6 @@ from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_cas
 from pytest_llmgpu.gate.policy import Policy, Rules, TimeRule
 from pytest_llmgpu.gate.series import (
     by_series,
-    series_of,
     series_rows,
     settled,
     undecided_load_time,
@@ -94,7 +93,7 @@ class Comparison:
         then, now = by_series(before), by_series(self.head.cases)
         measured_by: dict[str, set[tuple[object, ...]]] = {}
         for result in self.head.cases if gone else ():
-            measured_by.setdefault(result.nodeid or "", set()).add(series_of(result.case))
+            measured_by.setdefault(result.nodeid or "", set()).add(result.case.series_fields)
         for result in gone:
             if settled(result, now, measured_by):
                 self.left_out["a probe for the largest batch size"] += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,7 +13,6 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.gate.noise_model import Prior
 from pytest_llmgpu.gate.policy import LoadTimeRule, Rules
 from pytest_llmgpu.gate.time import Name, Samples, Timed
-from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import loads_s, spec_of
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdict
@@ -24,11 +22,6 @@ _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
 
 _NAMED = 2
 """Most fields in the name of a series."""
-
-_SHARED = operator.attrgetter(
-    *(name for name in Case.__struct_fields__ if name not in {*_NOT_OF_SERIES, "strategy_options"})
-)
-"""Returns what the cases of one series share, without `strategy_options`, which are no key of a mapping."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -47,17 +40,12 @@ class Series(msgspec.Struct, kw_only=True):
         return bool(self.fits) or self.fails is not None
 
 
-def series_of(case: Case) -> tuple[object, ...]:
-    """Return what the cases of one series share. Faster than `Case.series`, and valid within one process only."""
-    return *_SHARED(case), str(case.strategy_options)
-
-
 def by_series(results: Sequence[CaseResult]) -> dict[tuple[object, ...], Series]:
-    """Return the series of a report's results by `series_of`."""
+    """Return the series of a report's results by `Case.series_fields`."""
     found: dict[tuple[object, ...], Series] = {}
     for result in results:
         size = result.case.batch_size
-        series = found.setdefault(series_of(result.case), Series(result=result))
+        series = found.setdefault(result.case.series_fields, Series(result=result))
         if result.outcome == "completed":
             series.fits = max(series.fits, size)
         elif result.outcome in OUT_OF_MEMORY:
@@ -180,7 +168,7 @@ def settled(
         heads: The candidate's series, from `by_series`.
         measured_by: Node id to the series that the candidate measured in that test.
     """
-    series = series_of(gone.case)
+    series = gone.case.series_fields
     head = heads.get(series)
     if head is None or head.fails is None or gone.nodeid is None or series not in measured_by.get(gone.nodeid, ()):
         return False

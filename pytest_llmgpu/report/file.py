@@ -7,14 +7,14 @@ pytest is needed, so that a report can be judged on any machine.
 from __future__ import annotations
 
 import gc
-import gzip
 import math
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,11 +78,15 @@ def dump(report: Report, path: Path, texts: CaseTexts | None = None) -> None:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
         OSError: the file cannot be written. The old file is unchanged.
     """
-    write(path, encode(report, compressed=path.name.endswith(".gz"), texts=texts))
+    write(path, _parts(report, compressed=path.name.endswith(".gz"), texts=texts))
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file and its folder. A reader finds the old file or the new one, never a part of it.
+
+    Args:
+        path: the file.
+        parts: its content.
 
     Raises:
         OSError: the file cannot be written. The old file is unchanged.
@@ -94,7 +98,7 @@ def write(path: Path, data: bytes) -> None:
     temporary = target.parent / f".llmgpu-{secrets.token_hex(16)}.tmp"
     try:
         with temporary.open("xb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -105,12 +109,12 @@ def write(path: Path, data: bytes) -> None:
 def save(path: Path, data: bytes, kind: str) -> None:
     """Write a file as `write` does; ValueError in one line with the kind of the file, the path and the reason."""
     try:
-        write(path, data)
+        write(path, [data])
     except OSError as error:
         raise ValueError(f"{kind} {path}: cannot be written: {one_line(error)}") from None
 
 
-def encode(report: Report, *, compressed: bool, texts: CaseTexts | None = None) -> bytes:
+def encode(report: Report, *, compressed: bool) -> bytes:
     """Return the bytes of a report's file. Equal reports give equal bytes.
 
     A report that was read from an older version is written as one of this version, with all of its fields.
@@ -118,38 +122,56 @@ def encode(report: Report, *, compressed: bool, texts: CaseTexts | None = None) 
     Args:
         report: the report.
         compressed: whether to compress the bytes.
-        texts: texts of cases that were encoded before; None if the report is written once.
 
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
     """
-    texts = CaseTexts() if texts is None else texts
+    return b"".join(_parts(report, compressed=compressed))
+
+
+def _parts(report: Report, *, compressed: bool, texts: CaseTexts | None = None) -> Iterator[bytes]:
+    """Yield the bytes of a report's file in parts: as a whole they take as much memory as the cases themselves."""
+    parts = _plain_parts(report, CaseTexts() if texts is None else texts)
+    if not compressed:
+        yield from parts
+        return
+    packer = zlib.compressobj(wbits=zlib.MAX_WBITS + 16)  # of gzip, without name and time
+    yield from map(packer.compress, parts)
+    yield packer.flush()
+
+
+def _plain_parts(report: Report, texts: CaseTexts) -> Iterator[bytes]:
     fields = {**msgspec.to_builtins(msgspec.structs.replace(report, cases=[])), "schema_version": SCHEMA_VERSION}
-    lines = [
-        f"  {_json(name)}: {texts.of(report.cases) if name == 'cases' else _text(value, f'$.{name}', '  ')}"
-        for name, value in fields.items()
-    ]
-    data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-    return gzip.compress(data, mtime=0) if compressed else data
+    before = b"{\n"
+    for name, value in fields.items():
+        yield before + f"  {_json(name)}: ".encode()
+        if name == "cases":
+            yield from texts.of(report.cases)
+        else:
+            yield _text(value, f"$.{name}", "  ").encode()
+        before = b",\n"
+    yield b"\n}\n"
 
 
 class CaseTexts:
     """The texts of the cases of a report that is written after each case: a case that stays is encoded once."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, tuple[CaseResult, str]] = {}
+        self._texts: dict[int, tuple[CaseResult, bytes]] = {}
         """The id of each case to the case, which keeps the id in use, and its text."""
 
-    def of(self, cases: Sequence[CaseResult]) -> str:
-        """Return the text of a list of cases; a case that changed is another object."""
-        texts = {}
+    def of(self, cases: Sequence[CaseResult]) -> Iterator[bytes]:
+        """Yield the text of a list of cases; a case that changed is another object."""
+        earlier, self._texts = self._texts, {}
+        before = b"[\n    "
         for number, case in enumerate(cases):
-            if (kept := self._texts.get(id(case))) is None:
-                kept = case, _text(msgspec.to_builtins(case), f"$.cases[{number}]", "    ")
-            texts[id(case)] = kept
-        self._texts = texts
-        lines = ",\n".join(f"    {texts[id(case)][1]}" for case in cases)
-        return f"[\n{lines}\n  ]" if lines else "[]"
+            if (kept := earlier.get(id(case))) is None:
+                kept = case, _text(msgspec.to_builtins(case), f"$.cases[{number}]", "    ").encode()
+            self._texts[id(case)] = kept
+            yield before
+            yield kept[1]
+            before = b",\n    "
+        yield b"\n  ]" if cases else b"[]"
 
 
 def encodable(record: _Record) -> _Record:

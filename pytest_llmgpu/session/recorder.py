@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.analysis.assess import assess
+from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.launch_merging import by_launch
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
@@ -32,8 +33,13 @@ from pytest_llmgpu.store import references, store
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
 
+_WRITTEN_AT = 0.01
+"""The report is written when this fraction of its cases is new: after each of the first hundred, later less often, so
+that the bytes that a session writes grow as its report does."""
+
+
 class Recorder:
-    """Keeps the report of a session and writes its file after every case."""
+    """Keeps the report of a session and writes its file as cases are added."""
 
     def __init__(
         self,
@@ -67,6 +73,8 @@ class Recorder:
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
         self._texts = file.CaseTexts()
+        self._added = 0
+        """The number of results since the report was written."""
         self._unwritten: str | None = None
         """The reason why the file does not have the whole report."""
         self._unsaved: str | None = None
@@ -212,17 +220,12 @@ class Recorder:
         place, launches = self._launches_of(result)
         if len(launches) == 1:
             result.id = next_id(self.report, result.case)
-        assessment = assess(
-            launches,
-            earlier=cases[:place],
-            later=cases[place + 1 :],
-            environment=environment,
-            options=options,
-        )
-        cases[place : place + 1] = [assessment.result]
-        self.report.capacity = assessment.capacity
-        self._write()
-        return assessment.result
+        assessed = assess(launches, earlier=cases[:place], environment=environment, options=options)
+        cases[place : place + 1] = [assessed]
+        self._added += 1
+        if self._added >= _WRITTEN_AT * len(cases):
+            self._write()
+        return assessed
 
     def _text(self, text: str) -> str:
         """Return a text of a library or a rank without private folders, names and secrets."""
@@ -262,6 +265,7 @@ class Recorder:
             collected=len(expected),
             deselected=list(map(valid, deselected)),
         )
+        self.report.capacity = capacities(self.report.cases, self.report.environment.gpus)
         if judge is not None:
             self.report.verdicts = judge(self.report)
         self._write()
@@ -317,7 +321,7 @@ class Recorder:
             return
         try:
             file.dump(self.report, self.path, self._texts)
-            self._unwritten = None
+            self._unwritten, self._added = None, 0
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
             self._unwritten = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"

@@ -92,7 +92,7 @@ class Runner:
         self._used_before: Mapping[str, int] = {}
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
         self._profiles: list[Profile] = []
-        """Profiles of completed cases; the first one of the same devices is the reference for their clocks."""
+        """Profiles with clocks; the first one of the same devices is the reference for their clocks."""
         self._out_of_memory: dict[str, int] = {}
         """Maps a series to the batch size that ran out of memory last."""
         self._build_errors: dict[str, str | None] = {}
@@ -234,7 +234,8 @@ class Runner:
         self._check_texts(request, launch)
         started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
         launch.profile = self._with_disturbances(profiler.slice(started, ended), request, launch.host)
-        self._profiles.append(launch.profile)
+        if disturbances.clocks_mhz(launch.profile):
+            self._profiles.append(launch.profile)
         launch.memory = [
             _device_memory(use, request.machine, launch.profile, reply.workspace)
             for reply in replies

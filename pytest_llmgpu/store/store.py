@@ -127,7 +127,7 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:
-        file.write(target, data)
+        file.write(target, [data])
     finally:
         claim.unlink()
     return target

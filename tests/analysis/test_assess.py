@@ -13,11 +13,10 @@ _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 
 
 def test_one_call_states_all_that_a_run_states_about_a_case() -> None:
-    """Derived figures, check, comparison, path of the traffic, findings and the capacity of its series."""
-    mp = assess([make_result(1.0, make_accuracy(), **_CPU)], earlier=[], environment=_MACHINE, options=Options()).result
+    """Derived figures, check, comparison, path of the traffic and findings."""
+    mp = assess([make_result(1.0, make_accuracy(), **_CPU)], earlier=[], environment=_MACHINE, options=Options())
     launch = make_result(2.0, make_accuracy(0.5), make_profile(), traffic=make_traffic(), strategy="tp", **_CPU)
-    found = assess([launch], earlier=[mp], environment=_MACHINE, options=Options())
-    result = found.result
+    result = assess([launch], earlier=[mp], environment=_MACHINE, options=Options())
     assert result.sequences_per_s == 32.0
     assert result.accuracy_check is not None
     assert result.accuracy_check.ok is False
@@ -26,34 +25,31 @@ def test_one_call_states_all_that_a_run_states_about_a_case() -> None:
     assert result.traffic is not None
     assert result.traffic.path is not None
     assert [finding.code for finding in result.findings] == ["accuracy-below-baseline"]
-    assert [(one.strategy, one.largest_fit) for one in found.capacity] == [("mp", 1), ("tp", 1)]
 
 
 def test_options_of_the_test_decide_the_check() -> None:
     """Baseline, metric and tolerance are those of the options."""
     options = Options(accuracy_baseline=0.6, accuracy_metric="acc", accuracy_tolerance=0.2)
-    result = assess([make_result(1.0, make_accuracy(0.5))], earlier=[], environment=_MACHINE, options=options).result
+    result = assess([make_result(1.0, make_accuracy(0.5))], earlier=[], environment=_MACHINE, options=options)
     check = result.accuracy_check
     assert check is not None
     assert (check.metric, check.baseline, check.tolerance, check.ok) == ("acc", 0.6, 0.2, True)
 
 
 def test_launches_of_a_case_are_assessed_as_one() -> None:
-    """Their times are compared with each other; a case that stands after it keeps its place in the capacity."""
+    """Their times are compared with each other."""
     launches = [make_result(seconds, **_CPU) for seconds in (1.0, 4.0)]
-    later = make_failed(batch_size=2, **_CPU)
-    before = encode(make_report([*launches, later]), compressed=False)
-    found = assess(launches, earlier=[], later=[later], environment=_MACHINE, options=Options())
-    assert len(found.result.launches) == 2
-    assert found.result.inference_s == 2.5
-    assert [finding.code for finding in found.result.findings] == ["launch-times-differ"]
-    assert [(one.largest_fit, one.smallest_oom) for one in found.capacity] == [(1, 2)]
-    assert encode(make_report([*launches, later]), compressed=False) == before, "arguments are not changed"
+    before = encode(make_report(launches), compressed=False)
+    found = assess(launches, earlier=[], environment=_MACHINE, options=Options())
+    assert len(found.launches) == 2
+    assert found.inference_s == 2.5
+    assert [finding.code for finding in found.findings] == ["launch-times-differ"]
+    assert encode(make_report(launches), compressed=False) == before, "arguments are not changed"
 
 
 def test_a_case_without_a_comparison_holds_the_reason() -> None:
     """A result that did not complete has no check, no comparison and no traffic."""
-    result = assess([make_failed("crashed")], earlier=[], environment=_MACHINE, options=Options()).result
+    result = assess([make_failed("crashed")], earlier=[], environment=_MACHINE, options=Options())
     assert (result.accuracy_check, result.comparison, result.traffic) == (None, None, None)
     assert "comparison" in result.why
     assert [finding.code for finding in result.findings] == ["crashed"]

@@ -32,7 +32,7 @@ def _assess(results: Sequence[CaseResult], given: float | None = None) -> list[C
     done: list[CaseResult] = []
     for result in results:
         options = Options(accuracy_baseline=given)
-        done.append(assess([result], earlier=done, environment=_MACHINE, options=options).result)
+        done.append(assess([result], earlier=done, environment=_MACHINE, options=options))
     return done
 
 

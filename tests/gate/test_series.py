@@ -6,7 +6,7 @@ from support.report_factory import make_failed, make_result
 
 from pytest_llmgpu.gate.noise_model import prior_of
 from pytest_llmgpu.gate.policy import LoadTimeRule, Policy, Rules
-from pytest_llmgpu.gate.series import Series, by_series, series_of, series_rows, settled, undecided_load_time
+from pytest_llmgpu.gate.series import Series, by_series, series_rows, settled, undecided_load_time
 from pytest_llmgpu.gate.time import Timed, rows
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
@@ -35,20 +35,6 @@ def _rows(base: Series, head: Series, rules: Rules) -> list[Row]:
     found = list(series_rows(base, head, rules, prior_of("load")))
     judged = rows([one for one in found if isinstance(one, Timed)], 0.99, "")
     return [row for row in (*(one for one in found if isinstance(one, Row)), *judged) if not undecided_load_time(row)]
-
-
-def test_a_series_is_what_the_case_says_it_is() -> None:
-    """The quick identity tells apart what `Case.series` tells apart, and nothing else."""
-    results = _series([1, 2], [64])
-    results += [
-        make_result(strategy="tp", strategy_options={"a": 1}),
-        make_result(strategy="tp", strategy_options={"a": 2}),
-        make_result(execution="cuda_graphs"),
-    ]
-    slow, quick = (
-        [identity(result) for result in results] for identity in (lambda r: r.case.series, lambda r: series_of(r.case))
-    )
-    assert [slow.index(one) for one in slow] == [quick.index(one) for one in quick] == [0, 0, 0, 3, 4, 0]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +68,7 @@ def test_a_probe_needs_no_second_one() -> None:
     """A size between, that this run has settled in the same test; not one that is simply gone."""
     head = _series([32, 48], [64, 50])
     found = by_series(head)
-    by_test = {TEST: {series_of(head[0].case)}}
+    by_test = {TEST: {head[0].case.series_fields}}
     settles = {size: settled(_series([size], [])[0], found, by_test) for size in (40, 48, 49, 50, 56)}
     assert settles == {40: True, 48: True, 49: False, 50: True, 56: True}
     elsewhere = _series([40], [])[0]

@@ -56,7 +56,10 @@ def test_every_field_but_the_execution_changes_the_key(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(_CHANGES))
 def test_every_field_but_batch_size_and_execution_changes_the_series(name: str) -> None:
     """A series is a curve over batch sizes, with all other settings equal."""
-    assert (make_case().series == make_case(**{name: _CHANGES[name]}).series) is (name in {"batch_size", "execution"})
+    changed = make_case(**{name: _CHANGES[name]})
+    of_series = name in {"batch_size", "execution"}
+    assert (make_case().series == changed.series) is of_series
+    assert (make_case().series_fields == changed.series_fields) is of_series
 
 
 def test_the_key_survives_a_report() -> None:
