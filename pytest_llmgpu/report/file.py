@@ -154,7 +154,7 @@ def _plain_parts(report: Report, texts: CaseTexts) -> Iterator[bytes]:
 
 
 class CaseTexts:
-    """The texts of the cases of a report that is written after each case: a case that stays is encoded once."""
+    """The texts of the cases of a report that is written many times: a case that stays is encoded once."""
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[CaseResult, bytes]] = {}

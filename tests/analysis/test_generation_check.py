@@ -87,13 +87,13 @@ def test_a_case_that_generates_is_assessed_with_its_check() -> None:
     """Its figures are derived: medians over batches, steps and launches, and no 99th percentile of a few steps."""
     first = _generation(first_token_s=[0.1, 0.3], step_s=[0.01, 0.02, 0.03, 0.04])
     environment = Environment(cpu="c", cores=1, python="3", platform="p")
-    result = assess([_result("mp", first)], earlier=[], environment=environment, options=Options()).result
+    result = assess([_result("mp", first)], earlier=[], environment=environment, options=Options())
     assert result.accuracy_check is not None
     assert result.accuracy_check.ok is True
     assert result.acc is None
     launches = [Launch(generation=first, batches=make_result().launches[0].batches)]
     timed = msgspec.structs.replace(_result("mp", first), launches=launches)
-    result = assess([timed], earlier=[], environment=environment, options=Options()).result
+    result = assess([timed], earlier=[], environment=environment, options=Options())
     assert result.first_token_s == pytest.approx(0.2)
     assert result.token_p50_s == pytest.approx(0.025)
     assert result.token_p95_s == pytest.approx(0.0385)
