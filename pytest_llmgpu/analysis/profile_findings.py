@@ -40,6 +40,15 @@ _CLOCK = 0.05
 """A median SM clock that is lower than that of the others by more than this makes a device slower."""
 
 
+_PathCode = Literal["traffic-off-nvlink", "traffic-counted-otherwise"]
+_PATH_ADVICE: dict[_PathCode, str] = {
+    "traffic-off-nvlink": "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, "
+    "and whether the container allows access from one GPU to another.",
+    "traffic-counted-otherwise": "Compare NVLink's bytes only with runs in which NCCL chose the same algorithm and "
+    "protocol (NCCL_DEBUG=INFO shows them). The bytes that the program sent can always be compared.",
+}
+
+
 def of_profile(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]:
     """Return the findings on the profile of a completed result, without its disturbances; see `findings.findings`.
 
@@ -190,10 +199,9 @@ def _largest(values: Mapping[int, float | None], least: float) -> Outlier | None
     Returns:
         None where no device is above, or a value is unknown.
     """
-    known = {index: value for index, value in values.items() if value is not None}
-    if len(known) < max(2, len(values)):
+    if (known := _comparable(values)) is None:
         return None
-    index = max(known, key=lambda index: known[index])
+    index = max(known, key=known.__getitem__)
     median = statistics.median(known.values())
     if known[index] - median <= least or known[index] <= _ABOVE * median:
         return None
@@ -202,12 +210,17 @@ def _largest(values: Mapping[int, float | None], least: float) -> Outlier | None
 
 def _smallest(values: Mapping[int, float | None]) -> Outlier | None:
     """Return the device with the smallest value and the median of the others; None where a value is unknown."""
-    known = {index: value for index, value in values.items() if value is not None}
-    if len(known) < max(2, len(values)):
+    if (known := _comparable(values)) is None:
         return None
-    index = min(known, key=lambda index: known[index])
+    index = min(known, key=known.__getitem__)
     smallest = known.pop(index)
     return Outlier(index=index, value=smallest, median=statistics.median(known.values()))
+
+
+def _comparable(values: Mapping[int, float | None]) -> dict[int, float] | None:
+    """Return the values by device; None where a value is unknown, or there are fewer than two."""
+    known = {index: value for index, value in values.items() if value is not None}
+    return known if len(known) >= max(2, len(values)) else None
 
 
 def describe_imbalance(found: Imbalance) -> list[Finding]:
@@ -282,7 +295,7 @@ def _describe_samples(state: Literal["too_short", "gaps"], profile: Profile) -> 
     )
 
 
-def decide_path(result: CaseResult) -> Literal["traffic-off-nvlink", "traffic-counted-otherwise"] | None:
+def decide_path(result: CaseResult) -> _PathCode | None:
     """Return what is unusual about the links that carried the traffic of a result; None where nothing is.
 
     The traffic did not go over NVLink although it is there, or NVLink's counters differ from the bytes sent.
@@ -295,20 +308,10 @@ def decide_path(result: CaseResult) -> Literal["traffic-off-nvlink", "traffic-co
     return "traffic-counted-otherwise" if any(abs(share - 1) > AGREE for share in path.nvlink_shares) else None
 
 
-def _describe_path(code: Literal["traffic-off-nvlink", "traffic-counted-otherwise"], result: CaseResult) -> Finding:
+def _describe_path(code: _PathCode, result: CaseResult) -> Finding:
     assert result.traffic is not None
     assert result.traffic.path is not None
-    if code == "traffic-off-nvlink":
-        advice = (
-            "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and whether "
-            "the container allows access from one GPU to another."
-        )
-    else:
-        advice = (
-            "Compare NVLink's bytes only with runs in which NCCL chose the same algorithm and protocol "
-            "(NCCL_DEBUG=INFO shows them). The bytes that the program sent can always be compared."
-        )
-    return _info(code, result.traffic.path.text, advice)
+    return _info(code, result.traffic.path.text, _PATH_ADVICE[code])
 
 
 def _no_profile(reason: str) -> Finding:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pytest_llmgpu.report.text import first_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -174,7 +176,7 @@ def _described(error: Exception) -> str:
     """Return the innermost line outside of torch that an error passed through, with the message of the error."""
     import torch
 
-    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    message = first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     frame = next((one for one in reversed(frames) if not one.filename.startswith(library)), frames[-1])

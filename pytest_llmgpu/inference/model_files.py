@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report.text import first_line
 
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
@@ -77,7 +78,7 @@ def _from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
             snapshot_download(model, revision=revision, allow_patterns=list(_HUB_FILES), ignore_patterns=ignored)
         )
     except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             f"model {model!r} is not a directory, and its download from the hub failed: {reason} "
             "(check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept)"

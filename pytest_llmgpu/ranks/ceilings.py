@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _gemm_s(devices: Sequence[torch.device], dtype: torch.dtype) -> list[float] 
         for number, device in enumerate(devices):
             with torch.cuda.device(device):
                 multiply(number)
-        _synchronize(devices)
+        synchronize(devices)
     return _medians_s(devices, multiply)
 
 
@@ -198,12 +199,5 @@ def _medians_s(devices: Sequence[torch.device], run: Callable[[int], object]) ->
                 run(number)
                 ended.record()
                 events[number].append((began, ended))
-    _synchronize(devices)
+    synchronize(devices)
     return [statistics.median(began.elapsed_time(ended) for began, ended in pairs) / 1e3 for pairs in events]
-
-
-def _synchronize(devices: Sequence[torch.device]) -> None:
-    import torch
-
-    for device in devices:
-        torch.cuda.synchronize(device)

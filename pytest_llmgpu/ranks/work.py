@@ -21,6 +21,7 @@ from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.ranks import kernel_records, ops
 from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, NamedRow, PassKernels, Record
+from pytest_llmgpu.report.text import first_line
 from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, Work, WorkRow
 
 if TYPE_CHECKING:
@@ -374,7 +375,7 @@ def _recorded(
         _set_detaching(wanted=first)
         profiler.start()
     except RuntimeError as error:
-        recording.why = f"torch.profiler did not start: {_first_line(error)}"
+        recording.why = f"torch.profiler did not start: {first_line(error)}"
         yield recording
         return
     try:
@@ -387,7 +388,7 @@ def _recorded(
             results: Any = profiler.profiler
             recording.records = kernel_records.read(results.kineto_results.events())
         except RuntimeError as error:
-            recording.why = f"torch.profiler did not stop: {_first_line(error)}"
+            recording.why = f"torch.profiler did not stop: {first_line(error)}"
     if recording.why is None and not any(record.device is not None for record in recording.records):
         recording.why = _NO_RECORDS if _USERS_CHOICE != "1" else _DETACHED
 
@@ -426,7 +427,3 @@ def _uuids(devices: Sequence[torch.device]) -> list[str]:
     import torch
 
     return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

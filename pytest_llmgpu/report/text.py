@@ -68,6 +68,11 @@ def listed(names: Iterable[object], most: int = 12) -> str:
     return ", ".join(found[:most]) + more
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or the name of its class if it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def valid(text: str) -> str:
     r"""Return text that UTF-8 can encode. A byte of a path that is not UTF-8 is shown by its code: `caf\udce9`."""
     return text.encode("utf-8", "backslashreplace").decode()

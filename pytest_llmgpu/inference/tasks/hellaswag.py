@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_llmgpu.inference.tasks.multiple_choice import MultipleChoice
 from pytest_llmgpu.inference.tasks.protocol import Item
+from pytest_llmgpu.report.text import first_line
 
 _HUB = "Rowan/hellaswag"
 
@@ -68,7 +69,7 @@ def _from_hub() -> Iterable[tuple[str, Any]]:
         records = datasets.load_dataset(_HUB, split="validation")
     # A failed connection is an OSError to datasets, a missing cache of an offline machine a ValueError or OSError.
     except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             f"dataset hellaswag ({_HUB}) cannot be downloaded: {reason} "
             "(allow this machine to reach the hub, or pass a JSON Lines file of its validation split)"
