@@ -79,21 +79,14 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     Raises:
         ValueError: one line: a file cannot be read.
     """
-    import msgspec
-
     from pytest_llmgpu.gate import policy_file
 
-    head_source = source(arguments.head, arguments)
-    head, head_sha256 = head_source.report(rows=False), head_source.sha256
-    del head_source  # its bytes can be most of the memory in use
+    head = source(arguments.head, arguments).report(rows=False)
     base_source = _base(arguments, head, may_lack_base=may_lack_base)
     base = base_source.report(rows=False) if base_source is not None else None
     baseline = base_source.baseline(arguments.base, base) if base_source is not None and base is not None else None
     del base_source
     found = verdicts_of(arguments, policy, base, head, baseline)
-    if baseline is not None and baseline.sha256 == head_sha256:
-        note = "baseline and candidate are the same file"
-        found = msgspec.structs.replace(found, warnings=[note, *found.warnings])
     if base is None:
         return Judged(found, None)
     noise = describe_noise(arguments, head)

@@ -13,7 +13,7 @@ from pytest_llmgpu.gate import accuracy, time
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cause import with_cause
-from pytest_llmgpu.gate.comparable_launches import comparable
+from pytest_llmgpu.gate.comparable_launches import comparable, is_copy
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.execution import execution_row
 from pytest_llmgpu.gate.matching import pairs
@@ -62,6 +62,8 @@ class Comparison:
         """Reason why a metric of a case has no row, to the number of such metrics."""
         self.gaps: Counter[str] = Counter()
         """The part of `unarmed` that the policy gates."""
+        self.copied = 0
+        """The number of cases whose launches in the candidate are launches of the baseline."""
         self.left_out: Counter[str] = Counter()
         """Reason why a case has no row at all, to the number of such cases."""
         self._entries: list[Row | Timed] = []
@@ -178,6 +180,7 @@ class Comparison:
 
     def _times(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         sides = comparable(base, head)
+        self.copied += is_copy(base, head)
         regime = noise_regime.noisiest(map(noise_regime.of_device_time, (base, head)))
         found = time.device_times(
             base,

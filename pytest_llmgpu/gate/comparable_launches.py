@@ -31,7 +31,7 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
     """Return the launches of two completed results of one case that can be compared, or the reason why none can."""
     sides = []
     for name, result in (("baseline", base), ("candidate", head)):
-        measured = [launch for launch in result.launches if launch.batches.latency_s]
+        measured = distinct(result.launches)
         valid = [launch for launch in measured if disturbances.untimed(launch) is None]
         if not measured and result is head:
             return Refusal("MISSING", "No batch was timed.")
@@ -50,6 +50,22 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
         other = other_execution(base, head)
         return Refusal("NOT_COMPARABLE", unpaired if other is None else f"{unpaired}\n{other}")
     return alike
+
+
+def distinct(launches: Sequence[Launch]) -> list[Launch]:
+    """Return the launches with timed batches, a launch and its copies once."""
+    timed = [launch for launch in launches if launch.batches.latency_s]
+    return timed if len(timed) < 2 else list({_times(one): one for one in reversed(timed)}.values())[::-1]  # noqa: PLR2004 - one has no copy
+
+
+def is_copy(base: CaseResult, head: CaseResult) -> bool:
+    """Return whether all timed launches of the candidate are launches of the baseline, too."""
+    return {_times(launch) for launch in distinct(head.launches)} <= {_times(launch) for launch in base.launches}
+
+
+def _times(launch: Launch) -> tuple[float | None, ...]:
+    """Return times that no two launches share: clocks have a resolution of nanoseconds."""
+    return launch.load_s, *launch.batches.latency_s
 
 
 def _other_threads(base: list[Launch], head: list[Launch]) -> str | None:

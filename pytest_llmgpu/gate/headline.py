@@ -49,6 +49,8 @@ _NEXT_STEPS = {
     "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
     "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
     "INVALID": "Measure again.",
+    "NEW": "Make this report the baseline: llmgpu promote.",
+    "NO_BASELINE": "Make this report the baseline: llmgpu promote.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 

@@ -22,7 +22,7 @@ from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
     BETTER,
@@ -70,6 +70,9 @@ def judge(
     results = [*(base.cases if base is not None else []), *head.cases]
     known, warnings = _known(judged.rows, policy, today)
     known = with_unseen(known, policy)
+    if judged.copied:
+        copied = plural(judged.copied, "case")
+        warnings.insert(0, f"baseline and candidate are of the same run: {copied} with the same launches")
     warnings += idle_overrides(policy, results)
     if base is not None:
         warnings += unmatched(policy, results, known)

@@ -214,7 +214,7 @@ def wall_times(
     samples = Samples(*([_mean_log(latencies_s(one)) for one in side] for side in sides))
     base_s, head_s = (statistics.geometric_mean(map(shown_s, side)) for side in sides)
     margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold(metric)
-    left_out = _left_out(base, head, sides, "`profile.invalid`")
+    left_out = _left_out(base, head, sides, "`profile.invalid`, or copies of others")
     return Timed(
         name=Name(head.key, head.id, head.nodeid, metric),
         gated=rule.gate,
@@ -283,7 +283,7 @@ def device_times(
     ]
     known = not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one)
     seconds = [tuple(_mean_s([one.log_s for one in side]) for side in sides) for sides in sides_of_rank]
-    left_out = _left_out(base, head, measured, "`work`, `profile.invalid`")
+    left_out = _left_out(base, head, measured, "`work`, `profile.invalid`, or copies of others")
     return Timed(
         name=Name(head.key, head.id, head.nodeid, "device_time"),
         gated=rule.gate,

@@ -47,9 +47,10 @@ def _to_file(report: Report) -> int:
 
 def test_the_first_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     """The file has the same content."""
-    assert _to_file(on_h200()) == 0
+    report = on_h200()
+    assert _to_file(report) == 0
     assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n"
-    assert load(TARGET) == on_h200()
+    assert load(TARGET) == report
 
 
 def test_a_baseline_with_launches_far_apart_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,10 +258,11 @@ def test_a_known_regression_may_become_the_baseline() -> None:
 def test_promoting_the_baseline_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Its verdicts against the previous baseline are kept."""
     _to_file(on_h200())
-    _to_file(on_h200(sha="b" * 40))
+    report = on_h200(sha="b" * 40)
+    _to_file(report)
     before = TARGET.read_bytes()
     capsys.readouterr()
-    assert _to_file(on_h200(sha="b" * 40)) == 0
+    assert _to_file(report) == 0
     assert capsys.readouterr().out == "new.json is already the baseline\n"
     assert main(["promote", str(TARGET), "--to", str(TARGET)]) == 0
     assert TARGET.read_bytes() == before

@@ -129,9 +129,9 @@ def test_a_calibration_of_version_1_is_read_with_one_warning(tmp_path: Path) -> 
     assert found.of("k", "device_time") is None
     (warning,) = found.warnings
     assert warning.startswith("old.json is a calibration of version 1: ")
-    report = on_h200(with_launches([1.0]))
+    base, head = on_h200(with_launches([1.0])), on_h200(with_launches([1.0]))
     today = datetime.date(2026, 1, 1)
-    assert judge(report, report, Policy(), today=today, calibration=found).warnings == [warning]
+    assert judge(base, head, Policy(), today=today, calibration=found).warnings == [warning]
 
 
 def test_a_calibration_lets_one_launch_decide() -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
-from pytest_llmgpu.gate.comparable_launches import Refusal, Sides, comparable
+from pytest_llmgpu.gate.comparable_launches import Refusal, Sides, comparable, is_copy
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, HostUse, Launch
 
@@ -188,3 +188,15 @@ def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
             found = _refused(*sides)
             assert (found.verdict, found.reason) == ("INVALID", words.format(*names))
             assert found.next_step.startswith(disturbances.COOLER)
+
+
+def test_copies_of_a_launch_are_one_launch() -> None:
+    """A report that was merged with itself has no more launches than before; a launch of another run is no copy."""
+    head = with_launches([1.0, 1.0])
+    head.launches *= 3
+    assert _counts(with_launches([1.0]), head) == (1, 2)
+    assert not is_copy(with_launches([1.0]), head)
+    base = with_launches([1.0])
+    base.launches = [*base.launches, *head.launches[:2]]
+    assert is_copy(base, head)
+    assert not is_copy(head, base)

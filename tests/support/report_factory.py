@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,8 @@ from pytest_llmgpu.report.work import (
 )
 
 GIB = 2**30
+
+_LAUNCHES = itertools.count()
 
 PAPER_S = {
     "mp": {1: 10258, 2: 6159, 4: 4622, 8: 4043, 16: 3807, 32: 3705, 64: 3800},
@@ -238,7 +241,7 @@ def make_result(
     case = make_case(**fields)
     batches = sequences // case.batch_size
     launch = Launch(
-        load_s=10.0,
+        load_s=10.0 + next(_LAUNCHES) * 1e-9,  # no two launches have equal times
         warmup_s=1.0,
         wall_s=seconds + 2,
         plan_sha256="f" * 64,

@@ -18,7 +18,7 @@ def with_launches(levels: Sequence[float], **fields: Any) -> CaseResult:
     result = make_result(**fields)
     launches = []
     for level in levels:
-        launch = msgspec.structs.replace(result.launches[0])
+        launch = make_result(**fields).launches[0]  # with a load time of its own
         launch.batches = msgspec.structs.replace(
             launch.batches, latency_s=[level * (number + 1) for number in range(BATCHES)]
         )

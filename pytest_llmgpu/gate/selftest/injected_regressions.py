@@ -76,7 +76,7 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
         _of_work("host-sync", "one more host synchronization on every rank", "host_syncs", _one_more_sync),
         _of_work("kernel", "one more kernel call on every rank", "kernels", _one_more_kernel),
         Regression("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
-        Regression("memory", "1 GiB more on the fullest device", "memory", _more_memory),
+        Regression("memory", "1 GiB more on the fullest device", "memory", _more_memory, suits=_on_a_gpu),
         Regression(
             "batch-size", "out of memory at the largest batch size", "outcome", _out_of_memory, largest_only=True
         ),
@@ -87,6 +87,11 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
             _wrong_answers,
         ),
     )
+
+
+def _on_a_gpu(result: CaseResult, _: Rules) -> bool:
+    """Return whether the memory of a case is measured: on a CPU it is not."""
+    return result.case.device != "cpu"
 
 
 def _slower(slowdown: float, result: CaseResult, _: Rules) -> CaseResult | str:

@@ -76,6 +76,8 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     """The rows in which the unchanged copy is worse."""
     trials: list[Trial] = []
     """The result of each regression."""
+    left_out: list[str] = []
+    """The names of the regressions of gated metrics that no case of the report has, such as memory on a CPU."""
 
 
 def selftest(
@@ -119,6 +121,7 @@ def selftest(
         compared=control.armed.compared,
         control=worse,
         trials=trials,
+        left_out=[one.name for one in chosen if suited and one not in suited and getattr(policy, one.metric).gate],
     )
 
 
@@ -203,7 +206,8 @@ def _launches_needed(
         prior.calibrated(noise.of(result.key, regression.metric)),
         slowdown=regression.slowdown,
         threshold=row.threshold,
-        family=family,
+        # As in the gate: each rank is a test of its own.
+        family=family * (max(len(launch.ranks) for launch in result.launches) if metric == "device_time" else 1),
         confidence=policy.confidence,
     )
 

@@ -272,11 +272,12 @@ def test_a_name_of_several_machines_means_the_machine_of_the_report(command: str
     assert main([command, "head.json", "good", "--output", f"out{'.html' * (command == 'html')}"]) == 0
 
 
-def test_equal_files_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_compared_with_itself_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     """A run that overwrote its baseline is visible."""
-    _write(on_h200(), on_h200())
+    same = on_h200()
+    _write(same, same)
     assert _gate() == 0
-    assert "note: baseline and candidate are the same file" in capsys.readouterr().out
+    assert "note: baseline and candidate are of the same run: 1 case" in capsys.readouterr().out
 
 
 def test_the_gate_uses_the_calibration_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,16 @@ def test_all_regressions_are_detected_in_a_report_with_little_noise() -> None:
     assert all(trial.caught and not trial.missed for trial in found.trials)
 
 
+def test_memory_is_left_out_on_a_cpu() -> None:
+    """It is not measured there: that is stated, and is no regression that would pass."""
+    cpu = _full(device="cpu")
+    cpu.launches[0].memory = []
+    found = _tested(cpu)
+    assert found.left_out == ["memory"]
+    assert not any(trial.plant == "memory" for trial in found.trials)
+    assert _tested(_full()).left_out == []
+
+
 def test_regressions_of_work_are_detected_where_it_was_measured() -> None:
     """A kernel call more is injected where the policy gates it."""
     worked, without = _full(), _full(batch_size=2)
