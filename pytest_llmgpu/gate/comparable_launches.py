@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,7 +56,14 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
 def distinct(launches: Sequence[Launch]) -> list[Launch]:
     """Return the launches with timed batches, a launch and its copies once."""
     timed = [launch for launch in launches if launch.batches.latency_s]
-    return timed if len(timed) < 2 else list({_times(one): one for one in reversed(timed)}.values())[::-1]  # noqa: PLR2004 - one has no copy
+    if len(timed) < 2:  # noqa: PLR2004 - one has no copy
+        return timed
+    found: dict[tuple[float | None, ...], list[Launch]] = {}
+    for launch in timed:
+        same = found.setdefault(_times(launch), [])
+        if launch not in same:
+            same.append(launch)
+    return list(itertools.chain(*found.values()))
 
 
 def is_copy(base: CaseResult, head: CaseResult) -> bool:
@@ -64,7 +72,7 @@ def is_copy(base: CaseResult, head: CaseResult) -> bool:
 
 
 def _times(launch: Launch) -> tuple[float | None, ...]:
-    """Return times that no two launches share: clocks have a resolution of nanoseconds."""
+    """Return times that two launches of a machine hardly share: clocks have a resolution of nanoseconds."""
     return launch.load_s, *launch.batches.latency_s
 
 
