@@ -16,7 +16,7 @@ from pytest_llmgpu.analysis.traffic_path import AGREE
 from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult, Finding, Launch, Metric, Profile
-from pytest_llmgpu.report.text import GIB, gib
+from pytest_llmgpu.report.text import GIB, gib, plural
 
 _MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
 
@@ -82,7 +82,7 @@ def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Find
 
     Limits of power and heat are reported once: under full load a GPU works at the limit of its power.
     """
-    texts = [text for launch in result.launches if launch.profile for text in launch.profile.invalid]
+    texts = _once([text for profile in result.profiles for text in profile.invalid])
     power = [text for text in texts if window.is_power(text)]
     others = [text for text in texts if not window.is_power(text)]
     found = []
@@ -107,6 +107,17 @@ def disturbances(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Find
             )
         )
     return found
+
+
+def _once(texts: Sequence[str]) -> list[str]:
+    """Return the first text of each kind of disturbance, with the number of further launches that have the kind."""
+    kinds: dict[str, list[str]] = {}
+    for text in texts:
+        kinds.setdefault(text.partition(":")[0], []).append(text.rstrip("."))
+    return [
+        f"{found[0]} (also in {plural(len(found) - 1, 'more launch')})" if len(found) > 1 else found[0]
+        for found in kinds.values()
+    ]
 
 
 class Outlier(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ TITLES: dict[Kind, str] = {
     "memory": "memory in use before the start",
     "ecc": "uncorrectable ECC errors",
     "xid": "GPU errors in the driver log (Xid, see dmesg)",
-    "cpu": "CPU cores used by other programs",
+    "cpu": "CPU cores too busy",
 }
 """The beginning of the sentence about each kind."""
 
@@ -62,7 +62,7 @@ _REMEDIES: dict[Kind, str] = {
     "memory": _ALONE,
     "ecc": _BROKEN,
     "xid": _BROKEN,
-    "cpu": "End the other programs on this machine, or measure on one with more CPU cores; top lists them.",
+    "cpu": "End the other programs on this machine (top lists them), or lower OMP_NUM_THREADS to its free cores.",
 }
 """The next step for each kind."""
 
@@ -145,8 +145,6 @@ class BusyCpu(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the window in which one of its threads waited; None if the kernel does not count it."""
     got: float
     """CPU time of the rank as a fraction of the window times its threads."""
-    pressure: float | None
-    """Fraction of the window in which any process of the machine waited; None if the kernel does not count it."""
 
 
 def busy_cpu(host: HostUse, *, on_cpu: bool) -> BusyCpu | None:
@@ -161,22 +159,22 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> BusyCpu | None:
     """
     if not host.wall_s:
         return None
-    pressure = None if host.pressure_s is None else host.pressure_s / host.wall_s
+    pressure = (host.pressure_s or 0.0) / host.wall_s
     found = []
     for rank, (threads, cpu_s, waited_s) in enumerate(zip(host.threads, host.cpu_s, host.waited_s, strict=True)):
         got = cpu_s / (host.wall_s * (threads if on_cpu else 1))
         waited = None if waited_s is None else waited_s / host.wall_s
-        lost = waited if waited is not None else 1 - got if on_cpu and (pressure or 0.0) > _BUSY else 0.0
-        found.append((lost, BusyCpu(rank=rank, waited=waited, got=got, pressure=pressure)))
+        lost = waited if waited is not None else 1 - got if on_cpu and pressure > _BUSY else 0.0
+        found.append((lost, BusyCpu(rank=rank, waited=waited, got=got)))
     lost, busiest = max(found, key=lambda one: one[0], default=(0.0, None))
     return busiest if lost > _BUSY else None
 
 
 def describe_busy_cpu(busy: BusyCpu) -> str:
     """Return one sentence about a busy machine, without a full stop."""
-    waited = "" if busy.waited is None else f" waited for a core for {100 * busy.waited:.0f} % of the time and"
-    pressure = "" if busy.pressure is None else f"; the CPU pressure of the machine was {100 * busy.pressure:.0f} %"
-    return f"{TITLES['cpu']}: rank {busy.rank}{waited} had {100 * busy.got:.0f} % of its CPU time{pressure}"
+    if busy.waited is None:
+        return f"{TITLES['cpu']}: rank {busy.rank} had {100 * busy.got:.0f} % of its CPU time"
+    return f"{TITLES['cpu']}: rank {busy.rank} waited for a core for {100 * busy.waited:.0f} % of the time"
 
 
 def is_power(sentence: str) -> bool:

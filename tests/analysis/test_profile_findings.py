@@ -307,3 +307,12 @@ def test_imbalance_is_reported_once_per_series() -> None:
     sizes = [make_result(8.0 / size, None, uneven, batch_size=size) for size in (1, 2)]
     other = make_result(8.0, None, uneven, strategy="tp")
     assert _codes([*sizes, other]) == [["imbalanced-work"], [], ["imbalanced-work"]]
+
+
+def test_equal_disturbances_of_several_launches_are_named_once() -> None:
+    """The first launch has the figures, and the others are counted."""
+    texts = ["processes of other programs: GPU 0 has 2", "processes of other programs: GPU 0 has 1", "another: x"]
+    result = make_result(1.0, None, make_profile(invalid=texts[:1]))
+    result.launches += [Launch(profile=make_profile(invalid=[text])) for text in texts[1:]]
+    [finding] = disturbances(result, [])
+    assert finding.text.endswith("GPU 0 has 2 (also in 1 more launch); another: x.")

@@ -125,10 +125,10 @@ def test_each_kind_of_disturbance_is_one_sentence_with_its_devices(prose: Prose)
     ("fields", "on_cpu", "busy"),
     [
         ({}, True, None),
-        ({"waited_s": [0.9, 1.5]}, True, BusyCpu(rank=1, waited=0.15, got=0.9, pressure=0.3)),
-        ({"waited_s": [0.9, 1.5]}, False, BusyCpu(rank=1, waited=0.15, got=1.8, pressure=0.3)),
+        ({"waited_s": [0.9, 1.5]}, True, BusyCpu(rank=1, waited=0.15, got=0.9)),
+        ({"waited_s": [0.9, 1.5]}, False, BusyCpu(rank=1, waited=0.15, got=1.8)),
         ({"waited_s": [0.9, 1.0]}, True, None),
-        ({"waited_s": [None, None], "cpu_s": [18.0, 9.0]}, True, BusyCpu(rank=1, waited=None, got=0.45, pressure=0.3)),
+        ({"waited_s": [None, None], "cpu_s": [18.0, 9.0]}, True, BusyCpu(rank=1, waited=None, got=0.45)),
         ({"waited_s": [None, None], "cpu_s": [18.0, 9.0], "pressure_s": 0.5}, True, None),
         ({"waited_s": [None, None], "cpu_s": [18.0, 9.0], "pressure_s": None}, True, None),
         ({"waited_s": [None, None], "cpu_s": [1.0, 0.5]}, False, None),
@@ -146,8 +146,8 @@ def test_a_rank_that_waits_for_a_core_makes_the_machine_busy(
 def test_a_busy_machine_disturbs_times_only(prose: Prose) -> None:
     """Memory and traffic are the same on a busy machine."""
     busy = [
-        BusyCpu(rank=1, waited=0.15, got=0.9, pressure=0.3),
-        BusyCpu(rank=0, waited=None, got=0.45, pressure=None),
+        BusyCpu(rank=1, waited=0.15, got=0.9),
+        BusyCpu(rank=0, waited=None, got=0.45),
     ]
     texts = list(map(disturbances.describe_busy_cpu, busy))
     launch = Launch(profile=msgspec.structs.replace(_profile(), invalid=texts))
