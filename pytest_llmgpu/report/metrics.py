@@ -17,7 +17,6 @@ import msgspec
 from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generated, inference_s, peaks_bytes
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent
-from pytest_llmgpu.report.work import Work
 
 Kind = Literal["exact", "quiet", "noisy"]
 """How a metric behaves between launches of one program.
@@ -159,6 +158,10 @@ def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> F
     )
 
 
+def _median(unit: str, launches: Sequence[float]) -> Figure | None:
+    return _figure(unit, statistics.median(launches), launches) if launches else None
+
+
 def _rate(result: CaseResult, value: float | None, count: Callable[[Launch], int], unit: str) -> Figure | None:
     launches = zip(_timed(result), launches_s(result), strict=False)
     return _figure(unit, value, [count(launch) / s for launch, s in launches if s])
@@ -179,11 +182,6 @@ def _any_accuracy(result: CaseResult) -> float | None:
 def _largest_peak(result: CaseResult) -> float | None:
     """Return the largest peak of any launch: the one that decides what fits."""
     return max(peaks_bytes(result), default=None)
-
-
-def _memory(result: CaseResult) -> Figure | None:
-    peaks = list(map(float, peaks_bytes(result)))
-    return _figure("bytes", statistics.median(peaks), peaks) if peaks else None
 
 
 def _traffic(result: CaseResult) -> Figure | None:
@@ -210,31 +208,12 @@ def _token_traffic(result: CaseResult) -> Figure | None:
     return _figure("bytes/token", sent / rows)
 
 
-def _flops(result: CaseResult) -> Figure | None:
-    """Return the floating-point operations of all ranks for each sequence of the eager pass."""
+def _of_work(result: CaseResult, name: str, unit: str, count: Callable[[Launch], int]) -> Figure | None:
+    """Return a figure of the work of all ranks divided by a count, in the first launch that has both."""
     for launch in result.launches:
-        flops = _of_ranks(launch, "flops")
-        sequences = _sequences(launch)
-        if flops is not None and sequences:
-            return _figure("FLOP/sequence", flops / sequences)
-    return None
-
-
-def _host_syncs(result: CaseResult) -> Figure | None:
-    """Return the host synchronizations of all ranks for each forward of the eager pass."""
-    for launch in result.launches:
-        syncs = _of_ranks(launch, "host_syncs")
-        if syncs is not None and launch.work is not None and (batches := _eager_batches(launch.work)):
-            return _figure("calls/forward", syncs / len(batches))
-    return None
-
-
-def _kernels(result: CaseResult) -> Figure | None:
-    """Return the kernel calls of all ranks for each forward in the execution of the case."""
-    for launch in result.launches:
-        kernels = _of_ranks(launch, "kernels")
-        if kernels is not None and launch.work is not None and launch.work.batches:
-            return _figure("calls/forward", kernels / len(launch.work.batches))
+        amount, number = _of_ranks(launch, name), count(launch)
+        if amount is not None and number:
+            return _figure(unit, amount / number)
     return None
 
 
@@ -247,13 +226,15 @@ def _of_ranks(launch: Launch, name: str) -> int | None:
 
 def _sequences(launch: Launch) -> int:
     """Return the number of sequences of the eager pass; 0 where its batches were not timed."""
-    sequences = launch.batches.sequences
-    batches = _eager_batches(launch.work) if launch.work is not None else []
+    sequences, batches = launch.batches.sequences, _eager_batches(launch)
     return sum(sequences[number] for number in batches) if max(batches, default=0) < len(sequences) else 0
 
 
-def _eager_batches(work: Work) -> list[int]:
-    return work.batches if work.eager_batches is None else work.eager_batches
+def _eager_batches(launch: Launch) -> list[int]:
+    """Return the batches of the eager pass; none where there was no work pass."""
+    if launch.work is None:
+        return []
+    return launch.work.batches if launch.work.eager_batches is None else launch.work.eager_batches
 
 
 def _utilization(result: CaseResult) -> Figure | None:
@@ -315,7 +296,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="s",
         written=_seconds,
         next_step="Read which kernels became slower: `work.ranks` of both reports.",
-        figure=lambda result: _figure("s", statistics.median(times), times) if (times := _devices_s(result)) else None,
+        figure=lambda result: _median("s", _devices_s(result)),
         exported=Exported(column="device_time_s", label="device time", measure="device-time", measure_scale=1e9),
         trended=Trended(
             name="device_time", title="device time of a work pass (s)", judged_by=("outcome", "device_time")
@@ -431,7 +412,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="FLOP",
         written=_operations,
         next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
-        figure=_flops,
+        figure=lambda result: _of_work(result, "flops", "FLOP/sequence", _sequences),
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
         trended=Trended(name="flops", title="computed (TFLOP/sequence, all ranks)", scale=1e12, judged_by=("flops",)),
     ),
@@ -441,7 +422,9 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="calls",
         written=_counted,
         next_step="Find what reads a value back from the GPU: `.item()`, `.cpu()`, a condition on a tensor.",
-        figure=_host_syncs,
+        figure=lambda result: _of_work(
+            result, "host_syncs", "calls/forward", lambda launch: len(_eager_batches(launch))
+        ),
         exported=Exported(column="host_syncs_per_forward", label=None, measure=None),
     ),
     MetricSpec(
@@ -451,7 +434,9 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="calls",
         written=_counted,
         next_step="Read the kernels that were added in `work` of the two reports.",
-        figure=_kernels,
+        figure=lambda result: _of_work(
+            result, "kernels", "calls/forward", lambda launch: len(launch.work.batches) if launch.work else 0
+        ),
         exported=Exported(column="kernels_per_forward", label=None, measure=None),
         trended=Trended(name="kernels", title="kernel calls (per forward, all ranks)", judged_by=("kernels",)),
     ),
@@ -492,7 +477,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="bytes",
         written=gib,
         next_step="Read memory by batch size below: weights, workspace or live tensors.",
-        figure=_memory,
+        figure=lambda result: _median("bytes", list(map(float, peaks_bytes(result)))),
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
         trended=Trended(
             name="memory",
@@ -511,7 +496,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="s",
         written=_seconds,
         next_step="Find what loading the model does since the baseline: files, their cache, kernels that are built.",
-        figure=lambda result: _figure("s", statistics.median(times), times) if (times := loads_s(result)) else None,
+        figure=lambda result: _median("s", loads_s(result)),
         exported=Exported(column="load_s", label=None, measure=None),
         trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",)),
     ),

@@ -24,9 +24,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import WORSE, Row, Verdict, Verdicts
 
-_Cause = Literal["not injected", "not compared", "not gated", "known", "too few launches", "not worse"]
-"""Why a regression is not detected in a case."""
-
 
 class Missed(msgspec.Struct, frozen=True, kw_only=True):
     """A case in which a regression is not detected, or an unchanged copy is worse."""
@@ -139,8 +136,8 @@ def _trial(
     missed = []
     for result in chosen:
         copy, row = copies[result.id], rows.get(result.id)
-        cause = _cause(regression, copy, row, policy)
-        if cause is not None:
+        reason = _why_missed(regression, copy, row, policy)
+        if reason is not None:
             compared = row if isinstance(copy, CaseResult) else None
             needed = None
             if compared is not None and compared.n is not None and compared.smallest_seen is not None:
@@ -151,7 +148,7 @@ def _trial(
                     id=result.id,
                     metric=regression.metric,
                     verdict=compared.verdict if compared is not None else None,
-                    reason=_reason(cause, regression, copy, row),
+                    reason=reason,
                     launches_needed=needed,
                 )
             )
@@ -165,33 +162,21 @@ def _trial(
     )
 
 
-def _cause(regression: Regression, copy: CaseResult | str, row: Row | None, policy: Policy) -> _Cause | None:
-    """Return why a regression is not detected in a case; None if it is detected."""
-    if isinstance(copy, str):
-        return "not injected"
-    if row is None:
-        return "not compared"
-    if not row.gated or row.known is not None:
-        return "known" if row.gated else "not gated"
-    if row.verdict not in WORSE or not fails(row, policy):
-        return "not worse"
-    by_chance = regression.slowdown is not None and (row.smallest_seen or 0.0) > regression.slowdown
-    return "too few launches" if by_chance else None
-
-
-def _reason(cause: _Cause, regression: Regression, copy: CaseResult | str, row: Row | None) -> str:
-    """Describe why a regression is not detected."""
+def _why_missed(regression: Regression, copy: CaseResult | str, row: Row | None, policy: Policy) -> str | None:
+    """Return the reason why a regression is not detected in a case; None if it is detected."""
     if isinstance(copy, str):
         return copy
     if row is None:
         return f"The {regression.metric} of the case cannot be compared."
-    if cause == "not gated":
+    if not row.gated:
         return f"The policy does not gate {row.metric}."
-    if cause == "known":
+    if row.known is not None:
         return f"The policy accepts this regression: {row.known}."
-    if cause == "too few launches":
-        return "It is detected only because a copy has the noise of its original: another run needs more launches."
-    return row.reason.splitlines()[0]
+    if row.verdict not in WORSE or not fails(row, policy):
+        return row.reason.splitlines()[0]
+    by_chance = regression.slowdown is not None and (row.smallest_seen or 0.0) > regression.slowdown
+    noise = "It is detected only because a copy has the noise of its original: another run needs more launches."
+    return noise if by_chance else None
 
 
 def _launches_needed(
