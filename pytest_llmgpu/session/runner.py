@@ -116,7 +116,8 @@ class Runner:
         """
         self.kernel_names = {name: number for number, name in enumerate(report.environment.kernel_names)}
         self.ceilings = report.environment.ceilings
-        self._profiles = [profile for result in report.cases for profile in result.profiles]
+        completed = [result for result in report.cases if result.outcome == "completed"]
+        self._profiles = [profile for result in completed for profile in result.profiles]
         self._out_of_memory = {
             result.case.series: result.case.batch_size for result in report.cases if result.outcome == "oom"
         }

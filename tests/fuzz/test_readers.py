@@ -32,18 +32,21 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.inference import model_files, models
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous, short_paths
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Report, Resumption
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import printable_lines
 from pytest_llmgpu.report.work import Work
+from pytest_llmgpu.session import resume
 from pytest_llmgpu.store import references
 
 pytestmark = pytest.mark.filterwarnings("default")  # of libraries, about files that nobody would write
 
-_EXAMPLES = int(os.environ.get("LLMGPU_FUZZ_EXAMPLES", "200"))
+_EXAMPLES = os.environ.get("LLMGPU_FUZZ_EXAMPLES")
 fuzz = settings(
-    max_examples=_EXAMPLES,
+    max_examples=int(_EXAMPLES or 200),
+    derandomize=_EXAMPLES is None,  # a search has other examples each time
     deadline=5000,  # milliseconds: no example may take long
     suppress_health_check=list(HealthCheck),
     print_blob=True,
@@ -127,7 +130,12 @@ def _report() -> Report:
     worked = make_result(batch_size=16)
     found = make_work()
     worked.launches[0].work = found if isinstance(found, Work) else None
-    return make_report([*make_full_report().cases, worked, failed])
+    stopped = make_failed("interrupted", Failure(phase="forward", message="m"), batch_size=32)
+    stopped.launches = [*make_result(batch_size=32).launches, *stopped.launches]
+    report = make_report([*make_full_report().cases, worked, failed, stopped])
+    report.resumed = [Resumption(created=report.created, source="a.json", sha256="f" * 64, kept=2)]
+    report.commit = Commit(sha="a" * 40, dirty=False)
+    return report
 
 
 _REPORT = json.loads(file.encode(_report(), compressed=False))
@@ -155,6 +163,10 @@ def _consume(data: bytes) -> None:
         if command[0] != "export":
             assert printable_lines(printed.getvalue()) == printed.getvalue()
     assert file.load(Path("r.json")) == report
+    now = msgspec.structs.replace(report, cases=[])
+    continued = _one_line(lambda: resume.continued(report, now, name="r.json", sha256="f" * 64))
+    if continued is not None:
+        file.parse(file.encode(continued, compressed=False), "continued.json")
 
 
 @pytest.fixture(autouse=True)
