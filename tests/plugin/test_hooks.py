@@ -104,7 +104,7 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
             "*test_hellaswag?mp-bs1? PASSED*",
             "*test_hellaswag?mp-bs8? PASSED*",
             "*LLM inference*",
-            "*batch size*mp*",
+            "strategy *batch *time *acc_norm*",
             "report: .llmgpu/last.json",
         ]
     )
