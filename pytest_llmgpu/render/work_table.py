@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pytest_llmgpu.render.device_columns import COMMUNICATION, Column, device_values, digits
 from pytest_llmgpu.render.time_table import layout, row_name
+from pytest_llmgpu.report.derived import batch_latency_s
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
@@ -36,7 +38,7 @@ class WorkTable:
     columns: Sequence[WorkColumn]
     """The columns in which a case has a figure."""
     rows: Sequence[tuple[str, str, Sequence[str]]]
-    """Strategy, batch size and figures of each case with work passes or energy."""
+    """Strategy, batch size and figures of each case with batches, work passes or energy."""
 
 
 def _figure(metric: str) -> Callable[[CaseResult], float | None]:
@@ -126,6 +128,16 @@ WORK: tuple[WorkColumn, ...] = (
     ),
     WorkColumn(
         name="energy_j_per_token", title="energy\nJ/token", value=lambda result: result.energy_j_per_token, drop_order=3
+    ),
+    *(
+        WorkColumn(
+            name=f"batch_p{percent}_s",
+            title=f"batch p{percent}\nms",
+            value=partial(batch_latency_s, share=percent / 100),
+            unit=1e-3,
+            drop_order=order,
+        )
+        for percent, order in ((50, 4), (95, 5), (99, 6))
     ),
 )
 """The columns in their order."""

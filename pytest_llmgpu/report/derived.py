@@ -26,7 +26,9 @@ _LEAST_ENERGY_WINDOW_S = 1.0
 """NVML updates the energy counter of a GPU every 20 to 100 ms: shorter windows would miss a large part."""
 
 _FEWEST_FOR_P99 = 100
-"""With fewer decode steps, the 99th percentile would be the largest one."""
+"""With fewer decode steps or batches, the 99th percentile would be the largest one."""
+
+_P95 = 0.95
 
 _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
@@ -115,6 +117,18 @@ def _derive_token_times(result: CaseResult, launches: Sequence[Launch]) -> None:
         )
     if steps and min(map(len, steps)) >= _FEWEST_FOR_P99:
         result.token_p99_s = statistics.median(quantile(one, 0.99) for one in steps)
+
+
+def batch_latency_s(result: CaseResult, share: float) -> float | None:
+    """Return a quantile of the batch latencies of all launches; None without batches, and too few for the 99th.
+
+    Args:
+        result: a case; one that did not complete has none, because its batches are not those of a completed one.
+        share: 0.5, 0.95 or 0.99.
+    """
+    latencies = [latency for launch in result.launches for latency in launch.batches.latency_s]
+    fewest = _FEWEST_FOR_P99 if share > _P95 else 1
+    return quantile(latencies, share) if result.outcome == "completed" and len(latencies) >= fewest else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 
-from support.report_factory import make_report, make_result
+import pytest
+from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.terminal.cases import WIDTH, work_table
 from pytest_llmgpu.render.work_table import make_work_table
+from pytest_llmgpu.report.derived import batch_latency_s
+from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
@@ -34,27 +37,28 @@ def test_a_case_has_device_time_share_of_the_bound_and_energy() -> None:
     assert [column.name for column in table.columns][1:] == [
         *("device_time_s", "bound_share", "device_busy"),
         *("energy_j_per_sequence", "energy_j_per_token"),
+        *("batch_p50_s", "batch_p95_s"),
     ]
     [(title, size, cells)] = table.rows
-    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "37.5", "12.5", "0.125"])
+    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "37.5", "12.5", "0.125", "938", "938"])
 
 
-def test_cases_without_work_have_no_table() -> None:
-    """A column without a figure is left out, and so is a table of nothing but times."""
-    assert make_work_table([make_result()]) is None
-    assert work_table([make_result()]) == ""
-    table = make_work_table([make_result(), _worked()])
+def test_cases_that_did_not_complete_have_no_table() -> None:
+    """A column without a figure is left out, and so is a case without any."""
+    assert make_work_table([make_failed()]) is None
+    assert work_table([make_failed()]) == ""
+    table = make_work_table([make_failed(), _worked()])
     assert table is not None
     assert [row[0] for row in table.rows] == ["tp"]
     assert not any(column.name.startswith("energy") for column in table.columns)
 
 
-def test_a_narrow_table_drops_the_energy_first() -> None:
+def test_a_narrow_table_drops_the_latencies_first() -> None:
     """The columns that matter least are named below the table."""
     result = _worked(strategy="a" * 50, energy_j_per_sequence=12.5, energy_j_per_token=0.125)
     text = work_table([result])
     assert max(map(len, text.splitlines()[:-1])) <= WIDTH
-    assert text.splitlines()[-1].startswith("Columns dropped to fit the width (the report has them): energy J/token")
+    assert text.splitlines()[-1].startswith("Columns dropped to fit the width (the report has them): batch p95 ms")
     assert "device time" in text
 
 
@@ -65,3 +69,26 @@ def test_the_csv_table_has_the_columns() -> None:
     assert (first["device_time_s"], first["bound_share"], first["device_busy"]) == ("0.0672", "0.25", "0.375")
     assert (first["energy_j_per_sequence"], first["energy_j_per_token"]) == ("12.5", "")
     assert (second["bound_share"], second["device_busy"]) == ("", "")
+
+
+def test_the_csv_table_has_the_session_of_each_case() -> None:
+    """Rows of several reports can be put together."""
+    report = make_report([make_result(gpu_memory_bytes=2**34), make_failed(batch_size=8)])
+    report.commit = Commit(sha="ab" * 20)
+    first, second = csv.DictReader(io.StringIO(export("csv", report)))
+    for row in (first, second):
+        assert (row["created"], row["commit"], row["gpu"]) == (report.created, "ab" * 20, "NVIDIA H200")
+        assert row["machine"].startswith("4x-NVIDIA-H200")
+    assert (first["gpu_memory_bytes"], second["gpu_memory_bytes"]) == (str(2**34), "")
+    assert (first["batch_p50_s"], second["batch_p50_s"]) == ("0.9375", "")
+
+
+@pytest.mark.parametrize(("batches", "has_p99"), [(99, False), (100, True)])
+def test_the_99th_percentile_needs_100_batches(batches: int, *, has_p99: bool) -> None:
+    """With fewer it would be the largest one."""
+    result = make_result(sequences=batches)
+    result.launches[0].batches.latency_s = [float(number + 1) for number in range(batches)]
+    assert batch_latency_s(result, 0.5) == (batches + 1) / 2
+    assert (batch_latency_s(result, 0.99) is not None) is has_p99
+    result.outcome = "error"
+    assert batch_latency_s(result, 0.5) is None

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pytest_llmgpu.render.exports.escaping import spreadsheet
 from pytest_llmgpu.render.exports.figures import exported, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
+from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.render.work_table import WORK
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.store.store import hardware
 
 _CASE = (
     "strategy",
@@ -58,7 +60,14 @@ _OF_METRICS = (*(spec.exported.column for spec in METRICS if spec.exported), *(f
 
 _OF_WORK = tuple(column for column in WORK if column.name not in {*_FIRST, *_OF_METRICS})
 
-COLUMNS = (*_FIRST, *(name for name in _OF_METRICS if name not in _FIRST), *(column.name for column in _OF_WORK))
+_OF_REPORT = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
+
+COLUMNS = (
+    *_FIRST,
+    *(name for name in _OF_METRICS if name not in _FIRST),
+    *(column.name for column in _OF_WORK),
+    *_OF_REPORT,
+)
 """The header of the table; new columns are appended at the end."""
 
 
@@ -68,12 +77,18 @@ def render(report: Report) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
+    session = {
+        "created": report.created,
+        "commit": spreadsheet(report.commit.sha or ""),
+        "machine": spreadsheet(hardware(report)),
+        "gpu": spreadsheet(", ".join(unique(gpu.name for gpu in report.environment.gpus))),
+    }
     for result in report.cases:
-        writer.writerow({**_case(result), **_verdicts(rows.pop(result.id, ()))})
+        writer.writerow({**session, **_case(result), **_verdicts(rows.pop(result.id, ()))})
     # Cases that only the baseline has, and series, whose id is their strategy.
     for name, others in rows.items():
         nodeid = spreadsheet(others[0].nodeid or "")
-        writer.writerow({"id": spreadsheet(name), "nodeid": nodeid, **_verdicts(others)})
+        writer.writerow({**session, "id": spreadsheet(name), "nodeid": nodeid, **_verdicts(others)})
     return text.getvalue().rstrip("\n")
 
 
@@ -88,6 +103,7 @@ def _case(result: CaseResult) -> dict[str, object]:
         "outcome": result.outcome,
         "failure": spreadsheet(result.failure.message) if result.failure is not None else "",
         "launches": len(result.launches),
+        "gpu_memory_bytes": result.case.gpu_memory_bytes,  # the cap; empty without one
     }
     for metric, figure in figures(result).items():
         row[exported(metric).column] = figure.value

@@ -16,10 +16,12 @@ import msgspec
 from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.render.exports.figures import describe, figures, names
 from pytest_llmgpu.render.exports.notices import rows_by_id
+from pytest_llmgpu.report.derived import batch_latency_s
 from pytest_llmgpu.report.metrics import launches_s
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.store.store import hardware
 
 _LAYOUT = "5.3.1"
 """The version of pytest-benchmark that writes such files."""
@@ -51,7 +53,7 @@ def render(report: Report) -> str:
             "branch": report.commit.branch or "(unknown)",
         },
         "benchmarks": [
-            _benchmark(name, result, rows.get(result.id, ())) for name, result in named if launches_s(result)
+            _benchmark(report, name, result, rows.get(result.id, ())) for name, result in named if launches_s(result)
         ],
         "datetime": report.created,
         "version": _LAYOUT,
@@ -63,11 +65,12 @@ def render(report: Report) -> str:
     return json.dumps(document, indent=2, allow_nan=False)
 
 
-def _benchmark(name: str, result: CaseResult, rows: Sequence[Row]) -> dict[str, Any]:
+def _benchmark(report: Report, name: str, result: CaseResult, rows: Sequence[Row]) -> dict[str, Any]:
     case = result.case
     return {
-        "group": describe(case),
-        "name": one_line(result.id),
+        # The strategies of a batch size side by side; `--group-by=name` has a case in several reports.
+        "group": f"{describe(case)}, batch size {case.batch_size}",
+        "name": f"{one_line(case.id)}[{one_line(case.model)}]",
         "fullname": name,
         "params": {
             "strategy": one_line(case.strategy),
@@ -83,6 +86,10 @@ def _benchmark(name: str, result: CaseResult, rows: Sequence[Row]) -> dict[str, 
             "figures": {
                 metric: {"value": figure.value, "unit": figure.unit} for metric, figure in figures(result).items()
             },
+            "machine": hardware(report),
+            "gpu_memory_bytes": case.gpu_memory_bytes,
+            "energy_j_per_sequence": result.energy_j_per_sequence,
+            "batch_latency_s": {f"p{percent}": batch_latency_s(result, percent / 100) for percent in (50, 95, 99)},
             "findings": [{"severity": one.severity, "code": one.code, "text": one.text} for one in result.findings],
             "verdicts": {row.metric: row.verdict for row in rows},
         },

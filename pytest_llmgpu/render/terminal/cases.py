@@ -92,7 +92,7 @@ def _fastest_of_series(results: Sequence[CaseResult]) -> Iterator[CaseResult]:
 
 
 def work_table(cases: Sequence[CaseResult]) -> str:
-    """Return the table of device time, share of the bound and energy; empty if none of it was measured."""
+    """Return the table of device time, share of the bound, energy and latencies; empty if none of it was measured."""
     table = make_work_table(cases)
     if table is None:
         return ""
@@ -100,7 +100,13 @@ def work_table(cases: Sequence[CaseResult]) -> str:
     firsts = [[name, size] for name, (_, size, _) in zip(names, table.rows, strict=True)]
     cells = {column: [row[2][n] for row in table.rows] for n, column in enumerate(table.columns)}
     text, dropped = _fitted(firsts, cells)
-    return "\n".join(["Work and energy", text, *_names_of_dropped([one.title.replace("\n", " ") for one in dropped])])
+    return "\n".join(
+        [
+            "Work, energy and latency of a batch",
+            text,
+            *_names_of_dropped([one.title.replace("\n", " ") for one in dropped]),
+        ]
+    )
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:

@@ -61,7 +61,7 @@ def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pyte
     table = _compare("0001_base.json", "0002_head.json", "--group-by=param:batch_size", "--csv=out.csv")
     assert "batch_size=8': 4 tests" in table
     assert "batch_size=64': 2 tests" in table  # tp is out of memory
-    assert "mp-bs8 (0001_base)" in table
+    assert "mp-bs8[huggyllama/llama-30b] (0001_base)" in table
     lines = csv.DictReader(io.StringIO(Path("out.csv").read_text(encoding="utf-8")))
     found = {(line["name"], float(line["mean"])) for line in lines}
     assert ("mp-bs8 (huggyllama/llama-30b, float16, 4 x cuda, hellaswag)", 75.0) in found
