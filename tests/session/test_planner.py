@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import tiny_model
 
-from pytest_llmgpu import strategies
+from pytest_llmgpu import processes, strategies
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report.machine import Gpu
@@ -105,6 +107,21 @@ def test_the_first_token_is_part_of_the_case_where_it_is_chosen(tmp_path: Path, 
     assert [case.add_bos for case in cases] == [None, True, False]
     assert len({case.key for case in cases}) == 3
     assert cases[0].key == planner.request(choose(), "mp", 4).case.key
+
+
+def test_quantised_weights_without_their_library_are_refused(
+    tmp_path: Path, model: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config alone suffices: no weights are looked for, and random weights need no library."""
+    config = json.loads((model / "config.json").read_text())
+    quantised = tmp_path / "quantised"
+    shutil.copytree(model, quantised, ignore=shutil.ignore_patterns("*.safetensors"))
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"has_plan": true, "refusal": "it needs gptqmodel"}')
+    planner = _planner(tmp_path, "cpu")
+    with pytest.raises(ValueError, match=r"^--llmgpu-model=quantised: transformers cannot load it: it needs gptqmodel"):
+        planner.request(choose(model=str(quantised)), "mp", 4)
+    assert planner.request(choose(model=str(quantised), load_format="dummy"), "mp", 4).case.load_format == "dummy"
 
 
 @pytest.mark.parametrize("limit", [None, 4])
