@@ -1,0 +1,111 @@
+"""The verdicts of a comparison by cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_llmgpu.gate.cause_groups import by_reason, group, lines, next_step, title
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.verdicts import ALL_CASES, DIFFERS, Armed, Baseline, Row, Verdict, Verdicts
+
+
+def _row(
+    name: str, verdict: Verdict = "REGRESSED", metric: str = "time", ratio: float | None = 1.1, **fields: Any
+) -> Row:
+    numbers = {} if ratio is None else {"base": 1.0, "head": ratio, "ratio": ratio, "low": ratio - 0.01}
+    plain = {"reason": f"{metric} is another.", **numbers, **fields}
+    return Row(key=name, id=name, metric=metric, verdict=verdict, **plain)
+
+
+def _cause(module: str) -> Cause:
+    part = TimeChange(name=module, family="GEMM", before_s=1.0, after_s=1.1, share=1.0)
+    return Cause(place="device", before_s=1.0, after_s=1.1, parts=[part], modules=[part])
+
+
+def _verdicts(*rows: Row, differences: tuple[str, ...] = ()) -> Verdicts:
+    return Verdicts(
+        baseline=Baseline(name="base"),
+        policy="",
+        policy_sha256="",
+        armed=Armed(compared=len(rows), gated=len(rows)),
+        warnings=[f"{DIFFERS}{text}" for text in differences],
+        rows=list(rows),
+    )
+
+
+def _ids(*rows: Row, differences: tuple[str, ...] = ()) -> list[set[tuple[str, str]]]:
+    found = group(_verdicts(*rows, differences=differences), Policy())
+    return [{(row.id, row.metric) for row in one.rows} for one in found]
+
+
+def test_a_module_is_one_cause_over_cases_and_metrics() -> None:
+    """Another module is another cause, also with a difference of the environment."""
+    down, norm = _cause("mlp.down_proj"), _cause("norm")
+    rows = [
+        _row("tp-bs1", metric="device_time", cause=down),
+        _row("tp-bs8", cause=down, ratio=1.2),
+        _row("mp-bs1", cause=norm),
+    ]
+    assert _ids(*rows, differences=("torch 2.10 -> 2.11",)) == [
+        {("tp-bs1", "device_time"), ("tp-bs8", "time")},
+        {("mp-bs1", "time")},
+    ]
+
+
+def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse() -> None:
+    """A slowdown that is not decided belongs to it, and so does a row that cannot be compared for that reason."""
+    rows = [
+        _row("tp-bs2", ratio=1.6),
+        _row("iok-bs64", "NOT_ENOUGH_DATA", ratio=3.1, low=1.7),
+        _row("mp-bs1", "NOT_ENOUGH_DATA", ratio=1.01, low=0.6),
+        _row("tp-bs4", metric="execution", ratio=None),
+        _row("tp-bs4", "NOT_COMPARABLE", ratio=None),
+    ]
+    found = group(_verdicts(*rows, differences=("NCCL_P2P_DISABLE unset -> 1",)), Policy())
+    assert [{row.id for row in one.rows} for one in found] == [{"tp-bs2", "iok-bs64", "tp-bs4"}, {"mp-bs1"}]
+    assert [one.fails for one in found] == [True, False]
+    assert found[0].largest.id == "iok-bs64"
+    assert "+210.0 %" in title(found[0])
+    assert "NCCL_P2P_DISABLE" in lines(found[0])[0]
+    assert next_step(found[0]) != next_step(found[1])
+
+
+def test_metrics_of_the_same_cases_have_one_cause() -> None:
+    """A row of all cases belongs to the first one; a missing case is a cause of its own."""
+    rows = [
+        _row("tp-bs1"),
+        _row("tp-bs8"),
+        _row("tp-bs8", metric="traffic"),
+        _row(ALL_CASES, metric="device_time"),
+        _row("mp-bs1", "MISSING", metric="outcome", ratio=None),
+    ]
+    assert _ids(*rows) == [
+        {("tp-bs1", "time"), ("tp-bs8", "time"), ("tp-bs8", "traffic"), (ALL_CASES, "device_time")},
+        {("mp-bs1", "outcome")},
+    ]
+
+
+def test_a_known_regression_is_no_part_of_another_cause() -> None:
+    """Its reason is one of its lines, and it does not fail."""
+    found = group(_verdicts(_row("tp-bs1"), _row("tp-bs1", metric="memory", known="bug 7")), Policy())
+    assert [(one.fails, one.known) for one in found] == [(True, None), (False, "bug 7")]
+    assert "Known: bug 7" in lines(found[1])
+
+
+@pytest.mark.parametrize("verdict", ["OK", "IMPROVED", "NEW"])
+def test_rows_that_are_neither_worse_nor_unclear_have_no_cause(verdict: Verdict) -> None:
+    """There is nothing to explain."""
+    assert _ids(_row("tp-bs1", verdict, ratio=0.9)) == []
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
+    """The largest change comes first; numbers within names are part of the reason."""
+    rows = [
+        _row("a", reason="It takes 1.0 s."),
+        _row("b", ratio=1.3, reason="It takes 1.3 s."),
+        _row("c", reason="float16"),
+    ]
+    assert [[row.id for row in found] for found in by_reason(rows)] == [["b", "a"], ["c"]]
