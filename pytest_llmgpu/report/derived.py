@@ -50,7 +50,8 @@ def device_times_s(launch: Launch) -> list[float] | None:
 
 def _middle_mean(values: Sequence[float]) -> float:
     left_out = max(1, len(values) // 4) if len(values) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
-    return statistics.fmean(sorted(values)[left_out : len(values) - left_out])
+    middle = sorted(values)[left_out : len(values) - left_out]
+    return math.fsum(middle) / len(middle)
 
 
 def peaks_bytes(result: CaseResult) -> list[int]:
