@@ -235,7 +235,7 @@ class Options:
         None,
         "REF",
         "compare this run with a report and fail on regressions: a path, git:REV:PATH, or a report of the store by its "
-        "number, name, commit, or latest (which moves with every kept run, so that small regressions add up unnoticed)",
+        "number, name, commit, or latest (which moves with every run, so that small regressions add up unnoticed)",
         marker=False,
     )
     policy: str | None = _option(
