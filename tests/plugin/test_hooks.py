@@ -106,6 +106,7 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
             "*LLM inference*",
             "strategy *batch *time *acc_norm*",
             "report: .llmgpu/last.json",
+            "next: llmgpu html latest *",
         ]
     )
     assert "\x1b7" not in result.stdout.str(), "a pipe sees no live line"
@@ -120,6 +121,8 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
         assert launch.accuracy.items == tiny_model.ITEMS
         assert launch.profile is not None
         assert "profile" in launch.profile.why
+        assert launch.host is not None
+        assert (len(launch.host.threads), launch.host.cpu_s[0] > 0) == (1, True)
         assert case.traffic is not None
         assert (case.traffic.ranks, case.traffic.wire_bytes_per_sequence) == ([[]], 0.0), "one process sends nothing"
         assert "traffic" not in case.why
