@@ -80,11 +80,12 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--items", type=int, default=16)
     parser.add_argument("--launches", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=4, help="devices of a case, each with memory and traffic (4)")
     parser.add_argument("--rows", type=int, default=20, help="rows of the work passes of a rank (20)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks with work passes in a launch (1)")
     asked = parser.parse_args()
     sizes = {"cases": asked.cases, "batches": asked.batches, "items": asked.items, "launches": asked.launches}
-    sizes |= {"rows_of_work": asked.rows, "ranks_of_work": asked.ranks}
+    sizes |= {"devices": asked.devices, "rows_of_work": asked.rows, "ranks_of_work": asked.ranks}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("base.json", "head.json")]
         for seed, path in enumerate(paths):
@@ -109,7 +110,16 @@ def measured(code: str, paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def write(
-    path: Path, seed: int, *, cases: int, batches: int, items: int, launches: int, rows_of_work: int, ranks_of_work: int
+    path: Path,
+    seed: int,
+    *,
+    cases: int,
+    batches: int,
+    items: int,
+    launches: int,
+    devices: int,
+    rows_of_work: int,
+    ranks_of_work: int,
 ) -> None:
     """Write a report whose noise depends on the seed."""
     from pytest_llmgpu.report.case import Case
@@ -128,7 +138,7 @@ def write(
             model=f"model-{number // 64}",
             dtype="float16",
             device="cuda",
-            devices=4,
+            devices=devices,
             dataset="bundled",
             dataset_sha256="d" * 64,
             tokenizer_sha256="e" * 64,
@@ -156,7 +166,7 @@ def write(
                     padded_tokens=[110 * case.batch_size + batch for batch in range(batches)],
                 ),
                 accuracy=accuracy,
-                memory=[DeviceMemory(index=index, peak_allocated_bytes=2**34) for index in range(4)],
+                memory=[DeviceMemory(index=index, peak_allocated_bytes=2**34) for index in range(devices)],
                 work=work(rows_of_work, ranks_of_work, chance),
             )
             for _ in range(launches)
@@ -169,7 +179,7 @@ def write(
             case=case,
             outcome="completed",
             launches=measured,
-            traffic=Traffic(ranks=[sent] * 4, wire_bytes_per_sequence=1.0),
+            traffic=Traffic(ranks=[sent] * devices, wire_bytes_per_sequence=1.0),
         )
         derive(result)
         results.append(result)

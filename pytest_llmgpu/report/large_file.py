@@ -19,7 +19,7 @@ from pytest_llmgpu.report import decompression, file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import with_present_names
-from pytest_llmgpu.report.work import WorkRow
+from pytest_llmgpu.report.work import RankWork, WorkRow
 
 SMALL_BYTES = 2**24
 """A smaller report is always read as a whole."""
@@ -66,6 +66,8 @@ class Text:
         self._data = data
         self._last: tuple[int, _Rows] | None = None
         """The rows that were read last, and their place: all ranks of a case are used one after the other."""
+        self._before: RankWork | None = None
+        """The rank before the one that is read."""
 
     @classmethod
     def unpacked(cls, data: bytes, name: str) -> Text:
@@ -154,6 +156,11 @@ class Text:
             for number, rank in enumerate(launch.work.ranks if launch.work is not None else ()):
                 rows = StoredRows(self, start, length, launch_number, number)
                 msgspec.structs.force_setattr(rank, "rows", rows)
+                # Ranks mostly run the same ops, and mappings of them are most of the memory of 8 ranks.
+                for name in ("ops", "runtime_calls"):
+                    if getattr(rank, name) == (shared := getattr(self._before, name, None)):
+                        msgspec.structs.force_setattr(rank, name, shared)
+                self._before = rank
         return result
 
 
