@@ -136,10 +136,10 @@ def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> S
     names: dict[str, str] = {}
     for strategy, several in keys.items():
         if len(several) > 1:
-            cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
+            cases = {result.case.series_fields: result.case for result in results if result.case.strategy == strategy}
             fields = {
-                key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
-                for key, case in cases.items()
+                case.series: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
+                for case in cases.values()
             }
             differing = [
                 name

@@ -274,13 +274,11 @@ def device_times(
     launches = [*measured.base, *measured.head]
     names = [rank.uuids for rank in launches[-1]]
     same = all(sorted(rank.uuids for rank in launch) == sorted(names) for launch in launches)
-    sides_of_rank = [
-        [
-            [sorted(one, key=lambda rank: names.index(rank.uuids))[number] if same else one[number] for one in side]
-            for side in measured
-        ]
-        for number in range(len(names))
-    ]
+    if same:
+        measured = _Measured(
+            *([sorted(launch, key=lambda rank: names.index(rank.uuids)) for launch in side] for side in measured)
+        )
+    sides_of_rank = [[[launch[number] for launch in side] for side in measured] for number in range(len(names))]
     known = not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one)
     seconds = [tuple(_mean_s([one.log_s for one in side]) for side in sides) for sides in sides_of_rank]
     left_out = _left_out(base, head, measured, "`work`, `profile.invalid`, or copies of others")
