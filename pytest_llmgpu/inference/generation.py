@@ -21,7 +21,7 @@ import msgspec
 from pytest_llmgpu.inference import logits, scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
 from pytest_llmgpu.inference.cuda_graphs import Recorder
-from pytest_llmgpu.inference.kv_cache import StaticCache
+from pytest_llmgpu.inference.kv_cache import KernelCache, StaticCache
 from pytest_llmgpu.report.result import Batches
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Generator:
         input_device: torch.device,
         devices: Sequence[torch.device],
         recorded_tokens: int = 0,
+        own_kv_cache: bool = False,
     ) -> None:
         """Make a generator for the batches of a plan.
 
@@ -77,6 +78,7 @@ class Generator:
             input_device: The device of the input ids, on which the logits are.
             devices: All devices of the model.
             recorded_tokens: Forwards of up to this many tokens are recorded as CUDA graphs; 0 for none.
+            own_kv_cache: The kernels of the model keep keys and values themselves.
         """
         import torch
 
@@ -92,7 +94,10 @@ class Generator:
         """The input of prefills by rows and tokens of a row."""
         rows = max(batch.rows for batch in plan.batches)
         self._head = logits.EndingHead(model)
-        self._cache = StaticCache(rows=rows, slots=plan.tokens, devices=list(dict.fromkeys([*devices, input_device])))
+        cache_class = KernelCache if own_kv_cache else StaticCache
+        self._cache: KernelCache | StaticCache = cache_class(
+            rows=rows, slots=plan.tokens, devices=list(dict.fromkeys([*devices, input_device]))
+        )
         eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
         self._mask_dtype = model.dtype if eager else None
         # What a step reads and writes. The rows that a smaller batch does not have keep old values.
@@ -225,10 +230,14 @@ class Generator:
         """Read the prompts of a batch and choose the first token of each row."""
         ids, last_B, _, _ = self._packed[batch.rows, batch.width].split(batch.sizes)
         self._number_1.zero_()
+        lengths_B = last_B - self._rows_B[: batch.rows] * batch.width + 1
         self._cache.prefilling = True
-        logits_1BV = self._head.forward(ids.view(batch.rows, batch.width), last_B, past_key_values=self._cache)
+        ids_BS, last_B, arguments = self._cache.prompts(
+            ids.view(batch.rows, batch.width), lengths_B, padded=batch.tokens < batch.padded_tokens
+        )
+        logits_1BV = self._head.forward(ids_BS, last_B, past_key_values=self._cache, **arguments)
         self._cache.prefilling = False
-        self._cache.start(last_B - self._rows_B[: batch.rows] * batch.width + 1)
+        self._cache.start(lengths_B)
         self._choose(logits_1BV[0])
 
     def _step(self, rows: int) -> None:

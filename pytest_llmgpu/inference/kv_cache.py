@@ -53,6 +53,23 @@ class StaticCache:
         """The tensors that a decode step changes, besides the slots that it writes."""
         return list(self._positions.values())
 
+    def prompts(
+        self,
+        ids_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        *,
+        padded: bool,  # noqa: ARG002 - rows of any length have positions of their own
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return the input ids of a prefill, the row of [B * S] of each last token, and further arguments: none.
+
+        Args:
+            ids_BS: The prompts, padded on the right.
+            lengths_B: The number of tokens of each prompt.
+            padded: Whether prompts have different lengths.
+        """
+        rows, width = ids_BS.shape
+        return ids_BS, self._numbers[ids_BS.device][:rows] * width + lengths_B - 1, {}
+
     def start(self, lengths_B: torch.Tensor) -> None:
         """Begin a batch whose prompts have these numbers of tokens, after their prefill."""
         for positions in self._positions.values():
@@ -118,6 +135,76 @@ class StaticCache:
     def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
         """Return the number of keys of a prefill and the position of the first one (called by transformers)."""
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+
+class KernelCache:
+    """The lengths of texts whose keys and values the kernels of a strategy keep themselves, at one position for all.
+
+    Prompts are padded on the left, so that all rows end at the same position, and a mask hides the padding. Rotary
+    embeddings depend on distances alone, so that the padding changes no number.
+    """
+
+    bytes = 0
+    """The kernels have the keys and values in a workspace."""
+
+    def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
+        """Make a cache; the arguments are those of `StaticCache`."""
+        import torch
+
+        self.prefilling = False
+        """True while a forward reads whole prompts."""
+        self.length = 0
+        """The number of tokens of each row so far, with padding; 0 where the kernels must forget them."""
+        self.state: list[torch.Tensor] = []
+        self._numbers = torch.arange(max(rows, slots), device=devices[-1])
+        self._padding_B: torch.Tensor | None = None
+
+    def prompts(
+        self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, padded: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return the ids padded on the left, the row of each last token, and a mask (see `StaticCache.prompts`)."""
+        rows, width = ids_BS.shape
+        last_B = (self._numbers[:rows] + 1) * width - 1
+        self.length, self._padding_B = width, width - lengths_B if padded else None
+        if self._padding_B is None:
+            return ids_BS, last_B, {}
+        places_BS = (self._numbers[:width] - self._padding_B[:, None]).clamp(min=0)
+        return ids_BS.gather(1, places_BS), last_B, {"attention_mask": self._mask(width).expand(-1, -1, width, -1)}
+
+    def start(self, lengths_B: torch.Tensor) -> None:
+        """Do nothing: `prompts` has begun the batch."""
+
+    def advance(self) -> None:
+        """Count the token of a step."""
+        self.length += 1
+
+    def rewind(self) -> None:
+        """Let the next step begin new texts."""
+        self.length, self._padding_B = 0, None
+
+    def clear(self) -> None:
+        """Do nothing: the workspace belongs to the strategy."""
+
+    def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:  # noqa: ARG002
+        """Return the mask of a decode step (see `StaticCache.arguments`); none without padding."""
+        return {} if self._padding_B is None else {"attention_mask": self._mask(self.length + 1)}
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0 (called by transformers, whose positions the kernels do not use)."""
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """Return 0 (called by transformers for a mask that the kernels do not use)."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
+        """Return the size of a mask that the kernels do not use (called by transformers)."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+    def _mask(self, columns: int) -> torch.Tensor:
+        """Return the mask [B, 1, 1, columns], which is true where there is no padding."""
+        assert self._padding_B is not None
+        return (self._numbers[:columns] >= self._padding_B[:, None])[:, None, None]
 
 
 def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> int | None:

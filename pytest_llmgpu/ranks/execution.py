@@ -70,6 +70,10 @@ def decide(
     own = plan(requests, batch_size)
     large = requested != "on" and _largest_forward(own) > MOST_TOKENS
     exclusion = _exclusion(loaded, requested, workload)
+    if requests.new_tokens and loaded.own_kv_cache:
+        exclusion = (
+            "the kernels of the strategy count the tokens of a text on the host, so that a graph repeats one step"
+        )
     if large or loaded.devices[0].type != "cuda" or workload == logits.FULL_LOGITS:
         if exclusion is not None:
             return Decision(reason="excluded", plan=own, detail=exclusion)

@@ -144,7 +144,13 @@ def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Co
     """
     total = _of_prefills(loaded, plan, logits.LEAN)
     largest: _Tally = {}
-    with Generator(loaded.model, plan, input_device=loaded.input_device, devices=loaded.devices) as generator:
+    with Generator(
+        loaded.model,
+        plan,
+        input_device=loaded.input_device,
+        devices=loaded.devices,
+        own_kv_cache=loaded.own_kv_cache,
+    ) as generator:
         counts = Counter(batch.rows for batch in plan.batches)
         for batch in sorted({batch.rows: batch for batch in plan.batches}.values(), key=lambda batch: batch.rows):
             largest = _tally(functools.partial(generator.step, batch), loaded.world_size)

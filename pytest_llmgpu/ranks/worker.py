@@ -408,7 +408,13 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
         with work.scoring_forward(loaded, state.case.workload) as forward:
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
     steps, prefills = state.passes
-    with Generator(loaded.model, plan, input_device=loaded.input_device, devices=loaded.devices) as generator:
+    with Generator(
+        loaded.model,
+        plan,
+        input_device=loaded.input_device,
+        devices=loaded.devices,
+        own_kv_cache=loaded.own_kv_cache,
+    ) as generator:
         return [
             work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False),
             work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch),
@@ -481,6 +487,7 @@ def _generator(state: RankState, decision: Decision) -> Generator:
         input_device=state.loaded.input_device,
         devices=state.loaded.devices,
         recorded_tokens=decision.recorded_tokens,
+        own_kv_cache=state.loaded.own_kv_cache,
     )
 
 
@@ -489,14 +496,15 @@ def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Gen
     import torch
 
     assert warmed_up.generator is not None
-    plan = warmed_up.decision.plan
+    plan, workspace = warmed_up.decision.plan, warmed_up.workspace
+    own = None if workspace is None else workspace.kv_cache_bytes
     dtype: torch.dtype = getattr(torch, case.dtype)
     return Generation(
         prompt_tokens=[len(request.tokens) - 1 for request in plan.requests.requests],
         new_tokens=list(map(len, generated.tokens)),
         first_token_s=generated.first_token_s,
         step_s=generated.step_s,
-        kv_cache_bytes=warmed_up.generator.kv_cache_bytes,
+        kv_cache_bytes=warmed_up.generator.kv_cache_bytes if own is None else own,
         kv_cache_formula_bytes=kv_cache.formula_bytes(
             loaded.config,
             rows=max(batch.rows for batch in plan.batches),

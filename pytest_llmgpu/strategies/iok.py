@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from pytest_llmgpu.inference.kv_cache import KernelCache
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies import divisibility
@@ -50,9 +51,7 @@ class KernelInjection:
         self.check_machine(case)
 
     def check_model(self, case: Case, source: ModelSource) -> None:
-        """Refuse a workload and a model that the kernels would compute wrongly."""
-        if case.generates:
-            raise ValueError("--strategy=iok: this strategy scores only: use mp or tp to generate")
+        """Refuse a model that the kernels would compute wrongly."""
         fields = divisibility.architecture(source)
         problem = _unsupported(fields)
         if problem is not None:
@@ -150,11 +149,19 @@ class KernelInjection:
             raise WorkspaceError(tokens, workspace.grantable(layers, batch_size, tokens, most=most)) from error
         size = workspace.size_bytes(layers, batch_size, granted, most)
         BaseOp.inference_module.reset_cache()
-        return Workspace(tokens_requested=tokens, tokens_granted=min(granted, tokens), workspace_bytes=size)
+        return Workspace(
+            tokens_requested=tokens,
+            tokens_granted=min(granted, tokens),
+            workspace_bytes=size,
+            kv_cache_bytes=workspace.cache_bytes(layers, batch_size, granted),
+        )
 
     def _ensure_workspace(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 
+        cache = named.get("past_key_values")
+        if isinstance(cache, KernelCache) and cache.length and not cache.prefilling:
+            return  # A decode step continues the texts of the step before.
         given: Any = arguments[0] if arguments else named.get("input_ids", named.get("inputs_embeds"))
         rows, tokens = given.shape[:2]
         if rows > self._allocated[0] or tokens > self._allocated[1]:

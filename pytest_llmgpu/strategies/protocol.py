@@ -25,6 +25,8 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """The workspace holds this many tokens per sequence."""
     workspace_bytes: int
     """The workspace takes this many bytes."""
+    kv_cache_bytes: int | None = None
+    """The part of the workspace for keys and values takes this many bytes; None if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Loaded:
     recordable: bool = True
     """If true, the forwards of the decoder may be replayed as CUDA graphs. A replay runs kernels only: set it to False
     if hooks or Python code inside the decoder have to run in every forward."""
+    own_kv_cache: bool = False
+    """True if the layers keep keys and values themselves while text is generated, at one position for all rows of a
+    batch. They are called with a `kv_cache.KernelCache` as `past_key_values`."""
     dispatched: bool = True
     """True if the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
     and FLOPs cannot be counted."""

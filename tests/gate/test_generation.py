@@ -10,7 +10,8 @@ from support.report_factory import make_generation, make_report, make_result
 
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cases import Comparison
-from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy import Policy, Rules
+from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, Launch
 
@@ -64,3 +65,12 @@ def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
     judged = _judge(_report())
     assert not [row for row in judged.rows if row.metric == "accuracy"]
     assert not [gap for gap in judged.gaps if gap.startswith("accuracy")]
+
+
+def test_the_self_test_injects_wrong_texts() -> None:
+    """The regression `answers` is found by the check of the texts."""
+    (result,) = _report().cases
+    (answers,) = (one for one in regressions() if one.name == "answers")
+    wrong = answers.inject(result, Rules())
+    assert not isinstance(wrong, str)
+    assert [row.metric for row in _judge(make_report([wrong])).rows if row.verdict == "REGRESSED"] == ["accuracy"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support import kv_cache_faults
+from support import emulated_iok, kv_cache_faults
 from support.report_factory import make_case, make_result
 
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
@@ -18,6 +18,7 @@ from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.ranks import worker
@@ -38,6 +39,15 @@ _BACKENDS = [
 ]
 
 
+def _prompts() -> Dataset:
+    """Return six prompts of unequal length."""
+    whole = Prompts().load("bundled", rootdir=Path.cwd(), limit=6)
+    cut = [
+        msgspec.structs.replace(item, context=item.context[: 20 + 12 * place]) for place, item in enumerate(whole.items)
+    ]
+    return Dataset.of("custom", cut)
+
+
 def _case(items: Any, **fields: Any) -> Case:
     return make_case(
         model="bundled",
@@ -47,7 +57,7 @@ def _case(items: Any, **fields: Any) -> Case:
         batch_size=4,
         dataset_sha256=items.sha256,
         workload="generate",
-        prompt_tokens=20,
+        prompt_tokens=64,
         new_tokens=6,
         **fields,
     )
@@ -62,7 +72,7 @@ def _result(case: Case, reply: ScoreReply) -> CaseResult:
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: ModelSource, backend: str) -> None:
     """Each rank keeps half of the heads; every fault of the cache fails the check, as it does in mp."""
-    items = Prompts().load("bundled", rootdir=Path.cwd(), limit=6)
+    items = _prompts()
     plain = _case(items)
     split = msgspec.structs.replace(plain, strategy="tp", backend=backend, devices=2)
     state = RankState(lambda _: None)
@@ -137,3 +147,44 @@ def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkey
     result.stdout.fnmatch_lines(
         ["Time per token / time to first token, 6 texts", "tp compared with mp*of 6 texts part*"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs the extra deepspeed")
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_kernels_of_iok_generate_the_texts_of_mp(
+    bundled: ModelSource, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """They keep keys and values in their workspace, at one position for all rows; each fault of that is found."""
+    emulated_iok.reset_deepspeed(monkeypatch)
+    items = _prompts()
+    plain = msgspec.structs.replace(_case(items), batch_size=batch_size)
+    injected = msgspec.structs.replace(plain, strategy="iok", backend="deepspeed")
+
+    def load(case: Case, place: str) -> RankState:
+        state = RankState(lambda _: None)
+        worker.load(state, case, bundled, place)
+        worker.give(state, items.sha256, items.items, tasks.BUILT_IN["prompts"])
+        return state
+
+    mp = _result(plain, kv_cache_faults.generate(load(plain, _MP), plain, None, None))
+    of_mp = mp.launches[0].generation
+    assert of_mp is not None
+    state = load(injected, "support.emulated_iok:EmulatedInjection")
+    reply = kv_cache_faults.generate(state, injected, None, ReferenceTexts(key=mp.key, tokens=of_mp.tokens))
+    assert reply.generation is not None
+    assert len(set(reply.generation.prompt_tokens)) > 2, "rows of unequal length"
+    assert reply.generation.kv_cache_bytes == of_mp.kv_cache_bytes
+    assert reply.generation.tokens == of_mp.tokens
+    decision = generation_check.decide(_result(injected, reply), mp)
+    assert decision is not None
+    assert decision.ok is True, generation_check.describe(decision)
+    for fault in kv_cache_faults.KERNEL_FAULTS:
+        if fault == "padding" and batch_size == 1:
+            continue  # One row has none.
+        with kv_cache_faults.injected_into_kernels(fault):
+            found = generation_check.decide(
+                _result(injected, kv_cache_faults.generate(state, injected, None, None)), None
+            )
+        assert found is not None
+        assert found.own_ok is False, fault

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.inference.kv_cache import StaticCache
+from pytest_llmgpu.inference.kv_cache import KernelCache, StaticCache
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState, ScoreReply
 from pytest_llmgpu.report.case import Case
@@ -74,3 +74,30 @@ def generate(state: RankState, case: Case, fault: str | None, reference: worker.
             return msgspec.structs.replace(reply, generation=worker.check_texts(state, reference))
     with injected(fault):
         return generate(state, case, None, reference)
+
+
+def _padding_seen(_cache: KernelCache, *_: Any) -> dict[str, Any]:
+    """Mask nothing in a decode step."""
+    return {}
+
+
+KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "padding": ("arguments", _padding_seen),
+    "forgotten": ("length", property(lambda _: 0, lambda *_: None)),  # type: ignore[dict-item]
+}
+"""Faults of kernels that keep keys and values themselves."""
+
+
+@contextmanager
+def injected_into_kernels(name: str) -> Iterator[None]:
+    """While entered, the bookkeeping of the kernels has a fault."""
+    member, replacement = KERNEL_FAULTS[name]
+    before = vars(KernelCache).get(member)
+    setattr(KernelCache, member, replacement)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(KernelCache, member)
+        else:
+            setattr(KernelCache, member, before)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.gate.policy import Rules
 from pytest_llmgpu.report.derived import decode, derive, encode, predictions_of
 from pytest_llmgpu.report.metrics import MetricName
@@ -211,9 +212,30 @@ def _wrong_answers(result: CaseResult, rules: Rules) -> CaseResult | str:
             return msgspec.structs.replace(launch, accuracy=_other_numbers(launch.accuracy))
         return msgspec.structs.replace(launch, accuracy=_flipped(launch.accuracy, rules.accuracy.metric))
 
+    if result.case.generates:
+        return _wrong_texts(result)
     if all(launch.accuracy is None for launch in result.launches):
         return "No items were scored."
     return _derived(result, [wrong(launch) for launch in result.launches])
+
+
+def _wrong_texts(result: CaseResult) -> CaseResult:
+    """Return a copy whose decode steps have other log-likelihoods than the model, with the check of its texts."""
+    launches = [
+        launch
+        if launch.generation is None
+        else msgspec.structs.replace(
+            launch,
+            generation=msgspec.structs.replace(
+                launch.generation,
+                loglikelihoods=encode(_OFF * value for value in decode(launch.generation.loglikelihoods)),
+            ),
+        )
+        for launch in result.launches
+    ]
+    copy = msgspec.structs.replace(result, launches=launches)
+    copy.accuracy_check = generation_check.check(copy, ())
+    return copy
 
 
 def _flipped(accuracy: Accuracy, metric: str) -> Accuracy:

@@ -70,5 +70,6 @@ def inject(
         devices=(device,),
         rank=rank,
         world_size=world_size,
+        own_kv_cache=bool(settings.get("replace_with_kernel_inject")),
         dispatched=not settings.get("replace_with_kernel_inject"),
     )

@@ -65,12 +65,23 @@ def size_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int
     import torch
 
     config = layers[0].config
-    head_dim = config.hidden_size // config.heads
-    padded = next((size for size in (32, 64, 128) if head_dim <= size), head_dim)
-    local = config.heads // config.mp_size
-    activations = 10 * config.heads * padded * rows
-    softmax = rows * local * most
-    cache = len(layers) * rows * (config.heads * padded // config.mp_size) * 2
+    activations = 10 * config.heads * _padded_head_dim(config) * rows
+    softmax = rows * (config.heads // config.mp_size) * most
     element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
-    size: int = (activations + softmax + cache) * granted * element_bytes
-    return size
+    size: int = (activations + softmax) * granted * element_bytes
+    return size + cache_bytes(layers, rows, granted)
+
+
+def cache_bytes(layers: Sequence[Any], rows: int, granted: int) -> int:
+    """Return the bytes of a workspace that are for keys and values."""
+    import torch
+
+    config = layers[0].config
+    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
+    numbers: int = len(layers) * rows * (config.heads * _padded_head_dim(config) // config.mp_size) * 2
+    return numbers * granted * element_bytes
+
+
+def _padded_head_dim(config: Any) -> int:
+    head_dim: int = config.hidden_size // config.heads
+    return next((size for size in (32, 64, 128) if head_dim <= size), head_dim)
