@@ -17,7 +17,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_failed, make_full_report, make_report, make_result, make_work
+from support.report_factory import (
+    make_failed,
+    make_full_report,
+    make_generation,
+    make_report,
+    make_result,
+    make_work,
+)
 from support.tiny_model import write_dataset, write_model
 
 pytest.importorskip("hypothesis", reason="tox -e fuzz installs it")
@@ -31,6 +38,7 @@ from pytest_llmgpu.gate.noise_model import Deviation
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.inference import model_files, models
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.inference.tasks.prompts import Prompts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous, short_paths
@@ -130,9 +138,12 @@ def _report() -> Report:
     worked = make_result(batch_size=16)
     found = make_work()
     worked.launches[0].work = found if isinstance(found, Work) else None
+    generated = make_result(workload="generate", task="prompts")
+    texts, values = [[1, 2], [3, 4]], [[-1.0, -0.5], [-2.0, -0.1]]
+    generated.launches[0].generation = make_generation(texts, values, values, reference="a" * 64)
     stopped = make_failed("interrupted", Failure(phase="forward", message="m"), batch_size=32)
     stopped.launches = [*make_result(batch_size=32).launches, *stopped.launches]
-    report = make_report([*make_full_report().cases, worked, failed, stopped])
+    report = make_report([*make_full_report().cases, worked, generated, failed, stopped])
     report.resumed = [Resumption(created=report.created, source="a.json", sha256="f" * 64, kept=2)]
     report.commit = Commit(sha="a" * 40, dirty=False)
     return report
@@ -237,9 +248,11 @@ def test_datasets(data: st.DataObject) -> None:
     """A dataset is read, or refused in one line."""
     write_dataset(Path("items.jsonl"))
     lines = Path("items.jsonl").read_bytes().splitlines()
+    lines[0] = data.draw(st.sampled_from([lines[0], b'{"id": "a", "prompt": "Someone counts."}']))
     first = data.draw(changed_json(json.loads(lines[0])).map(_encoded) | changed_bytes(lines[0]))
     Path("items.jsonl").write_bytes(b"\n".join([first, *lines[1:]]))
-    _one_line(lambda: HellaSwag().load("items.jsonl", rootdir=Path.cwd()))
+    task = data.draw(st.sampled_from([HellaSwag(), Prompts()]))
+    _one_line(lambda: task.load("items.jsonl", rootdir=Path.cwd()))
 
 
 @pytest.fixture(scope="module")
