@@ -138,7 +138,7 @@ def _report() -> Report:
     worked = make_result(batch_size=16)
     found = make_work()
     worked.launches[0].work = found if isinstance(found, Work) else None
-    generated = make_result(workload="generate", task="prompts")
+    generated = make_result(workload="generate", task="prompts", sequences=2, batch_size=2)
     texts, values = [[1, 2], [3, 4]], [[-1.0, -0.5], [-2.0, -0.1]]
     generated.launches[0].generation = make_generation(texts, values, values, reference="a" * 64)
     stopped = make_failed("interrupted", Failure(phase="forward", message="m"), batch_size=32)
@@ -183,6 +183,12 @@ def _consume(data: bytes) -> None:
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def test_the_report_that_is_changed_can_be_read() -> None:
+    """Else every example would be refused for the same reason."""
+    _consume(_encoded(_REPORT))
+    assert Path("r.json").exists()
 
 
 @given(changed_json(_REPORT))
