@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import datetime
-import hashlib
 import importlib.util
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.exports.notices import Level, level
 from pytest_llmgpu.render.html import colors, facts
-from pytest_llmgpu.render.html.templates import MISSING, asset, templates, vega
+from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
 from pytest_llmgpu.render.summary import Conclusion, conclude, describe
 from pytest_llmgpu.render.time_table import layout, make_time_table
 from pytest_llmgpu.render.work_table import make_work_table
@@ -108,7 +106,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
     compared = [] if verdicts is None else _compared(verdicts, report, baseline)
     template = templates().get_template("page.html")
     return template.render(
-        policy_header=_content_security_policy([library, script], [style]),
+        policy_header=content_security_policy([library, script], [style]),
         library=library,
         script=script,
         style=style,
@@ -245,20 +243,3 @@ def _json(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Return a policy that permits these scripts and styles only, and no request."""
-    rules = {
-        "default-src": ["'none'"],
-        "script-src": [_hash(script) for script in scripts],
-        "style-src": [_hash(style) for style in styles],
-        "img-src": ["data:"],
-        "base-uri": ["'none'"],
-        "form-action": ["'none'"],
-    }
-    return "; ".join(" ".join([name, *values]) for name, values in rules.items())
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -9,7 +9,7 @@ from pytest_llmgpu.gate.trends import Trend
 from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.charts.images import image
 from pytest_llmgpu.render.charts.trends import MARKS, of_trends
-from pytest_llmgpu.render.html.templates import asset, templates
+from pytest_llmgpu.render.html.templates import asset, content_security_policy, templates
 from pytest_llmgpu.render.terminal.trends import changes
 
 _NARROW_PX = 240  # width of a plot that fits on the screen of a phone, with its axis and names
@@ -22,11 +22,13 @@ def render(trends: Sequence[Trend], machine: str, batch_sizes: Collection[int] |
         ValueError: the extra `report` is not installed.
     """
     template = templates().get_template("trend.html")
+    style = asset("page.css")
     drawn = of_trends(trends, batch_sizes)
     charts = {chart.id: chart for chart in drawn.charts}
     return template.render(
         machine=machine,
-        style=asset("page.css"),
+        style=style,
+        policy_header=content_security_policy([], [style]),
         sections=[
             {
                 "chart": charts[name],
