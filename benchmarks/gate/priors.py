@@ -6,7 +6,8 @@ Each argument names a regime, a report with several launches, and ids of its cas
 launches of one GPU and case are one group. A group's variance has its own degrees of freedom; s0 and df0 are the
 moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation. Deviations of
 `device_compute` and `replayed` are scaled to 24 forwards, as `prior_of` does. Only launches of even number are used;
-those of odd number are held back for `reach.py` (`--all`: every launch). Needs scipy. Prints JSON.
+those of odd number are held back for `reach.py` (`--all`: every launch). `between_gpus` is the deviation of device time
+between the GPUs of the recordings, `GPU_SD` of the noise model. Needs scipy. Prints JSON.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", nargs="+", metavar="REGIME=REPORT[:ID,...]")
     groups: dict[str, list[dict[str, object]]] = defaultdict(list)
+    means: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     parser.add_argument("--all", action="store_true", help="use every launch")
     given = parser.parse_args(arguments)
     for recording in given.recordings:
@@ -97,12 +99,20 @@ def main(arguments: Sequence[str]) -> int:
                 sd = scale * statistics.stdev(logs)
                 one = {"report": Path(path).name, "case": result.id, "gpu": gpu, "launches": len(logs), "sd": sd}
                 groups[regime].append(one)
+                means[regime, result.id][gpu] = statistics.fmean(logs)
     answer = {}
     for regime, found in groups.items():
         s0, df0 = fit([(float(one["sd"]) ** 2, int(one["launches"]) - 1) for one in found])  # type: ignore[arg-type,call-overload]
         launches = sum(int(one["launches"]) for one in found)  # type: ignore[call-overload]
         gpus = len({one["gpu"] for one in found})
         answer[regime] = {"s0": s0, "df0": df0, "launches": launches, "gpus": gpus, "groups": found}
+        if regime in _DEVICE_TIME:
+            sds = {
+                case: statistics.stdev(of.values())
+                for (one, case), of in means.items()
+                if one == regime and len(of) > 1
+            }
+            answer[regime]["between_gpus"] = sds
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0
