@@ -63,6 +63,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[_Pair]:
 
     def start() -> RankGroup:
         common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        # torch would write what each rank of NCCL did to a file, and wait for it.
+        common["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
         if case.device == "cpu":
             common["CUDA_VISIBLE_DEVICES"] = ""
         started.append(RankGroup(launcher, [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]))
