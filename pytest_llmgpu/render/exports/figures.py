@@ -60,6 +60,8 @@ def describe(case: Case) -> str:
     ]
     if case.task != DEFAULT_TASK:
         parts.append(f"task {case.task}")
+    if case.generates:
+        parts.append(f"{case.new_tokens} tokens after {case.prompt_tokens}")
     if case.gpu_memory_bytes is not None:
         parts.append(f"{case.gpu_memory_bytes / GIB:g} GiB each")
     return one_line(", ".join([*parts, *(f"{key}={value}" for key, value in case.strategy_options.items() if value)]))

@@ -91,6 +91,14 @@ def test_a_case_has_the_same_name_in_every_report() -> None:
     assert sorted(names([second, first])) == sorted(names([first, second]))
 
 
+def test_a_case_that_generates_is_named_by_its_tokens() -> None:
+    """Cases of other lengths have other names."""
+    named = [make_result(workload="generate", prompt_tokens=96, new_tokens=new) for new in (32, 64)]
+    first, second = names(named)
+    assert first.startswith("mp-generate-bs1 (")
+    assert first.replace("32 tokens after 96", "64 tokens after 96") == second
+
+
 def test_two_measurements_of_one_case_have_two_names() -> None:
     """A format with names as keys keeps both."""
     assert names([make_result(), make_result()])[1] == f"{names([make_result()])[0]} #2"
