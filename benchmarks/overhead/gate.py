@@ -3,7 +3,7 @@
 The reports are synthetic: 1 % of noise in each batch, a few flipped items, log-likelihoods that differ by rounding, and
 work passes with `--rows` rows of kernels.
 `compare` is the whole command `llmgpu compare` on the same reports, with Python's start and the tables. Each is
-measured in three processes and the fastest counts, because other programs may slow down the rest.
+measured in three processes, and the limit holds for the least CPU time, because other programs take time, too.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def main() -> int:
             write(path, seed, **sizes)
         sizes["file_mb"] = round(paths[0].stat().st_size / 1e6)
         runs = [measured(JUDGE, paths) for _ in range(RUNS)]
-        compared = min((measured(COMPARE, paths) for _ in range(RUNS)), key=lambda run: run["wall_s"])
-    found = min(runs, key=lambda run: run["total_s"])
-    sizes["total_s_of_each"] = [run["total_s"] for run in runs]
-    ok = found["total_s"] < LIMIT_S and max(found["peak_mb"], compared["peak_mb"]) < LIMIT_MB
+        compared = min((measured(COMPARE, paths) for _ in range(RUNS)), key=lambda run: run["cpu_s"])
+    found = min(runs, key=lambda run: run["cpu_s"])
+    sizes["cpu_s_of_each"] = [run["cpu_s"] for run in runs]
+    ok = found["cpu_s"] < LIMIT_S and max(found["peak_mb"], compared["peak_mb"]) < LIMIT_MB
     limits = {"limit_s": LIMIT_S, "limit_mb": LIMIT_MB, "ok": ok}
     json.dump({**sizes, **found, "compare": compared, **limits}, sys.stdout, indent=2)
     print()

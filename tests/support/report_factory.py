@@ -291,6 +291,7 @@ def make_full_report() -> Report:
             make_failed("skipped_after_oom", batch_size=4),
         ]
     )
+    report.cases[0].launches[0].load_s = 10.0  # equal in every call
     sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8)
     report.cases[0].traffic = Traffic(ranks=[[], [sent]], wire_bytes_per_sequence=8.0)
     report.cases[0].launches[0].work = make_work()
