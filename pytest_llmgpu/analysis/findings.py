@@ -50,7 +50,7 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
             found.append(_describe_slower_batch(result, faster))
     elif result.outcome != "oom":
         found.append(_describe_failure(result))
-    elif (decision := decide_out_of_memory(result, series, searching=searching)) is not None:
+    elif (decision := decide_memory_limit(result, series, searching=searching)) is not None:
         found.append(_describe_out_of_memory(decision, result))
     found += profile_findings.disturbances(result, earlier)
     if result.outcome == "completed":
@@ -58,7 +58,7 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
     return found
 
 
-class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a case that ran out of memory, before they are worded."""
 
     loading: bool
@@ -69,9 +69,9 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     """True if --llmgpu-find-max-batch would narrow the limit."""
 
 
-def decide_out_of_memory(
+def decide_memory_limit(
     result: CaseResult, series: Sequence[CaseResult], *, searching: bool = False
-) -> OutOfMemory | None:
+) -> MemoryLimit | None:
     """Return what to report about a case that ran out of memory; None where a larger batch size has the finding.
 
     Args:
@@ -85,7 +85,7 @@ def decide_out_of_memory(
     fitted = [other.case.batch_size for other in series if other.outcome == "completed"]
     largest = max((fit for fit in fitted if fit < size), default=None)
     loading = result.failure is not None and result.failure.phase == "load"
-    return OutOfMemory(
+    return MemoryLimit(
         loading=loading,
         largest_completed=largest,
         search=largest is not None and largest + 1 < size and not loading and not searching,
@@ -146,7 +146,7 @@ def _describe_far_apart(result: CaseResult, neighbour: CaseResult) -> Finding:
     )
 
 
-def _describe_out_of_memory(decision: OutOfMemory, result: CaseResult) -> Finding:
+def _describe_out_of_memory(decision: MemoryLimit, result: CaseResult) -> Finding:
     case, failure, largest = result.case, result.failure, decision.largest_completed
     if decision.loading:
         text = "Out of memory while loading the model"

@@ -1,4 +1,6 @@
-"""The one rule for all times: device time and wall time of a case, of all cases together, and load time.
+"""The one rule for all times: device time and wall times of a case, of all cases together, and load time.
+
+Wall times (`WALL_TIMES`) are the time of a case and, where it generates, time to first token and time per token.
 
 The datum is the mean log time of a launch, because clocks, allocator and host are the same within a launch. Its
 deviation is that of `noise_model`. A row is REGRESSED if its change is statistically significant and exceeds the

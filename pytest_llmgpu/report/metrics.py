@@ -1,7 +1,8 @@
 """The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports, trend and selftest read it.
 
 A new metric is a new row here, its key in the policy (`Rules` and `Override` of `gate.policy`), the function that
-judges it, and its call in `gate.cases` or `gate.series`.
+judges it, and its call in `gate.cases` or `gate.series`. A new wall time has a row in
+`gate.time.WALL_TIMES`, a name in `gate.time` and a place in `gate.classify.TIMES` instead of a function.
 """
 
 from __future__ import annotations

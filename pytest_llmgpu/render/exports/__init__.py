@@ -1,4 +1,7 @@
-"""Reports in the formats of other tools and pages: one file per format, with the name that `llmgpu export` takes."""
+"""Reports in the formats of other tools: `FORMATS` maps each name that `llmgpu export` takes to its function.
+
+`junit` is for pytest's own file, `escaping`, `figures` and `notices` are shared.
+"""
 
 from __future__ import annotations
 
