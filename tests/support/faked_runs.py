@@ -69,7 +69,8 @@ class FakedRuns:
         case = request.case
         size = case.batch_size
         self.did.append(case.id)
-        launch = Launch(plan_sha256=f"{size}")
+        # No two launches took equal times.
+        launch = Launch(plan_sha256=f"{size}", load_s=10.0 + len(self.did) * 1e-9)
         result = CaseResult(id=case.id, key=case.key, case=case, outcome=self.outcome(size), launches=[launch])
         result.why["traffic"] = "it is faked"
         if result.outcome == "completed":
