@@ -29,7 +29,7 @@ pytest.importorskip("vl_convert", reason="the page needs the extra report")
 _LENIENT = "[tool.llmgpu.gate]\nlargest_unseen_slowdown = 99\n"
 """A policy that passes one launch in each report, which shows no slowdown of 50 %."""
 
-_EMPTY = frozenset(("meta", "link", "br", "img", "input", "hr"))
+_EMPTY = frozenset(("meta", "link", "br", "wbr", "img", "input", "hr"))
 
 
 class Page(html.parser.HTMLParser):
