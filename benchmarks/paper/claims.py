@@ -17,7 +17,6 @@ import figures
 from figures import Cases
 
 from pytest_llmgpu.analysis import capacity
-from pytest_llmgpu.render.time_table import wrong
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -289,7 +288,7 @@ def _cell(cases: Cases, size: int) -> str:
     if result.inference_s is None:
         return "OoM" if result.outcome == "oom" else result.outcome
     text = f"{result.inference_s:.2f}" + (" g" if result.case.execution == "cuda_graphs" else "")
-    if wrong(result):
+    if result.has_wrong_answers:
         right = figures.accuracy(result)
         return f"{text} (wrong answers)" if right is None else f"{text} ({100 * right:.0f} %)"
     return f"**{text}**" if result.inference_s == min(figures.seconds(cases).values()) else text

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from pytest_llmgpu.render.charts.panels import LINKS, LinkName, covers_traffic
-from pytest_llmgpu.render.time_table import wrong
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult
 
@@ -36,7 +35,7 @@ def of(cases: Cases, figure: Figure) -> dict[int, float]:
 
 def seconds(cases: Cases) -> dict[int, float]:
     """Return the time for all items by batch size, without cases that are known to have wrong answers."""
-    return of(cases, lambda result: None if wrong(result) else result.inference_s)
+    return of(cases, lambda result: None if result.has_wrong_answers else result.inference_s)
 
 
 def accuracy(result: CaseResult) -> float | None:

@@ -206,7 +206,8 @@ def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tm
     """The memory of the process that starts the command does not count."""
     judging = script("gate")
     for seed, name in enumerate(("base", "head")):
-        judging.write(tmp_path / name, seed, cases=1, batches=2, items=1, launches=1, rows_of_work=0, ranks_of_work=1)
+        sizes = {"cases": 1, "batches": 2, "items": 1, "launches": 1, "devices": 1}
+        judging.write(tmp_path / name, seed, **sizes, rows_of_work=0, ranks_of_work=1)
     held = b"x" * (256 * MIB)
     for code in (judging.JUDGE, judging.COMPARE):
         found = judging.measured(code, [tmp_path / "base", tmp_path / "head"])

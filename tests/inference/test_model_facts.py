@@ -19,7 +19,9 @@ _LLAMA = {"model_type": "llama", "num_attention_heads": 8}
 _AWQ = {"quant_method": "awq", "bits": 4}
 
 
-def _source(directory: Path, **config: Any) -> ModelSource:
+def _source(folder: Path, **config: Any) -> ModelSource:
+    directory = folder / "theirs"
+    directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     return tiny_model.source(config, directory, load_format="dummy")
 
