@@ -198,7 +198,8 @@ def _describe_failure(result: CaseResult) -> Finding:
         advice = f"Raise {option} if the case is slow. If it hung, `llmgpu show REPORT --log CASE` shows where."
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
-        advice = "Run it again." + (" The report has the batches that finished." if finished else "")
+        more = " The report has the batches that finished." if finished else ""
+        advice = f"Continue it with --llmgpu-resume=latest and the same options.{more}"
     elif failure.signal == signal.SIGKILL:
         advice = "Look for what killed it: the host's out-of-memory killer (kernel log, dmesg) or a limit of the job."
     elif failure.signal == signal.SIGTERM:

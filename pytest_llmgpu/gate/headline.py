@@ -92,7 +92,7 @@ class NextSteps(NamedTuple):
     worst: Row | None
     """The worst row that fails the gate, else the worst gated one that is INVALID; None if there is none."""
     commits: tuple[str, str] | None
-    """The commits between which a regression began; None if they are equal or not known."""
+    """The commits between which a regression began; None if they are equal or not known, or files were changed."""
     undecided: Undecided
     """The gated rows with not enough data."""
 
@@ -209,7 +209,9 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
     undecided = [row for row in verdicts.rows if row.verdict == "NOT_ENOUGH_DATA" and row.gated and row.known is None]
     worst = failing or worst_first(row for row in verdicts.rows if row.verdict == "INVALID" and row.gated)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
-    head = verdicts.head.commit if verdicts.head is not None else None
+    candidate = verdicts.head
+    # A regression of uncommitted changes is between no two commits.
+    head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
     return NextSteps(
         worst=worst[0] if worst else None,
         commits=(base, head) if base and head and base != head else None,

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
@@ -67,6 +69,39 @@ class Found(NamedTuple):
 
 def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Found]:
     """Yield the result for each metric of the work passes.
+
+    A case that generates has decode steps and prefills: the worse of the two results stands.
+    """
+    step = list(_work_rows(base, head, rules))
+    if not head.case.generates:
+        yield from step
+        return
+    first = {found.metric: found for found in _work_rows(_of_prefill(base), _of_prefill(head), rules)}
+    for found in step:
+        yield _worse(found, first.pop(found.metric, None))
+    yield from (_worse(None, found) for found in first.values())
+
+
+def _of_prefill(result: CaseResult) -> CaseResult:
+    """Return a result of a case that generates with the work of its prefills alone."""
+    launches = [msgspec.structs.replace(launch, work=launch.prefill_work) for launch in result.launches]
+    return msgspec.structs.replace(result, launches=launches)
+
+
+def _worse(step: Found | None, prefill: Found | None) -> Found:
+    """Return the worse of two results for one metric; that of a decode step where they are equally bad."""
+    if prefill is None or not isinstance(prefill.row, Row):
+        assert step is not None or prefill is not None
+        return step or prefill  # type: ignore[return-value]  # one of them is there
+    row = msgspec.structs.replace(prefill.row, reason=f"Of the prefill: {prefill.row.reason}")
+    if step is None or not isinstance(step.row, Row):
+        return prefill._replace(row=row)
+    worse = SEVERITY.index(row.verdict) < SEVERITY.index(step.row.verdict)
+    return prefill._replace(row=row) if worse else step
+
+
+def _work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Found]:
+    """Yield the result for each metric of `Launch.work`.
 
     A metric that the policy does not gate has a result only where it changed: it explains other rows. A figure that
     neither report has, such as the FLOPs of fused kernels, is no gap.

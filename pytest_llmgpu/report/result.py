@@ -242,7 +242,8 @@ class Launch(msgspec.Struct, kw_only=True):
     """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`. For a
     case that generates, they are those of one decode step of each batch of `work.batches`."""
     prefill_work: Work | None = None
-    """The same for the prefills of these batches; null for a case that scores, and with `work`."""
+    """The same for the prefills of these batches; null for a case that scores, and with `work`. The gate judges the
+    worse of both."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
 

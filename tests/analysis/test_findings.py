@@ -364,8 +364,18 @@ def test_a_skipped_case_has_no_finding() -> None:
             "Crashed at batch size 1: x.",
             "scheduler",
         ),
-        ("interrupted", Failure(phase="forward", message="by KeyboardInterrupt"), "Interrupted at", "Run it again."),
-        ("interrupted", Failure(phase="load", message="x"), "Interrupted while loading the model: x.", "Run it again."),
+        (
+            "interrupted",
+            Failure(phase="forward", message="by KeyboardInterrupt"),
+            "Interrupted at",
+            "Continue it with --llmgpu-resume=latest and the same options.",
+        ),
+        (
+            "interrupted",
+            Failure(phase="load", message="x"),
+            "Interrupted while loading the model: x.",
+            "Continue it with --llmgpu-resume=latest and the same options.",
+        ),
         ("error", None, "no reason was recorded", "run it again"),
     ],
 )
@@ -416,7 +426,7 @@ def test_stacks_alone_are_not_shown() -> None:
 def test_an_interrupted_case_names_finished_batches_if_there_are_any() -> None:
     """Without a finished batch there is nothing in the report to look at."""
     result = make_failed("interrupted", Failure(phase="forward", message="x"))
-    assert _assess([result])[0].findings[0].next_step == "Run it again."
+    assert _assess([result])[0].findings[0].next_step == "Continue it with --llmgpu-resume=latest and the same options."
     result.launches[0].batches.latency_s.append(1.0)
     assert "batches that finished" in _assess([result])[0].findings[0].next_step
 

@@ -173,6 +173,7 @@ def test_wrong_answers_and_disturbed_launches_are_refused(capsys: pytest.Capture
     assert capsys.readouterr().err.splitlines() == [
         "llmgpu: new.json is not promoted: failed: wrong answers of mp-bs1",
         "llmgpu: new.json is not promoted: invalid: mp-bs2 (throttled)",
+        "llmgpu: remove the cause and measure again, or pass --force REASON, which the baseline keeps",
     ]
     several = timed(1.0, 1.0)
     make_invalid(several.launches[0], "throttled")
@@ -211,8 +212,9 @@ def test_an_undecided_report_is_refused_with_a_remedy(capsys: pytest.CaptureFixt
     _to_file(on_h200())
     _calibrate(0.02)
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line, way_out = capsys.readouterr().err.splitlines()
     assert "NOT_ENOUGH_DATA: mp-bs1 time" in line
+    assert "--force REASON" in way_out
     default_path(Path(".llmgpu"), H200).unlink()
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     objection, remedy = capsys.readouterr().err.splitlines()

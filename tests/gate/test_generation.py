@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_generation, make_report, make_result
+from support.report_factory import make_generation, make_report, make_result, make_work
 
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cases import Comparison
@@ -65,6 +65,27 @@ def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
     judged = _judge(_report())
     assert not [row for row in judged.rows if row.metric == "accuracy"]
     assert not [gap for gap in judged.gaps if gap.startswith("accuracy")]
+
+
+def test_more_work_in_the_prefill_alone_is_a_regression() -> None:
+    """The worse of decode step and prefill stands: the step alone would say that nothing changed."""
+
+    def report(prefill: int) -> Report:
+        found = _report()
+        for launch in found.cases[0].launches:
+            launch.work = make_work()
+            more = [msgspec.structs.replace(rank, flops=prefill) for rank in launch.work.ranks]
+            launch.prefill_work = msgspec.structs.replace(launch.work, ranks=more)
+        return found
+
+    for flops, verdict in ((1_000_000, "OK"), (1_032_000, "REGRESSED"), (968_000, "IMPROVED")):
+        (row,) = (
+            row
+            for row in Comparison(report(1_000_000), report(flops), Policy(), Calibration()).rows
+            if row.metric == "flops"
+        )
+        assert row.verdict == verdict
+        assert row.reason.startswith("Of the prefill: ") == (verdict != "OK")
 
 
 def test_the_self_test_injects_wrong_texts() -> None:

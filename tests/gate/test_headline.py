@@ -187,3 +187,10 @@ def test_points_and_reasons_are_in_words() -> None:
 def test_the_next_step_is_one_line(rows: list[Row], text: str) -> None:
     """A regression is looked for, and undecided rows get the launches that decide most of them."""
     assert describe_next(next_steps(_verdicts(*rows), Policy())) == text
+
+
+def test_uncommitted_changes_are_not_bisected() -> None:
+    """The change is in neither of the two commits."""
+    steps = next_steps(_verdicts(_slower(), states=("dirty",)), Policy())
+    assert steps.commits is None
+    assert "bisect" not in describe_next(steps)

@@ -118,6 +118,6 @@ def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
         complain(f"{name} is not promoted: {text}")
     if len(objections) > _SHOWN:
         complain(f"and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
-    for line in remedies:
+    for line in remedies or ["remove the cause and measure again, or pass --force REASON, which the baseline keeps"]:
         complain(line)
     return _REFUSED

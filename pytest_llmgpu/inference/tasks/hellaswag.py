@@ -29,7 +29,7 @@ class HellaSwag(MultipleChoice):
 
     def note(self, record: Any) -> str | None:
         """Return that the context has other letters than lm-evaluation-harness's if it is one text."""
-        if "ctx_a" in record and "ctx_b" in record:
+        if "ctx" not in record or ("ctx_a" in record and "ctx_b" in record):
             return None
         return "items have ctx without ctx_a and ctx_b: lm-evaluation-harness capitalises ctx_b, so its prompts differ"
 
