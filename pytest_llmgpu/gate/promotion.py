@@ -139,14 +139,12 @@ def trial(
     whole = msgspec.structs.replace(candidate, session=session)
     verdicts = judge.judge(base, whole, policy, today=today, calibration=calibration, baseline=baseline)
     launches = {one.key: _launches(one) for one in base.cases}
-    surer = {one.key for one in candidate.cases if _launches(one) > launches.get(one.key, 0)}
+    more = {one.key for one in candidate.cases if _launches(one) > launches.get(one.key, 0)}
     failing = worst_first(
         row
         for row in verdicts.rows
         if fails(row, strict)
-        and not (
-            row.verdict == "NOT_ENOUGH_DATA" and row.metric in _TIMES and (row.key in surer or row.id == ALL_CASES)
-        )
+        and not (row.verdict == "NOT_ENOUGH_DATA" and row.metric in _TIMES and (row.key in more or row.id == ALL_CASES))
     )
     nothing_compared = not failing and not verdicts.armed.gated
     undecided = any(row.metric in TIMES and row.verdict == "NOT_ENOUGH_DATA" for row in failing)

@@ -19,7 +19,23 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _ATTENTION = ("full_attention", "sliding_attention")
 
 
-class StaticCache:
+class _Cache:
+    """What the models of transformers ask in a prefill. Decode steps have their positions and masks as arguments."""
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0, the number of tokens before a prompt."""
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """Return 0, the position of the first token of a prompt."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
+        """Return the number of keys of a prefill and the position of the first one."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+
+class StaticCache(_Cache):
     """The keys and values of all layers, in the interface that the models of transformers call.
 
     Each layer allocates its part at its first prefill, with the heads that this rank computes, on the layer's device.
@@ -124,20 +140,8 @@ class StaticCache:
         keys[places], values[places] = key_BHSD[:, :, 0], value_BHSD[:, :, 0]
         return keys, values
 
-    def get_seq_length(self, *_: Any) -> int:
-        """Return 0, the number of tokens before a prompt (called by transformers in a prefill)."""
-        return 0
 
-    def get_query_offset(self, *_: Any) -> int:
-        """Return 0, the position of the first token of a prompt (called by transformers in a prefill)."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
-        """Return the number of keys of a prefill and the position of the first one (called by transformers)."""
-        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-
-class KernelCache:
+class KernelCache(_Cache):
     """The lengths of texts whose keys and values the kernels of a strategy keep themselves, at one position for all.
 
     Prompts are padded on the left, so that all rows end at the same position, and a mask hides the padding. Rotary
@@ -188,18 +192,6 @@ class KernelCache:
     def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:  # noqa: ARG002
         """Return the mask of a decode step (see `StaticCache.arguments`); none without padding."""
         return {} if self._padding_B is None else {"attention_mask": self._mask(self.length + 1)}
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Return 0 (called by transformers, whose positions the kernels do not use)."""
-        return 0
-
-    def get_query_offset(self, *_: Any) -> int:
-        """Return 0 (called by transformers for a mask that the kernels do not use)."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
-        """Return the size of a mask that the kernels do not use (called by transformers)."""
-        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
     def _mask(self, columns: int) -> torch.Tensor:
         """Return the mask [B, 1, 1, columns], which is true where there is no padding."""

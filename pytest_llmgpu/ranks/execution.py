@@ -16,6 +16,7 @@ import msgspec
 from pytest_llmgpu.inference import cuda_graphs, logits, scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests, cost, plan
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
+from pytest_llmgpu.inference.generation import Generator
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, typical_difference
 from pytest_llmgpu.report.text import percent, plural
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -85,6 +86,18 @@ def decide(
     if not_recorded is not None:
         return Decision(reason="not_recorded", plan=few, padding=padding, detail=not_recorded)
     return Decision(reason="requested" if requested == "on" else "small", plan=few, padding=padding)
+
+
+def generator(loaded: Loaded, plan: Plan, *, recorded_tokens: int = 0) -> Generator:
+    """Return the generator of texts of a loaded model; the arguments are those of `Generator`."""
+    return Generator(
+        loaded.model,
+        plan,
+        input_device=loaded.input_device,
+        devices=loaded.devices,
+        recorded_tokens=recorded_tokens,
+        own_kv_cache=loaded.own_kv_cache,
+    )
 
 
 def describe(decision: Decision) -> str:

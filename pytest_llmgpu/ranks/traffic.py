@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.batching import Batch, Plan
-from pytest_llmgpu.inference.generation import Generator
+from pytest_llmgpu.ranks import execution
 from pytest_llmgpu.report.result import Collective, CollectiveKind
 from pytest_llmgpu.report.text import plural
 
@@ -144,13 +144,7 @@ def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Co
     """
     total = _of_prefills(loaded, plan, logits.LEAN)
     largest: _Tally = {}
-    with Generator(
-        loaded.model,
-        plan,
-        input_device=loaded.input_device,
-        devices=loaded.devices,
-        own_kv_cache=loaded.own_kv_cache,
-    ) as generator:
+    with execution.generator(loaded, plan) as generator:
         counts = Counter(batch.rows for batch in plan.batches)
         for batch in sorted({batch.rows: batch for batch in plan.batches}.values(), key=lambda batch: batch.rows):
             largest = _tally(functools.partial(generator.step, batch), loaded.world_size)

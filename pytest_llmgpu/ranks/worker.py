@@ -246,8 +246,11 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     # Before a recording: graphs keep the address of the workspace.
     workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
     with contextlib.ExitStack() as graphs:
-        generator = graphs.enter_context(_generator(state, decision)) if case.generates else None
-        if generator is not None:
+        generator = None
+        if case.generates:
+            generator = graphs.enter_context(
+                execution.generator(loaded, plan, recorded_tokens=decision.recorded_tokens)
+            )
             generator.warm_up(_report_to(state, planned=0))
         else:
             recorded = decision.execution == "cuda_graphs"
@@ -408,13 +411,7 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
         with work.scoring_forward(loaded, state.case.workload) as forward:
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
     steps, prefills = state.passes
-    with Generator(
-        loaded.model,
-        plan,
-        input_device=loaded.input_device,
-        devices=loaded.devices,
-        own_kv_cache=loaded.own_kv_cache,
-    ) as generator:
+    with execution.generator(loaded, plan) as generator:
         return [
             work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False),
             work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch),
@@ -477,18 +474,6 @@ def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:
             )
         state.requests[wanted] = requests
     return state.requests[wanted]
-
-
-def _generator(state: RankState, decision: Decision) -> Generator:
-    assert state.loaded is not None
-    return Generator(
-        state.loaded.model,
-        decision.plan,
-        input_device=state.loaded.input_device,
-        devices=state.loaded.devices,
-        recorded_tokens=decision.recorded_tokens,
-        own_kv_cache=state.loaded.own_kv_cache,
-    )
 
 
 def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Generated) -> Generation:
