@@ -32,9 +32,9 @@
 
   // A chart is drawn when it comes near the screen, and again after the filters changed.
   const specs = new Map();
-  const draw = async (place) => {
-    if (place.dataset.drawn || place.closest("[hidden]")) return;
-    place.dataset.drawn = "yes";
+  const turns = new Map(); // the last drawing of each place: the next one waits for it
+  const embed = async (place) => {
+    if (!specs.has(place)) return; // a chart of a case that is no longer chosen
     try {
       await window.vegaEmbed(place, filtered(specs.get(place)(), chosen()), options);
       place.querySelector("svg").setAttribute("aria-hidden", "true"); // the place has the name, the table the data
@@ -42,6 +42,13 @@
       place.classList.add("failed");
       place.textContent = `The chart could not be drawn: ${error.message}. The table below has its data.`;
     }
+  };
+  const draw = (place) => {
+    if (!place.dataset.drawn && !place.closest("[hidden]")) {
+      place.dataset.drawn = "yes";
+      turns.set(place, Promise.resolve(turns.get(place)).then(() => embed(place)));
+    }
+    return turns.get(place);
   };
   const isNear = (place) => {
     const { top, bottom, height } = place.getBoundingClientRect();
@@ -88,7 +95,11 @@
     const source = all("script[data-case]").find((element) => element.dataset.case === choice.value);
     const figures = JSON.parse(source.textContent).map(figure);
     const charts = document.getElementById("case-charts");
-    for (const place of charts.querySelectorAll(".chart")) specs.delete(place);
+    for (const place of charts.querySelectorAll(".chart")) {
+      specs.delete(place);
+      turns.delete(place);
+      observer.unobserve(place);
+    }
     charts.replaceChildren(...figures);
     if (!event) return;
     for (const place of charts.querySelectorAll(".chart")) draw(place);
@@ -104,7 +115,11 @@
       );
       if (element.tagName === "OPTION") element.disabled = element.hidden;
     }
-    for (const place of specs.keys()) delete place.dataset.drawn;
+    for (const place of specs.keys()) {
+      delete place.dataset.drawn;
+      observer.unobserve(place); // observed anew, a place that was near before and still is, is reported too
+      observer.observe(place);
+    }
     if (choice && choice.selectedOptions[0]?.disabled) {
       const first = [...choice.options].find((option) => !option.disabled);
       if (first) {

@@ -229,6 +229,39 @@ def test_a_filter_hides_other_cases_and_draws_the_charts_again(page: Any) -> Non
     assert page.find_element(By.ID, "filter-status").get_attribute("textContent") == "Only strategy tp, batch 8"
 
 
+_FILTER_FAR_AWAY = """
+const [chart, done] = arguments;
+const select = document.querySelector("[data-filter=strategy]");
+chart.scrollIntoView({ block: "center" });
+setTimeout(() => {
+  for (const value of ["mp", "tp"]) { // two changes at once: the drawing of the first is still under way
+    scrollTo(0, 0);
+    chart.parentElement.style.marginTop = "5000px";
+    select.value = value;
+    select.dispatchEvent(new Event("change", { bubbles: true }));
+    chart.parentElement.style.marginTop = "";
+    chart.scrollIntoView({ block: "center" });
+  }
+  done();
+}, 100);
+"""
+"""The filter is changed while the chart is far away, and the chart comes back before the browser has looked."""
+
+
+def test_a_chart_that_comes_back_at_once_is_drawn_with_the_last_filter(page: Any) -> None:
+    """The observer alone reports changes only: it saw the chart near before and after."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    chart = page.find_element(By.CSS_SELECTOR, "[data-chart=time]")
+    fills = "[...arguments[0].querySelectorAll('.mark-symbol.role-mark path')].map((it) => it.getAttribute('fill'))"
+    colors = f"return [...new Set({fills})]"
+    before = page.execute_script(colors, chart)
+    page.execute_async_script(_FILTER_FAR_AWAY, chart)
+    WebDriverWait(page, _WAIT_S).until(lambda it: len(it.execute_script(colors, chart)) == 1)
+    assert len(before) > 1
+
+
 def test_the_charts_of_a_large_report_are_drawn_when_they_come_near(started: Any, tmp_path: Path) -> None:
     """The page is ready before, and a chart that was never near the screen is not drawn."""
     from selenium.webdriver.support.wait import WebDriverWait
