@@ -1,4 +1,6 @@
-"""The launcher of ranks on this machine: one process per rank, with pipes.
+"""The launcher of ranks on this machine, and the process of a rank, which is driven through pipes.
+
+Launchers of several nodes start the process of a rank on its node with `LocalProcess` as well.
 
 concurrent.futures' ProcessPoolExecutor cannot replace it: it hides exit codes and signals, it breaks on an exception
 that does not unpickle, and its workers outlive a killed parent.
@@ -16,26 +18,22 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.ranks import oom, serving
+from pytest_llmgpu.ranks.futures import Answer, End, Listener, ProcessRank
 from pytest_llmgpu.ranks.oom import Death
-from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MARK = "LLMGPU_RANK_OF"
 """This variable of a rank is inherited by every process that the rank starts."""
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 """All ranks run on this machine: nobody on the network can connect to them, whatever these variables are for other
 programs. NVLink, PCIe and shared memory do not depend on them. NCCL takes a name without `=` as the start of one."""
 _CLOSE_S = 10.0
@@ -57,49 +55,59 @@ class LocalLauncher:
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory
         self._started = 0
-        self._taken_bytes: dict[Path, int] = {}
-        """Maps each log to the bytes that `take_output` has returned."""
+        self._processes: list[LocalProcess] = []
 
-    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[LocalRank]:
+    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[ProcessRank]:
         """Start one process per environment."""
-        ranks: list[LocalRank] = []
         # The ranks find each other through a file: another program may take a port first.
         rendezvous = str(self._log_directory / f"launch{self._started}-rendezvous")
-        ours = {**_LOOPBACK, "LLMGPU_RENDEZVOUS": rendezvous}
-        for number, environment in enumerate(environments):
-            log = self._log_directory / f"launch{self._started}-rank{number}.log"
-            ranks.append(LocalRank(number, {**ours, **environment}, log, on_batch))
-            self._taken_bytes[log] = 0
+        ours = {**LOOPBACK, "LLMGPU_RENDEZVOUS": rendezvous}
+        logs = [self._log_directory / f"launch{self._started}-rank{number}.log" for number in range(len(environments))]
         self._started += 1
-        return ranks
+
+        def starter(number: int) -> Callable[[Listener], LocalProcess]:
+            def start(listener: Listener) -> LocalProcess:
+                process = LocalProcess(number, {**ours, **environments[number]}, logs[number], listener)
+                self._processes.append(process)
+                return process
+
+            return start
+
+        return [ProcessRank(number, on_batch, starter(number)) for number in range(len(environments))]
 
     def take_output(self) -> dict[int, str]:
         """Return what the processes of each rank wrote since the last call; of long output the end."""
         output: dict[int, str] = {}
-        for log, taken_bytes in self._taken_bytes.items():
-            self._taken_bytes[log] = log.stat().st_size
-            if text := excerpts.log_tail(log, taken_bytes, most_lines=_OUTPUT_LINES):
-                rank = int(log.stem.rpartition("rank")[2])
-                output[rank] = "\n".join(filter(None, (output.get(rank), text)))
+        started, self._processes = self._processes, [process for process in self._processes if process.alive]
+        for process in started:
+            if text := process.take_output():
+                output[process.rank] = "\n".join(filter(None, (output.get(process.rank), text)))
         return output
 
 
-class LocalRank:
-    """One process. Commands and answers are pickled; finished batches arrive on a pipe of their own."""
+class LocalProcess:
+    """The process of a rank. Commands and answers are pickled; finished batches arrive on a pipe of their own."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], log: Path, on_batch: BatchListener) -> None:
+    def __init__(self, rank: int, environment: Mapping[str, str], log: Path, listener: Listener) -> None:
+        """Start the process.
+
+        Args:
+            rank: The number of the rank.
+            environment: Variables that are added to those of this process, or replace them.
+            log: The file for the output of the process.
+            listener: Receives what the process sends, and its end.
+        """
         self.rank = rank
         self._log = log
+        self._taken_bytes = 0
+        """The bytes of the log that `take_output` has returned."""
         self._mark = secrets.token_hex(16)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """Commands for the process; None ends the pipe."""
         self._unreadable: str | None = None
         """The reason why the process was ended: it sent something else than answers and batches."""
-        self._pending: deque[Future[Any]] = deque()
-        self._lock = threading.Lock()
         self._batch_received = threading.Condition()
         self._batches_received = 0
-        self._ended: RankFailedError | None = None
         self._kills_before = oom.host_kills()
         command_in, command_out = os.pipe()
         answer_in, answer_out = os.pipe()
@@ -117,7 +125,7 @@ class LocalRank:
             )
         for descriptor in inherited:
             os.close(descriptor)
-        self._on_batch = on_batch
+        self._listener = listener
         commands = Connection(command_out, readable=False)
         answers, batches = Connection(answer_in, writable=False), Connection(batch_in, writable=False)
         self._threads = [
@@ -134,24 +142,11 @@ class LocalRank:
         """True if the process runs."""
         return self._process.poll() is None
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run `fn(state, *args)` on the rank; see `protocol.Rank`."""
-        future: Future[Any] = Future()
-        command = pickle.dumps((fn, args))
-        with self._lock:
-            if self._ended is not None:
-                future.set_exception(self._ended)
-                return future
-            self._pending.append(future)
-            # Processes that the host killed earlier do not explain a failure of this command.
-            self._kills_before = oom.host_kills()
-            self._outbox.put(command)
-        return future
+    def send(self, command: bytes) -> None:
+        """Send a pickled command; this does not wait for the process."""
+        # Processes that the host killed earlier do not explain a failure of this command.
+        self._kills_before = oom.host_kills()
+        self._outbox.put(command)
 
     def close(self) -> None:
         """Let the process end by itself; kill it after a time limit."""
@@ -184,6 +179,11 @@ class LocalRank:
             time.sleep(0.01)
         return self.log_tail()
 
+    def take_output(self) -> str:
+        """Return what the process wrote to stdout and stderr since the last call; of long output the end."""
+        taken_bytes, self._taken_bytes = self._taken_bytes, self._log.stat().st_size
+        return excerpts.log_tail(self._log, taken_bytes, most_lines=_OUTPUT_LINES)
+
     def log_tail(self) -> str:
         """Return the last lines of the log of the process."""
         return excerpts.log_tail(self._log)
@@ -211,28 +211,16 @@ class LocalRank:
 
     def _take_answer(self, payload: bytes) -> None:
         sent, done, content = pickle.loads(payload)  # noqa: S301 - written by our own child
-        with self._lock:
-            future = self._pending.popleft()
         self._wait_for_batches(sent)
-        try:
-            answer = pickle.loads(content)  # noqa: S301 - written by our own child
-        except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
-            message = f"the answer does not unpickle: {excerpts.beginning(str(error))}"
-            done, answer = False, ("error", Failure(phase="forward", message=message), [], None)
-        if done:
-            future.set_result(answer)
-        else:
-            outcome, failure, use, raised = answer
-            failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=self.log_tail())
-            future.set_exception(RankFailedError(outcome, failure, use, raised))
+        self._listener.on_answer(Answer(done=done, content=content, log_tail=None if done else self.log_tail()))
 
     def _watch(self) -> None:
-        """Fail all pending futures when the process ends; its pipes stay open if a child of it holds them."""
+        """Report the end of the process; its pipes stay open if a child of it holds them."""
         self._process.wait()
         self._end_group()
         for reader in self._threads[:2]:
             reader.join(_DRAIN_S)
-        self._fail_pending(self._death())
+        self._listener.on_end(self._death())
 
     def _end_group(self) -> None:
         """End the process and its children; it leads a session, so most of them are its process group."""
@@ -241,7 +229,7 @@ class LocalRank:
         processes.end_marked(f"{_MARK}={self._mark}")
 
     def _take_batch(self, payload: bytes) -> None:
-        self._on_batch(self.rank, FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
+        self._listener.on_batch(FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
         with self._batch_received:
             self._batches_received += 1
             self._batch_received.notify_all()
@@ -251,7 +239,7 @@ class LocalRank:
         with self._batch_received:
             self._batch_received.wait_for(lambda: self._batches_received >= sent, _DRAIN_S)
 
-    def _death(self) -> RankFailedError:
+    def _death(self) -> End:
         code, log = self._process.wait(), self.log_tail()
         shortage = oom.decide_out_of_memory(
             Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=oom.host_kills())
@@ -272,14 +260,7 @@ class LocalRank:
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
         )
-        return RankFailedError("oom" if shortage else "crashed", failure)
-
-    def _fail_pending(self, error: RankFailedError) -> None:
-        with self._lock:
-            self._ended = error
-            pending, self._pending = self._pending, deque()
-        for future in pending:
-            future.set_exception(error)
+        return End(outcome="oom" if shortage else "crashed", failure=failure)
 
     def _join(self) -> None:
         for thread in self._threads:

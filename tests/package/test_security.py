@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest_llmgpu
 
 _PACKAGE = Path(pytest_llmgpu.__file__).parent
-_PIPES = {"ranks/local.py", "ranks/serving.py"}
+_PIPES = {"ranks/futures.py", "ranks/local.py", "ranks/serving.py"}
 """These modules unpickle what comes through pipes from a process of this package."""
 _UNPICKLES = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load"), ("marshal", "loads")}
 

@@ -1,0 +1,163 @@
+"""A rank as the runner sees it: a future for each command, over a process on this machine or on another node.
+
+A launcher decides where the process of a rank runs, and returns a `Channel` to it; `local.LocalProcess` is the process
+itself. Answers are unpickled here and nowhere else: a channel passes them on as bytes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+
+from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.report import excerpts
+from pytest_llmgpu.report.result import Failure, Outcome
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of a process to one command."""
+
+    done: bool
+    """True if the command returned, False if it raised an exception."""
+    content: bytes
+    """What it returned, or the records of the failure, pickled by the process."""
+    log_tail: str | None = None
+    """The end of the log of the process if the command failed."""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process ended."""
+
+    outcome: Outcome
+    """`crashed`, or `oom` where the host killed the process."""
+    failure: Failure
+    """The signal or the exit status, with the end of the log."""
+
+
+class Listener(Protocol):
+    """Receives what a process sends, from any thread.
+
+    The batches that a process finished before an answer are passed on before that answer, and everything before its
+    end.
+    """
+
+    def on_batch(self, batch: FinishedBatch) -> None:
+        """Take a finished batch."""
+        ...
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take the answer to the oldest command without one."""
+        ...
+
+    def on_end(self, end: End) -> None:
+        """Take the end of the process; nothing follows."""
+        ...
+
+
+class Channel(Protocol):
+    """The process of a rank, wherever it runs. It passes what the process sends to the listener it was made with."""
+
+    @property
+    def alive(self) -> bool:
+        """True if the process runs."""
+        ...
+
+    def send(self, command: bytes) -> None:
+        """Send a pickled command; this does not wait for the process."""
+        ...
+
+    def stacks(self) -> str:
+        """See `protocol.Rank`."""
+        ...
+
+    def close(self) -> None:
+        """See `protocol.Rank`."""
+        ...
+
+    def kill(self) -> None:
+        """See `protocol.Rank`."""
+        ...
+
+
+class ProcessRank:
+    """One rank: a future for each command. It implements `protocol.Rank` for every launcher."""
+
+    def __init__(self, rank: int, on_batch: BatchListener, start: Callable[[Listener], Channel]) -> None:
+        """Start the process.
+
+        Args:
+            rank: The number of the rank.
+            on_batch: Called with each finished batch.
+            start: Starts the process, which passes what it sends to a listener.
+        """
+        self.rank = rank
+        self._on_batch = on_batch
+        self._pending: deque[Future[Any]] = deque()
+        self._lock = threading.Lock()
+        self._ended: RankFailedError | None = None
+        self._channel = start(self)
+
+    @property
+    def alive(self) -> bool:
+        """True if the process runs."""
+        return self._channel.alive
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run `fn(state, *args)` on the rank; see `protocol.Rank`."""
+        future: Future[Any] = Future()
+        command = pickle.dumps((fn, args))
+        with self._lock:
+            if self._ended is not None:
+                future.set_exception(self._ended)
+                return future
+            self._pending.append(future)
+            self._channel.send(command)
+        return future
+
+    def stacks(self) -> str:
+        """Return the stack of each thread of the process; see `protocol.Rank`."""
+        return self._channel.stacks()
+
+    def close(self) -> None:
+        """Let the process end by itself; kill it after a time limit."""
+        self._channel.close()
+
+    def kill(self) -> None:
+        """End the process at once and wait for it."""
+        self._channel.kill()
+
+    def on_batch(self, batch: FinishedBatch) -> None:
+        """Pass a finished batch on."""
+        self._on_batch(self.rank, batch)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Complete the future of the oldest command without an answer."""
+        with self._lock:
+            future = self._pending.popleft()
+        done = answer.done
+        try:
+            content = pickle.loads(answer.content)  # noqa: S301 - written by our own rank
+        except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
+            message = f"the answer does not unpickle: {excerpts.beginning(str(error))}"
+            done, content = False, ("error", Failure(phase="forward", message=message), [], None)
+        if done:
+            future.set_result(content)
+        else:
+            outcome, failure, use, raised = content
+            failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=answer.log_tail)
+            future.set_exception(RankFailedError(outcome, failure, use, raised))
+
+    def on_end(self, end: End) -> None:
+        """Fail all commands without an answer, and those that follow."""
+        error = RankFailedError(end.outcome, end.failure)
+        with self._lock:
+            self._ended = error
+            pending, self._pending = self._pending, deque()
+        for future in pending:
+            future.set_exception(error)
