@@ -26,11 +26,11 @@ class Judged(NamedTuple):
     """The lines that name the noise estimate and the policy of the verdicts; None without a baseline."""
 
 
-def add_reports(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Declare `BASE HEAD`."""
-    nargs = "?" if optional else None
-    parser.add_argument("base", metavar="BASE", nargs=nargs, help=f"the baseline: {REFERENCE}")
-    parser.add_argument("head", metavar="HEAD", nargs=nargs, help="the candidate, named in the same ways")
+def add_reports(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Declare `BASE HEAD...` for several candidates, else `[BASE] [HEAD]`, which an option can make needless."""
+    text = "the candidate, named in the same ways" + "; several are shown side by side" * several
+    parser.add_argument("base", metavar="BASE", nargs=None if several else "?", help=f"the baseline: {REFERENCE}")
+    parser.add_argument("head", metavar="HEAD", nargs="+" if several else "?", help=text)
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ improved.
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,12 +16,12 @@ from pytest_llmgpu.analysis.environment_differences import software_differences
 from pytest_llmgpu.gate import cases, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import with_unseen
-from pytest_llmgpu.gate.matching import other_devices
+from pytest_llmgpu.gate.matching import apart
 from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import listed, plural
+from pytest_llmgpu.report.text import guess, listed, plural
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
     BETTER,
@@ -83,12 +82,12 @@ def judge(
             warnings.append(f"the baseline was promoted by force ({base.promotion.reason}) in spite of: {objections}")
         if (head.created, head.commit.sha) in {(one.created, one.commit) for one in calibration.sessions}:
             warnings.append("the noise was calibrated from the candidate itself: calibrate from other launches")
-        other = other_devices(base.cases, head.cases)
-        warnings = [*other, *(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
+        hints = apart(base.cases, head.cases)
+        warnings = [*hints, *(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
     unarmed = judged.unarmed + judged.left_out
-    apart = [row for row in known if row.verdict not in COMPARED]
-    unarmed.update(f"{row.metric}: {row.verdict}" for row in apart)
-    gaps = judged.gaps + Counter(f"{row.metric}: {row.verdict}" for row in apart if row.gated)
+    others = [row for row in known if row.verdict not in COMPARED]
+    unarmed.update(f"{row.metric}: {row.verdict}" for row in others)
+    gaps = judged.gaps + Counter(f"{row.metric}: {row.verdict}" for row in others if row.gated)
     armed = Armed(
         compared=sum(row.verdict in COMPARED for row in known),
         gated=sum(row.verdict in COMPARED and row.gated for row in known),
@@ -170,10 +169,9 @@ def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] =
     """Return a line for each known regression whose case neither report has: its name may be misspelt."""
     names = {ALL_CASES, *(name for result in cases for name in (result.id, result.case.strategy))}
     names |= {row.id for row in rows}
-    missing = [entry for entry in policy.known if entry.case not in names]
-    close = {entry.case: difflib.get_close_matches(entry.case, names, 1) for entry in missing}
     return [
         f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
-        + (f"; did you mean {close[entry.case][0]}?" if close[entry.case] else "")
-        for entry in missing
+        + guess(entry.case, names)
+        for entry in policy.known
+        if entry.case not in names
     ]

@@ -47,13 +47,23 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
     return [*found, *(Pair(result, None, []) for result in left)]
 
 
-def other_devices(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[str]:
-    """Return a line where two reports measured different kinds of devices; nothing where they share one."""
-    then, now = ({result.case.device for result in cases} for cases in (base, head))
-    if not then or not now or then & now:
-        return []
-    was, is_now = (" and ".join(sorted(devices)) for devices in (then, now))
-    return [f"the baseline was measured on {was} and the candidate on {is_now}: they cannot be compared"]
+def apart(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[str]:
+    """Return a line for each reason why two reports share no case: their kinds of devices, or their workloads."""
+    found = []
+    for measured in (_device, _workload):
+        then, now = ({measured(result.case) for result in cases} for cases in (base, head))
+        if then and now and not then & now:
+            was, is_now = (" and ".join(sorted(texts)) for texts in (then, now))
+            found.append(f"the baseline {was} and the candidate {is_now}: they cannot be compared")
+    return found
+
+
+def _device(case: Case) -> str:
+    return f"ran on {case.device}"
+
+
+def _workload(case: Case) -> str:
+    return "generates" if case.generates else "scores"
 
 
 def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:

@@ -14,7 +14,7 @@ from pytest_llmgpu.gate.noise_model import NoiseRules
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Positive, Seconds
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import MIB
+from pytest_llmgpu.report.text import MIB, guess
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -319,7 +319,8 @@ def _refuse_unknown(table: Any, record: type[msgspec.Struct], place: str) -> Non
         return  # The conversion reports it.
     for key, value in table.items():
         if key not in record.__struct_fields__:
-            raise ValueError(f"{place}{key} is not a key: allowed are {', '.join(sorted(record.__struct_fields__))}")
+            allowed = sorted(record.__struct_fields__)
+            raise ValueError(f"{place}{key} is not a key{guess(key, allowed)}: allowed are {', '.join(allowed)}")
         if record is Policy:
             rule = next((f.type for f in msgspec.structs.fields(Policy) if f.name == key), None)
             if isinstance(rule, type) and issubclass(rule, msgspec.Struct):

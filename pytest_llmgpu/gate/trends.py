@@ -19,6 +19,7 @@ from pytest_llmgpu.gate import calibration, history, judge, promotion
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file as reports
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -38,18 +39,19 @@ _CHANGES: dict[str, Change] = {
     "CAPACITY_IMPROVED": "better",
 }
 
-_DISTINCTIONS: tuple[Callable[[CaseResult], str], ...] = (
-    lambda result: result.case.model,
-    lambda result: f"of {result.case.devices}",
-    lambda result: result.case.dtype,
-    lambda result: "uncapped" if (cap := result.case.gpu_memory_bytes) is None else f"{cap / GIB:.4g} GiB",
-    lambda result: "all items" if (limit := result.case.limit) is None else f"{limit} items",
-    lambda result: result.key[:8],
+_Identity = tuple[str, str]
+"""Key and id of a result, or of a series with its strategy as id. A case that is measured twice in a session has two
+ids."""
+
+_DISTINCTIONS: tuple[Callable[[_Identity, Case], str], ...] = (
+    lambda _, case: case.model,
+    lambda _, case: f"of {case.devices}",
+    lambda _, case: case.dtype,
+    lambda _, case: "uncapped" if (cap := case.gpu_memory_bytes) is None else f"{cap / GIB:.4g} GiB",
+    lambda _, case: "all items" if (limit := case.limit) is None else f"{limit} items",
+    lambda identity, _: identity[0][:8],
 )
 """The properties that distinguish cases of one id, in the order in which they are tried."""
-
-_Identity = tuple[str, str]
-"""Key and id of a result. A case that is measured twice in a session has two ids."""
 
 _Rows = dict[tuple[str, str, MetricName], Row]
 """The row of the gate for each key, id and metric; for metrics of a series the id is empty."""
@@ -104,11 +106,11 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one case over all reports."""
 
     name: str
-    """The id of the case, with distinctions if other cases have the same id."""
+    """The id of the case, with distinctions if other cases have the same id; for a series its strategy instead."""
     strategy: str
     """The strategy of the case."""
-    batch_size: int
-    """The batch size of the case."""
+    batch_size: int | None
+    """The batch size of the case; None for a metric that a series has once."""
     figures: list[Figure | None]
     """The figure of each report; None if the report does not have the case."""
 
@@ -124,6 +126,11 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     """The reports, the oldest first."""
     lines: list[Line]
     """The cases, by strategy in the order in which these ran, then by batch size."""
+
+    @property
+    def of(self) -> Literal["case", "series"]:
+        """The subject of each line."""
+        return "series" if any(line.batch_size is None for line in self.lines) else "case"
 
 
 def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
@@ -180,6 +187,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     noise = calibration.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None
     rows = [_rows(map(load, reversed(range(place))), load(place), noise) for place in shown]
     cases = [{_identity(result): result for result in load(place).cases} for place in shown]
+    series = [_by_series(load(place)) for place in shown]
     pasts: dict[tuple[str, _Identity], list[_Past]] = {}
     for place in range(max(0, shown.start - history.WINDOW), len(kept)):
         _add_times(pasts, place, load(place) if place in shown else reports.load(kept[place].path))
@@ -188,7 +196,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     found = []
     for spec in METRICS:
         if spec.trended is not None:
-            lines = _lines(spec, cases, rows, marks, shown.start)
+            lines = _lines(spec, series if spec.trended.of_series else cases, rows, marks, shown.start)
             if any(one is not None and one.value is not None for line in lines for one in line.figures):
                 found.append(Trend(metric=spec.trended.name, title=spec.trended.title, columns=columns, lines=lines))
     return found
@@ -248,7 +256,7 @@ def _lines(
         Line(
             name=names[identity],
             strategy=result.case.strategy,
-            batch_size=result.case.batch_size,
+            batch_size=None if spec.trended is not None and spec.trended.of_series else result.case.batch_size,
             figures=[
                 _figure(of_report[identity], spec, of_rows, marks.get((spec.name, identity), {}), place)
                 if identity in of_report
@@ -327,15 +335,23 @@ def _identity(result: CaseResult) -> _Identity:
     return (result.key, result.id)
 
 
+def _by_series(report: Report) -> dict[_Identity, CaseResult]:
+    """Return one result for each series: the first that completed, else the first."""
+    found: dict[_Identity, CaseResult] = {}
+    for result in sorted(report.cases, key=lambda one: one.outcome != "completed"):
+        found.setdefault((result.case.series, result.case.strategy), result)
+    return found
+
+
 def _names(results: Mapping[_Identity, CaseResult]) -> dict[_Identity, str]:
     """Return the id of each result, with distinctions if other cases have the same id; the last one is the key."""
-    names = {identity: result.id for identity, result in results.items()}
-    for more in _DISTINCTIONS:
+    names = {identity: identity[1] for identity in results}
+    for distinction in _DISTINCTIONS:
+        more = {identity: distinction(identity, result.case) for identity, result in results.items()}
         alike: dict[str, set[str]] = {}
         for identity, name in names.items():
-            alike.setdefault(name, set()).add(more(results[identity]))
+            alike.setdefault(name, set()).add(more[identity])
         names = {
-            identity: f"{name} {more(results[identity])}" if len(alike[name]) > 1 else name
-            for identity, name in names.items()
+            identity: f"{name} {more[identity]}" if len(alike[name]) > 1 else name for identity, name in names.items()
         }
     return names

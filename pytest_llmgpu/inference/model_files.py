@@ -5,7 +5,6 @@ Nothing is loaded here, and only a small part of the weights is read, so that 65
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.report import decompression
-from pytest_llmgpu.report.text import first_line
+from pytest_llmgpu.report.text import first_line, guess
 
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
@@ -58,11 +57,9 @@ def locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) ->
         directory = _from_hub(model, revision, weights=weights)
         return model, directory, directory.name
     names = ["bundled", *bundled.PRESETS]
-    close = difflib.get_close_matches(model, names, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
     raise ValueError(
-        f"model {model!r} is unknown{hint}: allowed are {', '.join(names)}, a directory that exists, or a hub id "
-        "such as huggyllama/llama-7b"
+        f"model {model!r} is unknown{guess(model, names)}: allowed are {', '.join(names)}, a directory that exists, "
+        "or a hub id such as huggyllama/llama-7b"
     )
 
 

@@ -6,12 +6,13 @@ Strategies and tasks use it: the built-in ones are a table, a pytest hook adds t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from pytest_llmgpu.report.text import guess
 
 _T = TypeVar("_T")
 
@@ -74,10 +75,10 @@ class Registry(Generic[_T]):
         if name in known:
             return known[name]
         if not _is_place(name):
-            guess = f" (did you mean {':'.join(name.rpartition('.')[::2])}?)" if "." in name and ":" not in name else ""
+            dotted = "." in name and ":" not in name
+            hint = f" (did you mean {':'.join(name.rpartition('.')[::2])}?)" if dotted else guess(name, known)
             raise ValueError(
-                f"{name!r} is no {self.kind}{guess}: allowed are {', '.join(sorted(known))}, "
-                "or package.module:attribute"
+                f"{name!r} is no {self.kind}{hint}: allowed are {', '.join(sorted(known))}, or package.module:attribute"
             )
         return name
 
@@ -123,8 +124,7 @@ def _hint(error: Exception, module: str) -> str:
             f": install the package of {error.name}, or add its folder to `pythonpath` in the configuration of pytest"
         )
     if isinstance(error, AttributeError) and error.obj is not None and error.name:
-        close = difflib.get_close_matches(error.name, dir(error.obj), 1)
-        return f" (did you mean {close[0]}?)" if close else ""
+        return guess(error.name, dir(error.obj))
     return ""
 
 

@@ -61,20 +61,20 @@ def peaks_bytes(result: CaseResult) -> list[int]:
 
 
 def derive(result: CaseResult) -> None:
-    """Set the derived figures of a completed case: medians over its launches.
+    """Set the derived figures of a completed case: medians over its launches, and the rates of the median time.
 
     A case that did not complete has none, because a total over some of the batches is not comparable.
     """
     launches = [launch for launch in result.launches if launch.batches.latency_s]
     if result.outcome != "completed" or not launches:
         return
-    seconds = [inference_s(launch) for launch in launches]
-    result.inference_s = statistics.median(seconds)
-    timed = [(launch.batches, s) for launch, s in zip(launches, seconds, strict=True) if s > 0]
-    if timed:  # a file may contain latencies of 0.0
-        result.sequences_per_s = statistics.median(sum(batches.sequences) / s for batches, s in timed)
-        new_tokens = result.case.new_tokens
-        result.tokens_per_s = statistics.median(counted_tokens(batches, new_tokens) / s for batches, s in timed)
+    result.inference_s = statistics.median(map(inference_s, launches))
+    if result.inference_s > 0:  # a file may contain latencies of 0.0
+        # From the median time: medians of their own would disagree with it where launches scatter.
+        all_batches, new_tokens = [launch.batches for launch in launches], result.case.new_tokens
+        sequences = statistics.median(sum(batches.sequences) for batches in all_batches)
+        tokens = statistics.median(counted_tokens(batches, new_tokens) for batches in all_batches)
+        result.sequences_per_s, result.tokens_per_s = sequences / result.inference_s, tokens / result.inference_s
     _derive_token_times(result, launches)
     _derive_energy(result, launches)
     accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]

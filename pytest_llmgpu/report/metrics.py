@@ -67,6 +67,8 @@ class Trended:
     """Metrics whose verdicts mark a change."""
     value: Callable[[CaseResult], float | None] | None = None
     """Returns the number that is followed where it is not the exported figure; None: the figure."""
+    of_series: bool = False
+    """True if a series has the figure once; its cases have the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,7 +501,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Find what loading the model does since the baseline: files, their cache, kernels that are built.",
         figure=lambda result: _median("s", loads_s(result)),
         exported=Exported(column="load_s", label=None, measure=None),
-        trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",)),
+        trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",), of_series=True),
     ),
     MetricSpec(
         name="utilization",

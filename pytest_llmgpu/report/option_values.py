@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from pytest_llmgpu.report.text import guess
+
 LATEST = "latest"
 """Name of the report that was measured last. No report can be saved under it."""
 
@@ -31,7 +33,7 @@ def one_of(*allowed: str, **old_names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         word = old_names.get(text, text)
         if word not in allowed:
-            raise ValueError(f"allowed are {', '.join(allowed)}")
+            raise ValueError(f"allowed are {', '.join(allowed)}{guess(text, allowed)}")
         return word
 
     return parse

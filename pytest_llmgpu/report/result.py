@@ -398,10 +398,10 @@ class CaseResult(msgspec.Struct, kw_only=True):
     inference_s: Seconds | None = None
     """Sum of the batch latencies; the median over launches."""
     sequences_per_s: Amount | None = None
-    """Sequences per second; the median over launches."""
+    """Sequences per second: those of a launch divided by `inference_s`."""
     tokens_per_s: Amount | None = None
-    """Input tokens per second without padding, and for a case that generates, generated tokens per second; the median
-    over launches."""
+    """Tokens per second: the input tokens of a launch without padding, or for a case that generates, the generated
+    tokens, divided by `inference_s`."""
     first_token_s: Seconds | None = None
     """Time to first token: the median over batches, and over launches. Null for a case that scores."""
     token_p50_s: Seconds | None = None

@@ -55,9 +55,9 @@ def byte_size(size_bytes: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 GPU`, `2 GPUs`, `3 batches`."""
-    if count == 1:
-        return f"1 {noun}"
+    """Return a count with its noun: `1 GPU`, `2 GPUs`, `3 batches`, `2 series`."""
+    if count == 1 or noun == "series":
+        return f"{count:,} {noun}"
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
@@ -66,6 +66,14 @@ def listed(names: Iterable[object], most: int = 12) -> str:
     found = [str(name) for name in names]
     more = f" and {len(found) - most:,} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
+
+
+def guess(name: str, names: Iterable[str]) -> str:
+    """Return ` (did you mean tp?)` for the allowed name that is most similar; empty if none is similar."""
+    import difflib  # not when pytest loads the plugin
+
+    close = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.noise_model import DAY_SD
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
+from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, Resumption, Session
@@ -150,15 +151,24 @@ def test_a_case_that_is_gone_is_missing() -> None:
     assert exit_status(left_out, Policy(require_armed=True)) == 0
 
 
-def test_another_kind_of_device_is_said_in_one_line(prose: Prose) -> None:
-    """Where no case of one has its like in the other: rows that are new or missing do not say why."""
-    base, head = [_full(device="cpu")], [_full(device="cuda", strategy="tp")]
+@pytest.mark.parametrize(
+    ("was", "is_now"),
+    [
+        pytest.param({"device": "cpu"}, {"device": "cuda", "strategy": "tp"}, id="device"),
+        pytest.param({}, {"workload": GENERATE, "new_tokens": 8, "strategy": "tp"}, id="workload"),
+    ],
+)
+def test_reports_that_share_no_case_have_one_line_with_the_reason(
+    was: dict[str, Any], is_now: dict[str, Any], prose: Prose
+) -> None:
+    """Rows that are new or missing do not explain that the device or the workload is another one."""
+    base, head = [_full(**was)], [_full(**is_now)]
     found = _judge(base, head)
     assert {row.verdict for row in found.rows} == {"NEW", "MISSING"}
     assert prose == found.warnings[0]
     for same in (head, [*base, *head]):
-        assert not any("was measured on" in warning for warning in _judge(same, head).warnings)
-    assert not any("was measured on" in warning for warning in _judge([], head).warnings)
+        assert not any("cannot be compared" in warning for warning in _judge(same, head).warnings)
+    assert not any("cannot be compared" in warning for warning in _judge([], head).warnings)
 
 
 def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:

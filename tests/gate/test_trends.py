@@ -113,6 +113,21 @@ def test_cases_of_one_id_are_distinguished_by_what_differs() -> None:
     assert [line.name for line in _trend().lines] == ["mp-bs1 uncapped", "mp-bs1 16 GiB", "tp-bs1"]
 
 
+def test_load_time_has_one_line_for_each_series() -> None:
+    """A strategy loads its model once for all batch sizes; a case that failed has the load time too."""
+    for number in (1, 2):
+        results = [_timed(1.0, batch_size=size, strategy=name) for name in ("mp", "tp") for size in (1, 8)]
+        for result in results:
+            result.launches = [msgspec.structs.replace(one, load_s=float(number)) for one in result.launches]
+        results[0].outcome = "error"
+        _keep(number, *results)
+    trend = _trend("load_time")
+    figures = {line.name: [one.value if one else None for one in line.figures] for line in trend.lines}
+    assert figures == {"mp": [1.0, 2.0], "tp": [1.0, 2.0]}
+    assert (trend.of, _trend().of) == ("series", "case")
+    assert len(of_trends([trend]).charts[0].rows) == len(of_trends([trend], {64}).charts[0].rows) == 2
+
+
 def test_the_table_has_a_column_for_each_report_and_the_changes() -> None:
     """The heading has date, number and commit, a changed figure has a mark and the change, and the reasons follow."""
     for number, level in ((1, 1.0), (2, 1.5)):

@@ -32,6 +32,16 @@ def test_figures_of_several_launches_are_medians() -> None:
     assert result.acc_norm == pytest.approx(0.8)
 
 
+def test_rates_are_those_of_the_median_time() -> None:
+    """Time and throughput agree where launches scatter, also if their number is even."""
+    result = make_result(1.0)
+    result.launches += make_result(4.0).launches
+    derive(result)
+    assert result.inference_s == pytest.approx(2.5)
+    assert result.sequences_per_s == pytest.approx(sum(result.launches[0].batches.sequences) / 2.5)
+    assert result.tokens_per_s == pytest.approx(sum(result.launches[0].batches.tokens) / 2.5)
+
+
 def test_a_case_that_did_not_complete_has_no_figures() -> None:
     """A total over some of the batches would look like a fast case."""
     result = make_failed("timeout")

@@ -12,10 +12,7 @@ HELP = "show what changed between reports, worst first; the exit status is 0 als
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    add_reports(parser)
-    parser.add_argument(
-        "more", metavar="MORE", nargs="*", help="further candidates, each compared with the baseline, side by side"
-    )
+    add_reports(parser, several=True)
     add_rules(parser)
     parser.add_argument("--all", action="store_true", help="show all cases")
 
@@ -25,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
     policy = policy_of(arguments)
-    names = [arguments.head, *arguments.more]
+    names: list[str] = arguments.head
     found = [judged(argparse.Namespace(**{**vars(arguments), "head": name}), policy) for name in names]
     conclusions = [verdict_tables.conclusion(one.verdicts, policy, color()) for one in found]
     most = None if arguments.all else verdict_tables.MOST_CASES

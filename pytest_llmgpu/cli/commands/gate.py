@@ -19,7 +19,7 @@ _STATUSES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = _STATUSES
-    add_reports(parser, optional=True)
+    add_reports(parser)
     add_rules(parser)
     parser.add_argument(
         "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"

@@ -5,7 +5,6 @@ A task of this kind is a class with a name, a bundled file and a function from a
 
 from __future__ import annotations
 
-import difflib
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, TextRequest
 from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.derived import encode, proportion_stderr
 from pytest_llmgpu.report.result import Accuracy
+from pytest_llmgpu.report.text import guess
 
 _LINE_BYTES = 2**24
 
@@ -60,10 +60,8 @@ class MultipleChoice:
         else:
             path = next((path for path in (Path(dataset), rootdir / dataset) if path.exists()), None)
             if path is None:
-                close = difflib.get_close_matches(dataset, self.datasets, n=1)
-                hint = f" (did you mean {close[0]}?)" if close else ""
                 raise ValueError(
-                    f"dataset {dataset!r} is unknown{hint}: "
+                    f"dataset {dataset!r} is unknown{guess(dataset, self.datasets)}: "
                     f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
                 )
             if path.is_dir():

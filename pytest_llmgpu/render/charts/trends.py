@@ -58,16 +58,18 @@ def _title(trend: Trend) -> str:
 def _drawn(trend: Trend, batch_sizes: Collection[int] | None) -> list[Line]:
     """Return the lines of the batch sizes; without these the lines that a reader can tell apart."""
     if batch_sizes is not None:
-        return [line for line in trend.lines if line.batch_size in batch_sizes]
+        return [line for line in trend.lines if line.batch_size is None or line.batch_size in batch_sizes]
     sizes: dict[str, list[int]] = {}
     for line in trend.lines:
-        if any(one is not None and one.value is not None for one in line.figures):
+        if line.batch_size is not None and any(one is not None and one.value is not None for one in line.figures):
             sizes.setdefault(line.strategy, []).append(line.batch_size)
     ends = {(strategy, end) for strategy, of_strategy in sizes.items() for end in (min(of_strategy), max(of_strategy))}
     return [
         line
         for line in trend.lines
-        if (line.strategy, line.batch_size) in ends or any(one is not None and one.change for one in line.figures)
+        if line.batch_size is None
+        or (line.strategy, line.batch_size) in ends
+        or any(one is not None and one.change for one in line.figures)
     ]
 
 
@@ -105,12 +107,12 @@ def _chart(trend: Trend, drawn: Sequence[Line]) -> Chart:
         id=f"trend-{trend.metric}",
         title=_title(trend),
         summary=(
-            f"{plural(len(trend.lines), 'case')} over {plural(len(labels), 'report')} of one machine, "
+            f"{plural(len(trend.lines), trend.of)} over {plural(len(labels), 'report')} of one machine, "
             f"oldest first; changes: {changes or none}."
             + (f" The data has {plural(left_out, 'more case')} of other batch sizes." if left_out else "")
         ),
         spec=_spec(trend, drawn, labels, rows, above, log=log),
-        headers=["case", *(" ".join(label.split("|")) for label in labels)],
+        headers=[trend.of, *(" ".join(label.split("|")) for label in labels)],
         rows=[[line.name, *map(_cell, line.figures, before(line.figures), repeat(trend))] for line in trend.lines],
     )
 

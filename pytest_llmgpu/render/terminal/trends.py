@@ -32,7 +32,9 @@ def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
             cells = [_painted(one, cell(one, then, points=points), paint) for one, then in pairs]
             body.append([line.name, *cells])
         align = ["left", *["right"] * len(trend.columns)]
-        parts.append(f"{trend.title}\n" + tabulate(body, ["case", *head(trend)], disable_numparse=True, colalign=align))
+        parts.append(
+            f"{trend.title}\n" + tabulate(body, [trend.of, *head(trend)], disable_numparse=True, colalign=align)
+        )
     marks: dict[Change, str] = {change: mark for change, (mark, _) in _STYLES.items()}
     reasons = [line for trend in trends for line in changes(trend, marks)]
     return "\n\n".join([*parts, "\n".join([_LEGEND, *reasons] if reasons else ["No change was found."])])

@@ -37,6 +37,17 @@ def test_several_reports_are_compared_side_by_side(capsys: pytest.CaptureFixture
     assert sum("traffic" in line for line in lines[5:]) == 1, "mp-bs1 sends the same in every report"
 
 
+@pytest.mark.parametrize(("given", "needed"), [([], "BASE, HEAD"), (["base.json"], "HEAD")])
+def test_reports_that_are_not_given_are_named(
+    given: list[str], needed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A comparison needs a baseline and one candidate; further ones are optional."""
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *given])
+    assert ended.value.code == 2
+    assert f"required: {needed};" in capsys.readouterr().err
+
+
 def test_all_cases_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """With --all a row that is OK everywhere is there."""
     assert main(["compare", "base.json", "equal.json", "slow.json", "--all"]) == 0
