@@ -22,10 +22,11 @@ def hardware_differences(base: Environment, head: Environment, device: str) -> l
         head: The machine of the candidate.
         device: `cuda` or `cpu`, where the case ran; only differences of that device count.
     """
+    seen: list[tuple[str, Any, Any]] = [("nodes", len(base.nodes) or 1, len(head.nodes) or 1)]
     if device == "cpu":
-        seen = [("CPU", base.cpu, head.cpu), ("cores", base.cores, head.cores)]
+        seen += [("CPU", base.cpu, head.cpu), ("cores", base.cores, head.cores)]
     else:
-        seen = [
+        seen += [
             ("GPUs", len(base.gpus), len(head.gpus)),
             ("GPU model", _models(base), _models(head)),
             ("GPU memory", _memory(base), _memory(head)),

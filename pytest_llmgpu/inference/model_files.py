@@ -177,14 +177,34 @@ def fingerprint(directory: Path, *, weights: bool) -> str:
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")) if weights else ():
-        size = path.stat().st_size
-        digest.update(f"\0{path.name}\0{size}\0".encode())
-        digest.update(_header(path))
-        with path.open("rb") as file:
-            for block in range(_BLOCKS):
-                file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
+        _add_weights(digest, path)
     return digest.hexdigest()
+
+
+def file_hashes(directory: Path, *, weights: bool) -> dict[str, str]:
+    """Return name to hash of each file that loading reads; a safetensors file is sampled as for `fingerprint`."""
+    found = {}
+    for path in sorted({path for pattern in _HUB_FILES for path in directory.glob(pattern) if path.is_file()}):
+        digest = hashlib.sha256()
+        if path.suffix != ".safetensors":
+            digest.update(path.read_bytes())
+        elif weights:
+            _add_weights(digest, path)
+        else:
+            continue
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def _add_weights(digest: hashlib._Hash, path: Path) -> None:
+    """Add the name, the size, the header and 16 blocks of a safetensors file to a hash."""
+    size = path.stat().st_size
+    digest.update(f"\0{path.name}\0{size}\0".encode())
+    digest.update(_header(path))
+    with path.open("rb") as file:
+        for block in range(_BLOCKS):
+            file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
 
 
 def _header(path: Path) -> bytes:

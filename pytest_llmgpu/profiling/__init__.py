@@ -1,5 +1,7 @@
 """The machine and its GPUs: which ones there are (`machine`, `nvml`) and the load on them over time.
 
+`nodes` compares several machines that measure together and joins them into one.
+
 `profiler` starts one child process per session, the `sampler`. It reads NVML in a fixed period and writes the lines
 of `stream` to its stdout. `recording` keeps them and cuts a profile out of them for every window of time;
 `counter_deltas` computes the part that comes from counters. In the sampler, `devices` chooses a source for each metric

@@ -19,7 +19,7 @@ import msgspec
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.nvml import Inventory
-from pytest_llmgpu.report.machine import Environment, Gpu
+from pytest_llmgpu.report.machine import Environment, Gpu, Node
 from pytest_llmgpu.report.privacy import anonymous, is_secret
 
 _DISTRIBUTIONS = (
@@ -66,13 +66,18 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The chosen GPUs in CUDA's order; empty on a CPU."""
     facts: TorchFacts
     """The installed torch."""
+    per_node: list[int] = []
+    """The number of devices of each node; empty for one node."""
+    nodes: list[Node] = []
+    """The nodes; empty for this machine alone."""
 
     def describe(self) -> str:
         """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""
+        nodes = f" on {len(self.per_node)} nodes" if self.per_node else ""
         if self.device == "cuda":
-            return f"{_count(gpu.name for gpu in self.gpus)} (cuda)"
+            return f"{_count(gpu.name for gpu in self.gpus)} (cuda){nodes}"
         times = f"{self.devices} x " if self.devices > 1 else ""
-        return f"{times}CPU, {_cores()} cores ({_cpu()})"
+        return f"{times}CPU, {_cores()} cores ({_cpu()}){nodes}"
 
 
 def machine(

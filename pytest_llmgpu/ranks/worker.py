@@ -6,12 +6,13 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import kv_cache, models, scoring, tasks
+from pytest_llmgpu.inference import kv_cache, model_files, models, scoring, tasks
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests, encode_prompts
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
@@ -194,6 +195,18 @@ def _check_loaded(case: Case, loaded: object) -> None:
 
 def _type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
+
+
+def file_hashes(state: RankState, source: ModelSource) -> dict[str, str] | None:  # noqa: ARG001 - a command
+    """Return name to hash of the files of a model on this node; None on every rank of a node but its first."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    weights = source.load_format != "dummy"
+    hashes = {} if source.directory is None else model_files.file_hashes(Path(source.directory), weights=weights)
+    with contextlib.suppress(OSError, ValueError):
+        # Without a tokenizer the hash is missing, as that of a missing file is.
+        hashes["tokenizer"] = model_files.tokenizer_sha256(Path(source.tokenizer_directory))
+    return hashes
 
 
 def reset(state: RankState) -> None:

@@ -12,7 +12,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as NVML describes it, independent of CUDA_VISIBLE_DEVICES."""
 
     index: Count
-    """NVML index, in the order of the PCI bus. The index in CUDA may differ."""
+    """NVML index, in the order of the PCI bus. The index in CUDA may differ. On several nodes the indices of a node
+    continue those of the node before."""
     uuid: str
     """NVML's unique identifier of the GPU."""
     name: str
@@ -33,8 +34,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Field name mapped to the reason why its value is null."""
 
 
-class Environment(msgspec.Struct, kw_only=True):
-    """The machine and its libraries, without names of hosts or users."""
+class Node(msgspec.Struct, kw_only=True):
+    """A machine and its libraries, without names of hosts or users."""
 
     cpu: str | None = None
     """Model name of the CPU."""
@@ -45,9 +46,9 @@ class Environment(msgspec.Struct, kw_only=True):
     platform: str
     """Kernel and C library, such as `Linux-6.1.0-x86_64-with-glibc2.36`."""
     gpus: list[Gpu] = []
-    """Every GPU of the node, visible to CUDA or not."""
+    """Every GPU of the node, visible to CUDA or not. In `environment`, the GPUs of all nodes in their order."""
     topology: list[list[str]] | None = None
-    """Matrix [gpus][gpus] of the links between GPUs, in the terms of `nvidia-smi topo -m`."""
+    """Matrix [gpus][gpus] of the links between GPUs, in the terms of `nvidia-smi topo -m`; `NET` between nodes."""
     driver: str | None = None
     """Version of the NVIDIA driver."""
     cuda: str | None = None
@@ -58,12 +59,19 @@ class Environment(msgspec.Struct, kw_only=True):
     """Distribution name mapped to its version; null if it is not installed."""
     variables: dict[str, str] = {}
     """Environment variables that influence the measurement."""
+    why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
+
+
+class Environment(Node, kw_only=True):
+    """The machine and its libraries, without names of hosts or users; of several nodes the first one."""
+
+    nodes: list[Node] = []
+    """Every node of a measurement on several, in the order of their ranks; empty for one node."""
     ceilings: Ceilings | None = None
     """Rates that the GPUs reached in short benchmarks of this session; null with the reason in `why`."""
     kernel_names: list[str] = []
     """Names of the kernels that rows of `work` refer to by number, cut to 120 characters."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy, idle_overrides, switched
-from pytest_llmgpu.profiling import machine as environment
+from pytest_llmgpu.profiling import nodes
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.case import Case
@@ -237,6 +237,6 @@ def _report_of(machine: Machine) -> Report:
     return Report(
         created="",
         plugin_version=None,
-        environment=environment.fingerprint(machine.facts),
+        environment=nodes.environment(machine),
         cases=[CaseResult(id="", key="", case=case, outcome="completed")],
     )

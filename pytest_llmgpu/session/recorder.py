@@ -14,8 +14,8 @@ import msgspec
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.launch_merging import by_launch
-from pytest_llmgpu.profiling import machine
-from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling import machine, nodes
+from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import excerpts, file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.option_values import LATEST
@@ -128,18 +128,18 @@ class Recorder:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         return [f"next: {', '.join(steps)}"] if steps else []
 
-    def find_session(self, reference: str, facts: TorchFacts) -> Report:
+    def find_session(self, reference: str, devices: Machine) -> Report:
         """Return the report of a broken session with the results that stay, for `resume`.
 
         Args:
             reference: The report, as `references.resolve` finds it.
-            facts: What torch reports about the machine.
+            devices: The devices of the run.
 
         Raises:
             ValueError: There is no such report, or its session cannot be continued.
         """
         source = references.resolve(reference, self._storage_path, repository=self._rootdir)
-        started = self._start(facts)
+        started = self._start(devices)
         return resume.continued(source.report(), started, name=references.public(reference), sha256=source.sha256)
 
     def resume(self, report: Report) -> None:
@@ -175,7 +175,7 @@ class Recorder:
         result: CaseResult,
         options: Options,
         nodeid: str,
-        facts: TorchFacts,
+        devices: Machine,
         *,
         kernel_names: Sequence[str] = (),
         ceilings: Ceilings | None = None,
@@ -186,7 +186,7 @@ class Recorder:
             result: One launch of a case.
             options: The options in force for the test.
             nodeid: The test.
-            facts: What torch reports about the machine.
+            devices: The devices of the run.
             kernel_names: The names of the kernels that results of the session refer to by number.
             ceilings: The rates of the GPUs, as far as they are measured.
 
@@ -194,7 +194,7 @@ class Recorder:
             The case as it stands in the report: with the launches that were measured before.
         """
         if self.report is None:
-            self.report = self._start(facts)
+            self.report = self._start(devices)
             if self.path is not None and self.path.parent == self._storage_path:
                 with suppress(OSError):  # it is reported when the report is written
                     store.prepare(self._storage_path)
@@ -302,7 +302,7 @@ class Recorder:
         """Return a path relative to the rootdir, for messages."""
         return _relative(str(where), self._rootdir)
 
-    def _start(self, facts: TorchFacts) -> Report:
+    def _start(self, devices: Machine) -> Report:
         started = Report(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
@@ -311,7 +311,7 @@ class Recorder:
                 flag: anonymous(_relative(value, self._rootdir)) if isinstance(value, str) else _plain(value)
                 for flag, value in self._options.in_force().items()
             },
-            environment=machine.fingerprint(facts),
+            environment=nodes.environment(devices),
             commit=commit(self._rootdir),
         )
         return file.encodable(started)

@@ -16,7 +16,7 @@ import msgspec
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
-from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling import nodes, nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
@@ -28,13 +28,15 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, HostUse, Launch, Phase, Profile, Traffic
-from pytest_llmgpu.report.text import percent
+from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
 
+_NAMED = 3
+"""A message names at most this many files that differ."""
 _NO_TRAFFIC = "traffic is counted for completed cases only"
 
 
@@ -383,6 +385,8 @@ class Runner:
         began = time.monotonic()
         self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
         try:
+            if request.machine.per_node:
+                self._check_files(self._group, request)
             replies: list[list[DeviceUse]] = self._group.ask(
                 worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
             )
@@ -397,6 +401,20 @@ class Runner:
         self._profiler_of(request.machine).held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
+
+    def _check_files(self, group: RankGroup, request: Request) -> None:
+        """Refuse a model whose files differ between nodes, before it is loaded.
+
+        Raises:
+            RankFailedError: The message names the files.
+        """
+        hashes: list[Mapping[str, str] | None] = group.ask(
+            worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
+        )
+        found = nodes.file_differences([of_node for of_node in hashes if of_node is not None])
+        if found:
+            message = f"the files of {request.case.model} differ: {listed(map(nodes.describe, found), _NAMED)}"
+            raise RankFailedError("error", Failure(phase="load", message=message))
 
     def _build(self, strategy: Strategy, request: Request) -> None:
         if request.strategy not in self._build_errors:
@@ -449,24 +467,28 @@ class Runner:
 
 
 def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
-    """Return the variables of each rank: its devices and, for several ranks, those that torchrun would set."""
-    case = request.case
-    visible = ",".join(gpu.uuid for gpu in request.machine.gpus) if case.device == "cuda" else ""
+    """Return the variables of each rank: the devices of its node and, for several ranks, those that torchrun sets."""
+    uuids = [gpu.uuid for gpu in request.machine.gpus] if request.case.device == "cuda" else []
     if world_size == 1:
-        return [{"CUDA_VISIBLE_DEVICES": visible}]
-    return [
-        {
-            "CUDA_VISIBLE_DEVICES": visible,
-            "RANK": str(number),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            # The cores of this process, split between the ranks.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-            or str(max(1, len(os.sched_getaffinity(0)) // world_size)),
-        }
-        for number in range(world_size)
-    ]
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(uuids)}]
+    per_node = request.machine.per_node
+    found: list[Mapping[str, str]] = []
+    for ranks in per_node or [world_size]:
+        first = len(found)
+        found += [
+            {
+                "CUDA_VISIBLE_DEVICES": ",".join(uuids[first : first + ranks] if per_node else uuids),
+                "RANK": str(first + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                # The cores of this process, split between the ranks of a node.
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+                or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
+            }
+            for local in range(ranks)
+        ]
+    return found
 
 
 def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None:

@@ -150,7 +150,7 @@ class BenchmarkSession:
         if options.resume is None:
             return
         try:
-            self._resumed = self.recorder.find_session(options.resume, self.planner.machine(options).facts)
+            self._resumed = self.recorder.find_session(options.resume, self.planner.machine(options))
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={options.resume}: {error}") from None
         for result in self._resumed.cases:
@@ -202,7 +202,7 @@ class BenchmarkSession:
             result,
             options,
             nodeid,
-            self.planner.machine(options).facts,
+            self.planner.machine(options),
             kernel_names=list(self.runner.kernel_names),
             ceilings=self.runner.ceilings,
         )

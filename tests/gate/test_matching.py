@@ -106,6 +106,13 @@ def test_another_power_limit_is_named() -> None:
     assert software_differences(full, _machine(gpus=_gpus()[:1])) == []
 
 
+def test_other_numbers_of_nodes_are_another_machine() -> None:
+    """On CPUs, too."""
+    base, head = _machine(gpus=_gpus()), _machine(gpus=_gpus())
+    head.nodes = [head, head]
+    assert hardware_differences(base, head, "cuda") == hardware_differences(base, head, "cpu") == ["nodes 1 -> 2"]
+
+
 def test_a_topology_that_one_side_does_not_know_is_named() -> None:
     """The links may be others: that is no reason to refuse, and one to know."""
     links = [["X", "NV18"], ["NV18", "X"]]

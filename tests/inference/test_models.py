@@ -100,6 +100,19 @@ def test_the_revision_of_a_directory_tells_checkpoints_apart(directory: Path) ->
     assert _resolve(directory, directory.parent).revision != original
 
 
+def test_the_hash_of_each_file_shows_which_one_differs(directory: Path) -> None:
+    """Weights are sampled; without weights only the other files have a hash."""
+    before = model_files.file_hashes(directory, weights=True)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(before)
+    assert set(before) - set(model_files.file_hashes(directory, weights=False)) == {"model.safetensors"}
+    weights = directory / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    after = model_files.file_hashes(directory, weights=True)
+    assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
+
+
 def test_a_revision_of_a_directory_must_be_its_own(written: Path) -> None:
     """The fingerprint of a directory is accepted as its revision, and anything else is refused."""
     own = _resolve(written, written).revision

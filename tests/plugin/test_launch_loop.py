@@ -213,10 +213,11 @@ def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(recorder, "commit", lambda _: Commit())
     monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
     kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), [])
+    devices = machine.Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
     for number, (seconds, ranks) in enumerate(((1.2, 4), (1.0, 2), (3.1, 4)), start=1):
         kept.start_launch(number)
         result = make_result(seconds, traffic=make_traffic(ranks))
-        kept.add(result, Options(), "test_it.py::test_it", TorchFacts(version="2"))
+        kept.add(result, Options(), "test_it.py::test_it", devices)
     (case,) = file.load(tmp_path / "report.json").cases
     assert len(case.launches) == 3
     assert case.traffic is None

@@ -8,7 +8,7 @@ import pytest
 from support.report_factory import make_failed, make_result
 
 from pytest_llmgpu.profiling import machine as environment
-from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.options import Options
@@ -38,7 +38,12 @@ def _finished(
 ) -> Recorder:
     """Return the recorder of a run of one case."""
     kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, [])
-    kept.add(result or make_result(device="cpu", devices=1), options, _NODEID, TorchFacts(version="2"))
+    kept.add(
+        result or make_result(device="cpu", devices=1),
+        options,
+        _NODEID,
+        Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2")),
+    )
     kept.conclude(exit_status, None, interrupted=interrupted, expected=[_NODEID], deselected=[])
     kept.save()
     return kept

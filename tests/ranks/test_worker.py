@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,18 @@ class Returning(LayerParallel):
         """Return what the test wants."""
         loaded: Loaded = _RETURNED[-1]
         return loaded
+
+
+def test_the_first_rank_of_a_node_reads_the_files_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a node are read once; a tokenizer that is missing has no hash."""
+    (tmp_path / "config.json").write_text("{}")
+    source = tiny_model.source({}, tmp_path, tokenizer_directory=str(tmp_path))
+    state = RankState(lambda _: None)
+    assert set(worker.file_hashes(state, source) or ()) == {"config.json"}
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert set(worker.file_hashes(state, source) or ()) == {"config.json", "tokenizer.json", "tokenizer"}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert worker.file_hashes(state, source) is None
 
 
 @pytest.mark.parametrize(

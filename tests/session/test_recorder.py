@@ -10,7 +10,7 @@ import pytest
 from support.report_factory import make_answers, make_ceilings, make_failed, make_result, make_traffic, make_work
 
 from pytest_llmgpu.profiling import machine
-from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.options import Options
@@ -18,7 +18,7 @@ from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
 
-_FACTS = TorchFacts(version="2")
+_FACTS = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
 
 
 @pytest.fixture

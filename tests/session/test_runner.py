@@ -265,6 +265,49 @@ def test_memory_is_unknown_without_a_reading_inside_the_window(
     assert memory.why["nvml_used_max_bytes"] == "no reading fell inside"
 
 
+_TWO_NODES = Machine(
+    device="cuda",
+    devices=3,
+    gpus=[*_GPUS, Gpu(index=5, uuid="GPU-e", name="H", memory_bytes=10)],
+    facts=TorchFacts(version="2"),
+    per_node=[2, 1],
+)
+
+
+def _on_two_nodes(case: Case) -> Request:
+    case = msgspec.structs.replace(case, strategy="tp", devices=3)
+    return msgspec.structs.replace(_request(case, _TP), machine=_TWO_NODES)
+
+
+def test_a_rank_has_the_devices_of_its_node(recorded: list[CaseResult]) -> None:
+    """The variables are those that torchrun sets on each node."""
+    launcher = _FakeLauncher(_reply)
+    _runner(launcher)[0].run(_on_two_nodes(_case(4)), recorded.append)
+    [environments] = launcher.environments
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    assert [[variables[name] for name in names] for variables in environments] == [
+        ["0", "0", "3", "2", "GPU-c,GPU-a"],
+        ["1", "1", "3", "2", "GPU-c,GPU-a"],
+        ["2", "0", "3", "1", "GPU-e"],
+    ]
+
+
+def test_files_that_differ_between_nodes_are_refused_before_loading(recorded: list[CaseResult]) -> None:
+    """Ranks that load other weights would compute nonsense together, for hours."""
+    asked: list[str] = []
+    answers = [{"config.json": "a"}, None, {"config.json": "b"}]
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        asked.append(fn.__name__)
+        return answers[len(asked) - 1] if fn is worker.file_hashes else _reply(fn, args)
+
+    result = _runner(_FakeLauncher(answer))[0].run(_on_two_nodes(_case(4, model="tiny")), recorded.append)
+    assert set(asked) == {"file_hashes"}
+    assert (result.outcome, result.failure and result.failure.phase) == ("error", "load")
+    assert result.failure is not None
+    assert result.failure.message == "the files of tiny differ: config.json a on node 0, b on node 1"
+
+
 _SENT = Collective(collective="all_reduce", calls=3, payload_bytes=80, wire_bytes=120)
 
 

@@ -13,7 +13,7 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import derive, encode, encode_tokens, proportion_stderr
 from pytest_llmgpu.report.file import encode as encode_report
 from pytest_llmgpu.report.generation import Generation
-from pytest_llmgpu.report.machine import Commit, Environment, Gpu
+from pytest_llmgpu.report.machine import Commit, Environment, Gpu, Node
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import (
     Accuracy,
@@ -298,6 +298,7 @@ def make_full_report() -> Report:
     report.cases[0].bound = Bound(
         compute_s=1.0, memory_s=0.5, wire_s=0.25, bound_s=1.5, limited_by="compute", share=0.5
     )
+    report.environment.nodes = [Node(python="3.11.7", platform="Linux")] * 2
     report.environment.ceilings, report.environment.kernel_names = make_ceilings(), ["nvjet_hsh", "add_kernel"]
     report.cases[0].comparison = Comparison(
         reference="mp-bs1#2",

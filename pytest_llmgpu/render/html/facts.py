@@ -88,6 +88,7 @@ def _machine(report: Report) -> dict[str, str]:
         "Measured": report.created,
         "Resumed": ", ".join(f"{one.created}, with {plural(one.kept, 'case')}" for one in report.resumed),
         "Commit": " ".join(part for part in source if part),
+        "Nodes": str(len(environment.nodes) or ""),
         "GPUs": f"{len(environment.gpus)} x {'; '.join(gpus)}" if gpus else "none",
         "Links": ", ".join(links),
         "CPU": f"{environment.cpu or 'unknown'}, {environment.cores or 'unknown number of'} cores",
