@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 from pytest_llmgpu.report.result import CaseResult
@@ -43,10 +42,9 @@ def of_time(result: CaseResult) -> NoiseRegime:
     return "eager_device" if busy else "eager_host"
 
 
-def noisiest(regimes: Iterable[NoiseRegime]) -> NoiseRegime:
-    """Return the noisiest of several regimes of one metric."""
-    found = set(regimes)
-    return found.pop() if len(found) == 1 else max(found, key=REGIMES.index)
+def noisiest(metric: Literal["device_time", "time"], *results: CaseResult) -> NoiseRegime:
+    """Return the noisiest regime of a time of one case in several reports."""
+    return max(map(of_device_time if metric == "device_time" else of_time, results), key=REGIMES.index)
 
 
 def forwards(regime: NoiseRegime, *results: CaseResult) -> int | None:

@@ -456,9 +456,9 @@ def _difference(before: Accuracy, after: Accuracy) -> float | None:
     if before.loglikelihoods == after.loglikelihoods:  # most launches: nothing to decode
         return 0.0 if before.loglikelihoods else None
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
-    if not expected or len(expected) != len(values) or not all(map(math.isfinite, expected)):
+    if not expected or len(expected) != len(values) or not math.isfinite(sum(expected)):
         return None
-    return typical_difference(values, expected) if all(map(math.isfinite, values)) else math.inf
+    return typical_difference(values, expected) if math.isfinite(sum(values)) else math.inf
 
 
 def _largest_difference(before: Accuracy, after: Accuracy) -> float | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
+from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate import accuracy, time
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.calibration import Calibration
@@ -37,6 +38,9 @@ _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": 
 
 _NAMED = 3
 """Most differences that a reason names."""
+
+_OF_SCORING = [("time", time.WALL_TIMES["time"])]
+"""The wall times of a case that scores: it has no tokens."""
 
 _WIDTH = 200
 """Most characters of a failure's message in a reason."""
@@ -181,36 +185,39 @@ class Comparison:
     def _times(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         sides = comparable(base, head)
         self.copied += is_copy(base, head)
-        regime = noise_regime.noisiest(map(noise_regime.of_device_time, (base, head)))
+        regime = noise_regime.noisiest("device_time", base, head)
         found = time.device_times(
             base,
             head,
             sides,
             rules.device_time,
-            prior=self._prior("device_time", base, head),
+            prior=self._prior("device_time", regime, base, head),
             regime=regime,
             ceilings=self._ceilings,
             other_day=self._on_other_days(base, head),
         )
         if found is not None:
             self._take("device_time", found, rules.device_time.gate)
-        regime = noise_regime.noisiest(map(noise_regime.of_time, (base, head)))
-        for metric, (latencies_s, _) in time.WALL_TIMES.items():
-            # A case that scores has no tokens; the times of one that generates are there wherever its batches are.
+        regime = noise_regime.noisiest("time", base, head)
+        prior = self._prior("time", regime, base, head)
+        machine_sd = 0.0
+        if not self._on_same_gpus(base, head):
+            machine_sd = max(GPU_SD, prior_of(regime, self.policy.noise).s0)
+        for metric, (latencies_s, _) in time.WALL_TIMES.items() if head.case.generates else _OF_SCORING:
+            # The times of a case that generates are there wherever its batches are.
             if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
                 continue
             rule: TimeRule = getattr(rules, metric)
-            machine_sd = max(GPU_SD, prior_of(regime, self.policy.noise).s0)
             wall = time.wall_times(
                 base,
                 head,
                 sides,
                 rule,
                 metric=metric,
-                prior=self._prior("time", base, head),
+                prior=prior,
                 regime=regime,
                 in_turn=self._in_turn,
-                machine_sd=0.0 if self._on_same_gpus(base, head) else machine_sd,
+                machine_sd=machine_sd,
             )
             self._take(metric, wall, rule.gate)
 
@@ -219,8 +226,10 @@ class Comparison:
         then, now = _gpus(base), _gpus(head)
         return then == now if then and now else self._same_gpus
 
-    def _prior(self, metric: Literal["device_time", "time"], base: CaseResult, head: CaseResult) -> Prior:
-        return prior_of_case(metric, self.policy.noise, base, head).calibrated(self.calibration.of(head.key, metric))
+    def _prior(
+        self, metric: Literal["device_time", "time"], regime: NoiseRegime, base: CaseResult, head: CaseResult
+    ) -> Prior:
+        return prior_of_case(regime, self.policy.noise, base, head).calibrated(self.calibration.of(head.key, metric))
 
     def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
 from pytest_llmgpu.gate.execution import other_execution
 from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import peaks_bytes
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult, Launch, Path, Traffic
 from pytest_llmgpu.report.text import gib, percent, signed_percent
@@ -61,11 +60,11 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
     return Row.of(head, "traffic", verdict, reason, gated=rule.gate, **figures)
 
 
-_Figures = Counter[tuple[int, str, str]]
+_Sent = Counter[tuple[int, str, str]]
 """Rank, collective and name of a figure to its value."""
 
 
-def _traffic_change(before: _Figures, after: _Figures, *, within: float | None) -> str:
+def _traffic_change(before: _Sent, after: _Sent, *, within: float | None) -> str:
     """Describe a change of the traffic; `within` is the threshold that it does not exceed."""
     places = before.keys() | after.keys()
     grew, shrank = (any(sign * (after[place] - before[place]) > 0 for place in places) for sign in (1, -1))
@@ -111,13 +110,14 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     their own: memory outside live tensors takes the space of the next batch as well. Recorded graphs hold memory of
     their own: a change between forwards of another execution is NOT_COMPARABLE.
     """
-    then, now = peaks_bytes(base), peaks_bytes(head)
+    tensors = _sides(base, head, _tensors_bytes)
+    then, now = ([max(filter(None, launch)) for launch in side] for side in tensors)
     if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
         return missing
     peak = _Peak("the fullest device", then, now)
     verdict = peak.verdict(rule)
     if verdict in {"OK", "NOT_ENOUGH_DATA"}:
-        for other in _changed(base, head, _tensors_bytes):
+        for other in _changed(head, tensors):
             found = other.verdict(rule)
             if SEVERITY.index(found) < SEVERITY.index(verdict):
                 peak, verdict = other, found
@@ -186,17 +186,19 @@ class _Peak(NamedTuple):
         return min(self.now) - max(self.then) > max(rule.used_margin * max(self.then), _USED_BYTES)
 
 
-def _changed(base: CaseResult, head: CaseResult, figures: Callable[[Launch], list[int | None]]) -> list[_Peak]:
-    """Return a figure of each device that every launch of both reports has, where the launches differ.
+_Figures = list[int | None]
+"""A figure of each device of a launch; devices correspond by their order."""
 
-    Args:
-        base: The result of the baseline.
-        head: The result of the candidate.
-        figures: Returns the figure of each device of a launch; devices correspond by their order.
-    """
-    sides = [[found for launch in result.launches if any(found := figures(launch))] for result in (base, head)]
+
+def _sides(base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]) -> list[list[_Figures]]:
+    """Return the figures of the launches of both results that have any."""
+    return [[found for launch in result.launches if any(found := figures(launch))] for result in (base, head)]
+
+
+def _changed(head: CaseResult, sides: Sequence[Sequence[_Figures]]) -> list[_Peak]:
+    """Return the figure of each device that every launch of both reports has, where the launches differ."""
     launches = [*sides[0], *sides[1]]
-    if not all(sides) or len({len(launch) for launch in launches}) > 1:
+    if not all(sides) or all(launch == launches[0] for launch in launches) or len(set(map(len, launches))) > 1:
         return []
     return [
         _Peak(
@@ -214,25 +216,25 @@ def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> st
         (_reserved_bytes, "Torch reserved {} on {}, was {}: the allocator's cache or its fragmentation grew."),
         (_used_bytes, "NVML reports {} in use on {}, was {}: caches, CUDA contexts or NCCL's buffers grew."),
     ):
-        grown = [peak for peak in _changed(base, head, figure) if peak.outgrew(rule)]
+        grown = [peak for peak in _changed(head, _sides(base, head, figure)) if peak.outgrew(rule)]
         if grown:
             peak = max(grown, key=lambda one: one.after - one.before)
             return text.format(gib(peak.after), peak.where, gib(peak.before))
     return None
 
 
-def _tensors_bytes(launch: Launch) -> list[int | None]:
+def _tensors_bytes(launch: Launch) -> _Figures:
     return [device.peak_bytes for device in launch.memory]
 
 
-def _reserved_bytes(launch: Launch) -> list[int | None]:
+def _reserved_bytes(launch: Launch) -> _Figures:
     return [
         device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
         for device in launch.memory
     ]
 
 
-def _used_bytes(launch: Launch) -> list[int | None]:
+def _used_bytes(launch: Launch) -> _Figures:
     """Return the most that NVML reported in use on each device; empty where other programs disturbed the launch."""
     disturbed = launch.profile is not None and disturbances.disturbed(launch.profile) is not None
     return [] if disturbed else [device.nvml_used_max_bytes for device in launch.memory]
@@ -259,7 +261,7 @@ def _path(result: CaseResult) -> Path | None:
     return path if path is not None and path.link is not None else None
 
 
-def _sums(figures: _Figures, *, over: int) -> Counter[tuple[int | str, ...]]:
+def _sums(figures: _Sent, *, over: int) -> Counter[tuple[int | str, ...]]:
     """Return the sums over one part of the key: 0, the ranks; 1, the collectives."""
     sums: Counter[tuple[int | str, ...]] = Counter()
     for key, value in figures.items():
@@ -267,8 +269,8 @@ def _sums(figures: _Figures, *, over: int) -> Counter[tuple[int | str, ...]]:
     return sums
 
 
-def _by_rank(traffic: Traffic) -> _Figures:
-    figures: _Figures = Counter()
+def _by_rank(traffic: Traffic) -> _Sent:
+    figures: _Sent = Counter()
     for number, rank in enumerate(traffic.ranks):
         for entry in rank:
             figures[number, entry.collective, "calls"] += entry.calls

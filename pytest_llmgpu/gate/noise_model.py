@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -169,16 +169,14 @@ def prior_of(
     return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, idle * _ruled("eager_host", rules).s0))
 
 
-def prior_of_case(metric: Literal["device_time", "time"], rules: NoiseRules | None, *results: CaseResult) -> Prior:
+def prior_of_case(regime: NoiseRegime, rules: NoiseRules | None, *results: CaseResult) -> Prior:
     """Return the prior of a time of one case, before a calibration.
 
     Args:
-        metric: The time.
+        regime: The regime of the time.
         rules: The noise rules of the policy; None: the built-in ones.
-        results: The results of the case in one report or in several; the noisiest regime counts.
+        results: The results of the case in one report or in several.
     """
-    regime_of = noise_regime.of_device_time if metric == "device_time" else noise_regime.of_time
-    regime = noise_regime.noisiest(map(regime_of, results))
     return prior_of(
         regime,
         rules,
@@ -190,9 +188,8 @@ def prior_of_case(metric: Literal["device_time", "time"], rules: NoiseRules | No
 def _ruled(regime: NoiseRegime, rules: NoiseRules | None) -> Prior:
     built_in = PRIORS[regime]
     rule: NoiseRule = NoiseRule() if rules is None else getattr(rules, regime)
-    s0, df0 = (
-        own if own is not None else default for own, default in ((rule.s0, built_in.s0), (rule.df0, built_in.df0))
-    )
+    s0 = built_in.s0 if rule.s0 is None else rule.s0
+    df0 = built_in.df0 if rule.df0 is None else rule.df0
     return built_in if (s0, df0) == (built_in.s0, built_in.df0) else Prior(s0=s0, df0=df0, source="policy")
 
 

@@ -13,6 +13,7 @@ threshold. All gated rows of times are one family of tests (Holm).
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import math
 import statistics
@@ -138,8 +139,8 @@ class Timed(NamedTuple):
     """A sentence about launches that are not used; empty if all are."""
     whole: bool = False
     """True if all launches of both reports are used and both reports are of the same GPUs."""
-    starts: tuple[tuple[int, ...], ...] = ()
-    """For each report, the start of pytest (`Launch.resumption`) of each launch."""
+    results: Sequence[CaseResult] = ()
+    """The result of the baseline and of the candidate; empty where the times are not those of one case."""
     members: int = 0
     """The number of cases of a row that is the mean over cases; else 0."""
 
@@ -214,7 +215,7 @@ def wall_times(
         return _refused(head, metric, sides, gated=rule.gate)
     latencies_s, shown_s = WALL_TIMES[metric]
     samples = Samples(*([_mean_log(latencies_s(one)) for one in side] for side in sides))
-    base_s, head_s = (statistics.geometric_mean(map(shown_s, side)) for side in sides)
+    base_s, head_s = (_mean_s([math.log(shown_s(one)) for one in side]) for side in sides)
     margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold(metric)
     left_out = _left_out(base, head, sides, "`profile.invalid`, or copies of others")
     return Timed(
@@ -228,7 +229,7 @@ def wall_times(
         machine_sd=machine_sd,
         left_out=left_out,
         whole=not machine_sd and not left_out,
-        starts=_starts(base, head),
+        results=(base, head),
     )
 
 
@@ -298,12 +299,8 @@ def device_times(
         else (),
         left_out=left_out,
         whole=same and not left_out,
-        starts=_starts(base, head),
+        results=(base, head),
     )
-
-
-def _starts(base: CaseResult, head: CaseResult) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(launch.resumption for launch in result.launches) for result in (base, head))
 
 
 def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> list[Timed]:
@@ -353,9 +350,11 @@ def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> lis
 
 
 def _launches_of(case: Timed) -> tuple[object, ...]:
-    return tuple(map(len, case.ranks[0])), case.starts
+    starts = [tuple(launch.resumption for launch in result.launches) for result in case.results]
+    return tuple(map(len, case.ranks[0])), *starts
 
 
+@functools.lru_cache(maxsize=64)
 def days_apart(one: str, other: str) -> bool:
     """Return whether two sessions are of different days; True if a time of creation cannot be read."""
     try:
@@ -402,7 +401,7 @@ def _explained_by_gemm(cases: Sequence[Timed]) -> list[Timed]:
     case is therefore not explained by a GEMM whose difference the other cases do not have.
     """
     shares = sorted(
-        ((statistics.fmean(rank.head) - statistics.fmean(rank.base)) / gemm, abs(gemm))
+        ((_mean(rank.head) - _mean(rank.base)) / gemm, abs(gemm))
         for case in cases
         for rank, gemm in zip(case.ranks, case.gemm, strict=False)
         if gemm
@@ -427,7 +426,7 @@ def _explained_by_gemm(cases: Sequence[Timed]) -> list[Timed]:
 
 def estimated(case: Timed) -> Estimate:
     """Return the change of the rank that became slowest, with its noise."""
-    changes = [statistics.fmean(rank.head) - statistics.fmean(rank.base) for rank in case.ranks]
+    changes = [_mean(rank.head) - _mean(rank.base) for rank in case.ranks]
     number = max(range(len(changes)), key=changes.__getitem__)
     rank = case.ranks[number]
     noise = case.prior.updated(deviation(rank))
@@ -657,7 +656,7 @@ def _rank_times(launch: Launch, dtype: str, ceilings: Ceilings | None) -> list[_
     found = []
     for rank, time_s in zip(launch.ranks, device_times_s(launch) or [], strict=False):
         known = [rate for uuid in rank.uuids if (rate := rates.get(uuid))]
-        gemm_s = statistics.fmean(1 / rate for rate in known) if known and len(known) == len(rank.uuids) else None
+        gemm_s = _mean([1 / rate for rate in known]) if known and len(known) == len(rank.uuids) else None
         found.append(_RankTime(tuple(rank.uuids), math.log(time_s), gemm_s))
     return found
 
@@ -695,17 +694,21 @@ def _of_sums(case: Timed, estimate: Estimate) -> str:
     return f" The sum of all batches {signed_percent(of_sums - 1)}: the batches did not change by the same factor."
 
 
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
 def _mean_log(times_s: Sequence[float]) -> float:
-    return math.fsum(map(math.log, times_s)) / len(times_s)
+    return _mean(list(map(math.log, times_s)))
 
 
 def _mean_of(columns: Sequence[Sequence[float]]) -> list[float]:
     """Return the mean of each launch over several columns of launches."""
-    return [statistics.fmean(launch) for launch in zip(*columns, strict=True)]
+    return [_mean(launch) for launch in zip(*columns, strict=True)]
 
 
 def _mean_s(log_times: Sequence[float]) -> float:
-    return _ratio(statistics.fmean(log_times))
+    return _ratio(_mean(log_times))
 
 
 def _seconds(value: float) -> str:
@@ -720,4 +723,4 @@ def _threshold(fraction: float) -> str:
 
 def _ratio(log_ratio: float) -> float:
     """Return the exponential, limited to the range of a float, because latencies in a report can have any size."""
-    return math.exp(max(-700.0, min(700.0, log_ratio)))
+    return math.exp(log_ratio if -700 < log_ratio < 700 else math.copysign(700, log_ratio))  # noqa: PLR2004

@@ -123,8 +123,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def _digest(self, *left_out: str) -> str:
         fields = {
             name: value
-            for name, default in _defaults()
-            if name not in left_out and (value := getattr(self, name)) != default
+            for (name, default), value in zip(_defaults(), _of_key(self), strict=True)
+            if value != default and name not in left_out
         }
         try:
             data = msgspec.json.encode(fields, order="sorted")
@@ -132,6 +132,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             data = json.dumps(fields, sort_keys=True).encode()
         return hashlib.sha256(data).hexdigest()
 
+
+_of_key = operator.attrgetter(*(name for name in Case.__struct_fields__ if name != "execution"))
 
 _of_series = operator.attrgetter(
     *(name for name in Case.__struct_fields__ if name not in {"batch_size", "execution", "strategy_options"})

@@ -1,6 +1,6 @@
 """Reading a large report without the rows of its work passes: they are most of it, and few cases need them.
 
-The rows of a case are read when they are used, from the file, which stays open, or from the text of a report that was
+The rows of a rank are read when they are used, from the file, which stays open, or from the text of a report that was
 compressed or came from git.
 """
 
@@ -23,36 +23,20 @@ from pytest_llmgpu.report.work import RankWork, WorkRow
 
 SMALL_BYTES = 2**24
 """A smaller report is always read as a whole."""
-PART_BYTES = 2**22
-"""A file is read in parts of this size."""
+PART_BYTES = 2**18
+"""A file is read in parts of this size, which fit in the cache of a core: larger ones take twice the time."""
+_HEAD_BYTES = 2**22
+"""The first case starts within the first bytes of the text."""
 
 # A report is split where `file.encode` separates its cases. In JSON a line break is never part of a text.
 _FIRST = b'\n  "cases": [\n    {\n      "id": '
 _NEXT = b'\n    },\n    {\n      "id": '
 _LAST = b"\n    }\n  ]"
-_CASE = b'{"id": %b}'
+_CASES = b'[{"id": %b}]'
 
 # The rows of a rank are between these.
 _ROWS = b'\n                "rows": [\n'
 _ROWS_END = b"\n                ]"
-
-
-class _Rank(msgspec.Struct):
-    rows: list[WorkRow] | None = None
-
-
-class _Work(msgspec.Struct):
-    ranks: list[_Rank]
-
-
-class _Launch(msgspec.Struct):
-    work: _Work | None = None
-
-
-class _Rows(msgspec.Struct):
-    """The rows of a case; all other fields are skipped."""
-
-    launches: list[_Launch] = []
 
 
 class Text:
@@ -64,8 +48,6 @@ class Text:
         self.size_bytes = len(data)
         """Size of the text."""
         self._data = data
-        self._last: tuple[int, _Rows] | None = None
-        """The rows that were read last, and their place: all ranks of a case are used one after the other."""
         self._before: RankWork | None = None
         """The rank before the one that is read."""
 
@@ -105,43 +87,29 @@ class Text:
         found = None if rows or small else self._without_rows()
         return file.parse(self.read(0, self.size_bytes), self.name) if found is None else found
 
-    def rows(self, start: int, length: int, *, launch: int, rank: int) -> Sequence[WorkRow]:
-        """Return the rows of one rank in the case at a place of the file.
-
-        Raises:
-            ValueError: one line with the file, the case and the error.
-        """
-        if self._last is None or self._last[0] != start:
-            try:
-                self._last = start, msgspec.json.decode(_CASE % self.read(start, length), type=_Rows)
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise ValueError(f"report {self.name}: the case at byte {start}: {file.one_line(error)}") from None
-        work = self._last[1].launches[launch].work
-        return (work.ranks[rank].rows if work is not None else None) or ()
-
     def _without_rows(self) -> Report | None:
         """Return the report without rows; None if the file has another form, or an error, which has no place then."""
-        first = self.read(0, PART_BYTES)
+        first = self.read(0, _HEAD_BYTES)
         at = first.find(_FIRST)
         if at < 0:
             return None
-        decoder = msgspec.json.Decoder(CaseResult)
+        decoder = msgspec.json.Decoder(list[CaseResult])
         cases: list[CaseResult] = []
         try:
             start, rest = at + len(_FIRST), b""
             for part in self.parts(start):
-                *whole, rest = (rest + part).split(_NEXT)
-                one, last, _ = rest.partition(_LAST)
-                for text in [*whole, one] if last else whole:
-                    result = decoder.decode(_without_rows(text))
-                    cases.append(self._with_stored_rows(result, start, len(text)))
-                    start += len(text) + len(_NEXT)
-                if last:
+                whole, separator, rest = (rest + part).rpartition(_NEXT)
+                if separator:
+                    cases += self._cases(whole, start, decoder)
+                    start += len(whole) + len(separator)
+                last, end, _ = rest.partition(_LAST)
+                if end:
+                    cases += self._cases(last, start, decoder)
+                    start += len(last) + len(end)
                     break
             else:
                 return None
-            after = b"".join(self.parts(start - len(_NEXT) + len(_LAST)))
-            others = b'%b\n  "cases": []%b' % (first[:at], after)
+            others = b'%b\n  "cases": []%b' % (first[:at], b"".join(self.parts(start)))
             report = msgspec.json.decode(with_present_names(others), type=Report)
             if report.cases:
                 return None
@@ -151,17 +119,36 @@ class Text:
             return None
         return report
 
-    def _with_stored_rows(self, result: CaseResult, start: int, length: int) -> CaseResult:
-        for launch_number, launch in enumerate(result.launches):
-            for number, rank in enumerate(launch.work.ranks if launch.work is not None else ()):
-                rows = StoredRows(self, start, length, launch_number, number)
-                msgspec.structs.force_setattr(rank, "rows", rows)
-                # Ranks mostly run the same ops, and mappings of them are most of the memory of 8 ranks.
-                for name in ("ops", "runtime_calls"):
-                    if getattr(rank, name) == (shared := getattr(self._before, name, None)):
-                        msgspec.structs.force_setattr(rank, name, shared)
-                self._before = rank
-        return result
+    def _cases(self, text: bytes, start: int, decoder: msgspec.json.Decoder[list[CaseResult]]) -> list[CaseResult]:
+        """Return the cases in a part of the report, with rows that are read when they are used.
+
+        Args:
+            text: the part, without the start of the first case and the end of the last one.
+            start: the byte at which it starts.
+            decoder: decodes cases.
+
+        Raises:
+            ValueError: the part is not valid, or has another form.
+        """
+        kept, stored, at = [], [], 0
+        while (found := text.find(_ROWS, at)) >= 0:
+            first = found + len(_ROWS)
+            kept.append(text[at:first])
+            at = text.index(_ROWS_END, first)
+            stored.append(StoredRows(self, start + first, at - first))
+        cases = decoder.decode(_CASES % b"".join([*kept, text[at:]]))
+        launches = [launch for result in cases for launch in result.launches]
+        works = [work for launch in launches for work in (launch.work, launch.prefill_work) if work is not None]
+        ranks = [rank for work in works for rank in work.ranks]
+        for rank, rows in zip([rank for rank in ranks if rank.rows == []], stored, strict=True):
+            msgspec.structs.force_setattr(rank, "rows", rows)
+        for rank in ranks:
+            # Ranks mostly run the same ops, and mappings of them are most of the memory of 8 ranks.
+            for name in ("ops", "runtime_calls"):
+                if getattr(rank, name) == (shared := getattr(self._before, name, None)):
+                    msgspec.structs.force_setattr(rank, name, shared)
+            self._before = rank
+        return cases
 
 
 class LargeFile(Text):
@@ -214,31 +201,28 @@ class LargeFile(Text):
         return found.st_size, found.st_mtime_ns
 
 
-def _without_rows(text: bytes) -> bytes:
-    """Return the JSON of a case without the rows of its ranks."""
-    first, *others = text.split(_ROWS)
-    return _CASE % b'"rows": ['.join([first, *(other[other.index(_ROWS_END) :] for other in others)])
-
-
 class StoredRows(Sequence[WorkRow]):
     """The rows of one rank in the text of a report. They are read each time they are used."""
 
-    __slots__ = ("_file", "_launch", "_length", "_rank", "_start")
+    __slots__ = ("_length", "_start", "_text")
 
-    def __init__(self, stored: Text, start: int, length: int, launch: int, rank: int) -> None:
+    def __init__(self, text: Text, start: int, length: int) -> None:
         """Name the rows.
 
         Args:
-            stored: the text that they are in.
-            start: the byte at which the case starts.
-            length: the number of bytes of the case.
-            launch: the number of the launch in the case.
-            rank: the number of the rank.
+            text: the text that they are in.
+            start: the byte at which the first one starts.
+            length: the number of their bytes.
         """
-        self._file, self._start, self._length, self._launch, self._rank = stored, start, length, launch, rank
+        self._text, self._start, self._length = text, start, length
 
-    def _read(self) -> Sequence[WorkRow]:
-        return self._file.rows(self._start, self._length, launch=self._launch, rank=self._rank)
+    def _read(self) -> list[WorkRow]:
+        try:
+            return msgspec.json.decode(b"[%b]" % self._text.read(self._start, self._length), type=list[WorkRow])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(
+                f"report {self._text.name}: the rows at byte {self._start}: {file.one_line(error)}"
+            ) from None
 
     @overload
     def __getitem__(self, index: int) -> WorkRow: ...

@@ -73,9 +73,12 @@ def test_a_regime_explains_a_spread_of_its_launches() -> None:
 
 def test_the_noisier_regime_of_two_reports_counts() -> None:
     """The order of the regimes is their order of noise."""
-    assert noisiest(["replayed", "eager_host"]) == "eager_host"
-    assert noisiest(["eager_device", "replayed"]) == "eager_device"
-    assert noisiest(["device_compute", "device_memory"]) == "device_compute"
+    replayed, eager, waiting = make_result(execution="cuda_graphs"), _busy(0.9), _busy(0.5)
+    assert noisiest("time", replayed, waiting) == "eager_host"
+    assert noisiest("time", eager, replayed) == "eager_device"
+    memory = make_result()
+    memory.bound = Bound(compute_s=1, memory_s=2, wire_s=0, bound_s=2, limited_by="memory", share=0.5)
+    assert noisiest("device_time", replayed, memory) == "device_compute"
 
 
 def test_the_forwards_that_a_launch_measures() -> None:

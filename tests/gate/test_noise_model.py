@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.noise_regime import REGIMES
+from pytest_llmgpu.analysis.noise_regime import REGIMES, noisiest
 from pytest_llmgpu.gate.noise_model import (
     PRIORS,
     Deviation,
@@ -129,10 +129,13 @@ def test_the_prior_of_a_case_is_that_of_its_noisier_report() -> None:
     few, many = make_result(1.0, execution="cuda_graphs"), make_result(1.0, execution="cuda_graphs")
     few.launches[0].work = make_work(batches=[0, 2], passes=3)
     many.launches[0].work = make_work(batches=[0, 2], passes=12)
-    assert prior_of_case("device_time", None, few, many) == prior_of("device_compute", forwards=6)
+    assert prior_of_case(noisiest("device_time", few, many), None, few, many) == prior_of("device_compute", forwards=6)
     timed = len(few.launches[0].batches.latency_s)
-    assert prior_of_case("time", None, few, many) == prior_of("replayed", idle=1 - 0.67, forwards=timed)
-    assert prior_of_case("time", None, many, make_result(1.0)).s0 == PRIORS["eager_host"].s0
+    assert prior_of_case(noisiest("time", few, many), None, few, many) == prior_of(
+        "replayed", idle=1 - 0.67, forwards=timed
+    )
+    eager = make_result(1.0)
+    assert prior_of_case(noisiest("time", many, eager), None, many, eager).s0 == PRIORS["eager_host"].s0
 
 
 def test_replayed_graphs_have_the_noise_of_the_host_in_their_idle_time() -> None:

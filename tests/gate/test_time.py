@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_ceilings, make_work
+from support.report_factory import make_ceilings, make_result, make_work
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.gate.comparable_launches import comparable
@@ -26,7 +26,7 @@ from pytest_llmgpu.gate.time import (
     wall_times,
 )
 from pytest_llmgpu.report.derived import derive
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import ALL_CASES, Row
 from pytest_llmgpu.report.work import Ceilings, Work
 
@@ -398,8 +398,10 @@ def test_the_mean_over_all_cases_is_one_row_for_each_metric() -> None:
 
 def test_launches_of_two_starts_of_pytest_are_not_one_datum() -> None:
     """In a session that was resumed, the mean is over the cases whose launches are of the most frequent starts."""
-    starts = [((0, 0), (0, 0)), ((0, 0), (0, 1)), ((0, 0), (0, 1))]
-    cases = [_timed(number, [0.0, 0.0], [0.1 * number] * 2, starts=one) for number, one in enumerate(starts)]
+    once, resumed = make_result(), make_result()
+    once.launches, resumed.launches = ([Launch(resumption=start) for start in starts] for starts in ((0, 0), (0, 1)))
+    heads = [once, resumed, resumed]
+    cases = [_timed(number, [0.0] * 2, [0.1 * number] * 2, results=(once, head)) for number, head in enumerate(heads)]
     (mean,) = all_cases(cases, known=set())
     assert mean.members == 2
     assert estimated(mean).change == pytest.approx(0.15)

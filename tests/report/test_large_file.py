@@ -27,6 +27,7 @@ def _report(cases: int = 5) -> Report:
     results = [make_result(batch_size=2**number) for number in range(cases)]
     for number, result in enumerate(results):
         result.launches[0].work = make_work(1 + number % 3)
+        result.launches[0].prefill_work = make_work(2) if number % 2 else None
     report = make_full_report()
     report.cases = results
     report.capacity = report.capacity * 2  # two records, which are separated as cases are
@@ -43,9 +44,10 @@ def _with_rows(report: Report) -> Report:
     """Read the rows of a report, so that it can be compared."""
     for result in report.cases:
         for launch in result.launches:
-            for rank in launch.work.ranks if launch.work is not None else ():
-                assert isinstance(rank.rows, StoredRows)
-                msgspec.structs.force_setattr(rank, "rows", list(rank.rows))
+            for work in filter(None, (launch.work, launch.prefill_work)):
+                for rank in work.ranks:
+                    assert isinstance(rank.rows, StoredRows)
+                    msgspec.structs.force_setattr(rank, "rows", list(rank.rows))
     return report
 
 
@@ -132,11 +134,11 @@ def test_an_error_is_that_of_the_whole_report(old: str, new: str) -> None:
 
 
 def test_an_error_in_a_row_is_raised_where_the_row_is_used() -> None:
-    """It is one line with the file and the place in the case."""
+    """It is one line with the file and the place in the rows."""
     dump(_report(), _PATH)
     _PATH.write_text(_PATH.read_text().replace('"time_s": ', '"time_s": -'))
     rank = _opened().report(rows=False).cases[0].launches[0].work.ranks[0]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"report report\.json: the case at byte \d+: .*rows\[0\]\.time_s`$"):
+    with pytest.raises(ValueError, match=r"report report\.json: the rows at byte \d+: .*\[0\]\.time_s`$"):
         list(rank.rows or ())
 
 

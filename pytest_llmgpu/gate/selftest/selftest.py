@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.gate import noise_model, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import fails
@@ -186,7 +187,7 @@ def _launches_needed(
     assert regression.slowdown is not None
     assert row.threshold is not None
     metric: Literal["device_time", "time"] = "device_time" if regression.metric == "device_time" else "time"
-    prior = noise_model.prior_of_case(metric, policy.noise, result)
+    prior = noise_model.prior_of_case(noise_regime.noisiest(metric, result), policy.noise, result)
     return noise_model.launches_needed(
         prior.calibrated(noise.of(result.key, regression.metric)),
         slowdown=regression.slowdown,
