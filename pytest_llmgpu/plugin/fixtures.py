@@ -264,7 +264,7 @@ def _llm(request: pytest.FixtureRequest) -> LLM:
 def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
     """The GPU profiler: `with nvml_profiler.window() as window: ...`, then `window.profile`."""
     session = request.config.stash[SESSION]()
-    profiler = session.profiler_of(session.planner.machine(options_of(request.node)))
+    profiler = session.profilers_of(session.planner.machine(options_of(request.node))).here
     profiler.start()
     return profiler
 

@@ -1,6 +1,6 @@
 """The machine and its GPUs: which ones there are (`machine`, `nvml`) and the load on them over time.
 
-`nodes` compares several machines that measure together and joins them into one.
+`nodes` compares several machines that measure together; `node_profilers` has a profiler for each of them.
 
 `profiler` starts one child process per session, the `sampler`. It reads NVML in a fixed period and writes the lines
 of `stream` to its stdout. `recording` keeps them and cuts a profile out of them for every window of time;

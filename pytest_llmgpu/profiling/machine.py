@@ -66,14 +66,26 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The chosen GPUs in CUDA's order; empty on a CPU."""
     facts: TorchFacts
     """The installed torch."""
-    per_node: list[int] = []
-    """The number of devices of each node; empty for one node."""
-    nodes: list[Node] = []
-    """The nodes; empty for this machine alone."""
+    nodes: list[int] = []
+    """The number of the node of each process that another program started for the ranks, in the order of the ranks.
+    Empty if this process starts the ranks itself."""
+    one_gpu_each: bool = False
+    """True if each of these processes sees its own GPU only, as with Slurm's --gpus-per-task."""
+    node_facts: list[Node] = []
+    """The facts of each node; empty for this machine alone."""
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node of a rank and, if there are several processes, of the GPU with this place."""
+        return self.nodes[rank] if len(self.nodes) > 1 else 0
+
+    @property
+    def gpus_here(self) -> list[Gpu]:
+        """The chosen GPUs of node 0, where pytest runs: NVML reads no others."""
+        return [gpu for place, gpu in enumerate(self.gpus) if self.node_of(place) == 0]
 
     def describe(self) -> str:
         """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""
-        nodes = f" on {len(self.per_node)} nodes" if self.per_node else ""
+        nodes = f" on {count} nodes" if (count := len({*self.nodes[: self.devices]})) > 1 else ""
         if self.device == "cuda":
             return f"{_count(gpu.name for gpu in self.gpus)} (cuda){nodes}"
         times = f"{self.devices} x " if self.devices > 1 else ""

@@ -1,4 +1,4 @@
-"""Several machines that measure together: the facts of each, their differences, and their devices as one machine."""
+"""Several machines that measure together: the facts of each, their differences, and their part of a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import msgspec
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.machine import Environment, Gpu, Node
 from pytest_llmgpu.report.text import listed
 
@@ -115,57 +114,15 @@ def check(nodes: Sequence[NodeFacts]) -> list[str]:
     return [describe(one) for one in found]
 
 
-def together(nodes: Sequence[NodeFacts], per_node: Sequence[int], device: str) -> Machine:
-    """Return the chosen devices of several nodes as one machine, in the order of the nodes.
-
-    Args:
-        nodes: The facts of each node.
-        per_node: The number of devices to use on each of them; each at least 1.
-        device: `cuda`, `cpu`, or `auto`, as for `machine.machine`.
-
-    Raises:
-        ValueError: A node has too few devices, or some nodes have GPUs and others none; the message has its number.
-    """
-    chosen = []
-    for number, (one, devices) in enumerate(zip(nodes, per_node, strict=True)):
-        inventory = Inventory(gpus=one.node.gpus, driver=one.node.driver, why=one.node.why)
-        try:
-            chosen.append(
-                machine.machine(
-                    device,
-                    devices,
-                    facts=one.torch,
-                    inventory=inventory,
-                    environ=one.node.variables,
-                    device_nodes=0,
-                )
-            )
-        except ValueError as error:
-            raise ValueError(f"node {number}: {error}") from None
-    kinds = [found.device for found in chosen]
-    if len(set(kinds)) > 1:
-        found = describe(Difference(name="device", values=kinds, refused=True))
-        raise ValueError(f"the nodes differ: {found}; pass --llmgpu-device=cpu to measure the CPUs")
-    offsets = _offsets([one.node for one in nodes])
-    return Machine(
-        device=kinds[0],
-        devices=sum(found.devices for found in chosen),
-        gpus=[gpu for found, offset in zip(chosen, offsets, strict=True) for gpu in _numbered(found.gpus, offset)],
-        facts=chosen[0].facts,
-        per_node=[found.devices for found in chosen] if len(chosen) > 1 else [],
-        nodes=[one.node for one in nodes],
-    )
-
-
 def environment(devices: Machine) -> Environment:
     """Return the machine and its libraries for a report: the first node, the GPUs of all, and each node by itself."""
-    if not devices.nodes:
+    if not devices.node_facts:
         return machine.fingerprint(devices.facts)
-    nodes = devices.nodes
+    nodes = devices.node_facts
     first = _fields(nodes[0])
     if len(nodes) == 1:
         return Environment(**first)
-    gpus = [gpu for node, offset in zip(nodes, _offsets(nodes), strict=True) for gpu in _numbered(node.gpus, offset)]
+    gpus = [gpu for node, offset in zip(nodes, _offsets(nodes), strict=True) for gpu in numbered(node.gpus, offset)]
     return Environment(**{**first, "gpus": gpus, "topology": _topology(nodes)}, nodes=list(nodes))
 
 
@@ -179,7 +136,7 @@ def _offsets(nodes: Sequence[Node]) -> list[int]:
     return [0, *itertools.accumulate(len(node.gpus) for node in nodes)][: len(nodes)]
 
 
-def _numbered(gpus: Sequence[Gpu], offset: int) -> list[Gpu]:
+def numbered(gpus: Sequence[Gpu], offset: int) -> list[Gpu]:
     """Return the GPUs of one node with the indices that they have among those of all nodes."""
     return [msgspec.structs.replace(gpu, index=offset + gpu.index) for gpu in gpus]
 

@@ -20,6 +20,7 @@ from typing import IO
 import msgspec
 
 from pytest_llmgpu import processes
+from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.recording import Recording
 from pytest_llmgpu.profiling.sampler.devices import Method
 from pytest_llmgpu.profiling.stream import Header, MarkRecord, Refusal, TickRecord
@@ -114,6 +115,14 @@ class Profiler:
         """The process id of the sampler; None before it runs."""
         with self._changed:
             return None if self._process is None else self._process.pid
+
+    def now_s(self) -> float:
+        """Return the time that windows are cut by."""
+        return time.monotonic()
+
+    def used_bytes(self) -> Mapping[str, int]:
+        """Return the memory in use now, by any process, for each of the chosen GPUs that can be read."""
+        return nvml.used_bytes(self._uuids or ())
 
     def start(self) -> None:
         """Start the sampler, unless it runs, and wait up to 5 s for its first line.

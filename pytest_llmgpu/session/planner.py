@@ -17,7 +17,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
 from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, Case
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.text import gib, plural
+from pytest_llmgpu.report.text import gib
 from pytest_llmgpu.session.runner import Request
 from pytest_llmgpu.strategies import divisibility
 from pytest_llmgpu.strategies.protocol import Strategy
@@ -127,7 +127,6 @@ class Planner:
         machine = self.machine(options)
         self._check_device(options, machine)
         self._check_processes(options, machine)
-        _check_nodes(machine, strategy_name, strategy)
 
         def case_of(source: ModelSource) -> Case:
             # On a CPU devices are processes, and a strategy of one process uses only one.
@@ -276,16 +275,6 @@ class Planner:
             except ValueError as error:
                 raise ValueError(f"--llmgpu-sample-period: {error}") from None
             self._period_checked = True
-
-
-def _check_nodes(machine: Machine, name: str, strategy: Strategy) -> None:
-    """Refuse several nodes for a strategy that has no process of its own for each device."""
-    processes = strategy.ranks(machine.devices)
-    if machine.per_node and processes != machine.devices:
-        raise ValueError(
-            f"--strategy={name}: it has {plural(processes, 'process')} for the {machine.devices} devices of "
-            f"{len(machine.per_node)} nodes: choose a strategy with a process for each device, such as tp, or one node"
-        )
 
 
 def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:

@@ -16,9 +16,9 @@ import msgspec
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
-from pytest_llmgpu.profiling import nodes, nvml
+from pytest_llmgpu.profiling import nodes
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.group import RankGroup, slowest
@@ -70,7 +70,7 @@ class Runner:
     def __init__(
         self,
         launcher: Launcher,
-        profiler_of: Callable[[Machine], Profiler],
+        profilers_of: Callable[[Machine], NodeProfilers],
         progress: Progress,
         show_line: Callable[[str], None],
     ) -> None:
@@ -78,12 +78,12 @@ class Runner:
 
         Args:
             launcher: Starts the processes.
-            profiler_of: Returns the profiler of the devices of a machine.
+            profilers_of: Returns the profilers of the nodes of a machine.
             progress: Called while a case runs.
             show_line: Shows a line to the user while a strategy compiles something.
         """
         self._launcher = launcher
-        self._profiler_of = profiler_of
+        self._profilers_of = profilers_of
         self._progress = progress
         self._show_line = show_line
         self._group: RankGroup | None = None
@@ -91,6 +91,8 @@ class Runner:
         self._load_s: float | None = None
         self._phase: Phase = "load"
         self._began_s = 0.0
+        self._began_on_nodes_s: Sequence[float] = ()
+        """The time of each node at which the phase began."""
         self._used_before: Mapping[str, int] = {}
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
         self._profiles: list[Profile] = []
@@ -139,6 +141,7 @@ class Runner:
         launch = Launch(why={"work": NO_WORK})
         result.launches.append(launch)
         self._phase, self._began_s = "load", time.monotonic()
+        self._began_on_nodes_s = self._profilers_of(request.machine).now_s()
         measured = False
         try:
             execution = self._measure(request, launch)
@@ -203,15 +206,15 @@ class Runner:
 
     def _measure_as_decided(self, request: Request, launch: Launch) -> str:
         case = request.case
-        profiler = self._profiler_of(request.machine)
-        profiler.start()
-        self._begin("load", profiler)
+        profilers = self._profilers_of(request.machine)
+        profilers.start()
+        self._begin("load", profilers)
         group = self._load(request)
         launch.load_s = self._load_s
         self._send_items(group, request)
         # Before the window begins: caches that the previous case left are not part of this case.
         group.ask(worker.reset, phase="forward", timeout_s=request.timeout_s)
-        self._begin("forward", profiler)
+        self._begin("forward", profilers)
         began = self._began_s
         group.ask(
             worker.warm_up,
@@ -221,7 +224,7 @@ class Runner:
             timeout_s=request.timeout_s,
         )
         # The devices are idle here and after the last batch: the difference of the counters is what the batches sent.
-        profiler.mark(wait=True)
+        profilers.mark(wait=True)
         replies: list[worker.ScoreReply] = group.ask(
             worker.measure,
             phase="forward",
@@ -229,14 +232,18 @@ class Runner:
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
         # The devices are idle now; the comparison of the answers below takes longer than a mark may wait.
-        profiler.mark()
+        profilers.mark()
         launch.wall_s = time.monotonic() - began
         assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
         _check_ranks_agree(replies, case)
         _fill(launch, replies)
         self._check_texts(request, launch)
-        started, ended = min(reply.started_s for reply in replies), max(reply.ended_s for reply in replies)
-        launch.profile = self._with_disturbances(profiler.slice(started, ended), request, launch.host)
+        of_nodes = _by_node(replies, request.machine)
+        profile = profilers.slice(
+            [min(reply.started_s for reply in of_node) for of_node in of_nodes],
+            [max(reply.ended_s for reply in of_node) for of_node in of_nodes],
+        )
+        launch.profile = self._with_disturbances(profile, request, launch.host)
         if disturbances.clocks_mhz(launch.profile):
             self._profiles.append(launch.profile)
         launch.memory = [
@@ -265,10 +272,10 @@ class Runner:
             reference_loglikelihoods=checked[0].reference_loglikelihoods,
         )
 
-    def _begin(self, phase: Phase, profiler: Profiler) -> None:
+    def _begin(self, phase: Phase, profilers: NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
-        profiler.mark()
-        self._phase, self._began_s = phase, time.monotonic()
+        profilers.mark()
+        self._phase, self._began_s, self._began_on_nodes_s = phase, time.monotonic(), profilers.now_s()
 
     def _run_further_passes(self, request: Request, result: CaseResult) -> None:
         """Run each pass that follows the measured forwards and has forwards of its own.
@@ -381,11 +388,11 @@ class Runner:
             raise RankFailedError(failed.outcome, failed.failure)
         strategy = strategies.make(request.strategy)
         self._build(strategy, request)
-        self._used_before = nvml.used_bytes([gpu.uuid for gpu in request.machine.gpus])
+        self._used_before = self._profilers_of(request.machine).used_bytes()
         began = time.monotonic()
         self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
         try:
-            if request.machine.per_node:
+            if request.machine.node_of(case.devices - 1):
                 self._check_files(self._group, request)
             replies: list[list[DeviceUse]] = self._group.ask(
                 worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
@@ -398,7 +405,7 @@ class Runner:
                 self._load_errors[case.loading] = RankFailedError(error.outcome, failure)
             raise
         held = {use.uuid: use.held_bytes for reply in replies for use in reply if use.uuid is not None}
-        self._profiler_of(request.machine).held_bytes = held
+        self._profilers_of(request.machine).hold(held)
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -436,9 +443,9 @@ class Runner:
 
     def _keep_finished_part(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:
         """Fill the launch of a case that failed with its finished batches, its profile and its memory."""
-        profiler = self._profiler_of(request.machine)
-        ended_s = time.monotonic()
-        profiler.mark()  # before the ranks are ended, which takes longer than a mark may wait
+        profilers = self._profilers_of(request.machine)
+        ended_s = profilers.now_s()
+        profilers.mark()  # before the ranks are ended, which takes longer than a mark may wait
         group = self._group
         self._abandon()
         if group is not None and self._phase == "forward":
@@ -447,9 +454,10 @@ class Runner:
             launch.batches = group.batches()
         held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
         # A rank that failed to load reports its held bytes with the failure; one that died reported them after loading.
-        launch.profile = self._with_disturbances(profiler.slice(self._began_s, ended_s, held or None), request)
+        profile = profilers.slice(self._began_on_nodes_s, ended_s, held or None)
+        launch.profile = self._with_disturbances(profile, request)
         launch.memory = [_device_memory(device, request.machine, launch.profile) for device in use]
-        profiler.held_bytes = {}
+        profilers.hold({})
 
     def _with_disturbances(self, profile: Profile, request: Request, host: HostUse | None = None) -> Profile:
         """Return a profile with the disturbances of its window; `host` is not known if the case failed."""
@@ -466,29 +474,39 @@ class Runner:
         self._group = self._loading = None
 
 
-def _environments(request: Request, world_size: int) -> list[Mapping[str, str]]:
-    """Return the variables of each rank: the devices of its node and, for several ranks, those that torchrun sets."""
-    uuids = [gpu.uuid for gpu in request.machine.gpus] if request.case.device == "cuda" else []
+def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, str]]:
+    """Return the variables of each rank: its devices and, for several ranks, those that torchrun would set."""
+    case = request.case
+    machine = request.machine
+    uuids = [gpu.uuid for gpu in machine.gpus] if case.device == "cuda" else []
     if world_size == 1:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(uuids)}]
-    per_node = request.machine.per_node
-    found: list[Mapping[str, str]] = []
-    for ranks in per_node or [world_size]:
-        first = len(found)
-        found += [
+    environments = []
+    for number in range(world_size):
+        on_node = [rank for rank in range(world_size) if machine.node_of(rank) == machine.node_of(number)]
+        seen = [number] if machine.one_gpu_each else on_node
+        environments.append(
             {
-                "CUDA_VISIBLE_DEVICES": ",".join(uuids[first : first + ranks] if per_node else uuids),
-                "RANK": str(first + local),
-                "LOCAL_RANK": str(local),
+                "CUDA_VISIBLE_DEVICES": ",".join(uuids[rank] for rank in seen) if uuids else "",
+                "RANK": str(number),
+                "LOCAL_RANK": str(seen.index(number)),
                 "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                # The cores of this process, split between the ranks of a node.
+                "LOCAL_WORLD_SIZE": str(len(on_node)),
+                # The cores of this process, split between the ranks.
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-                or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
+                or str(max(1, len(os.sched_getaffinity(0)) // len(on_node))),
             }
-            for local in range(ranks)
-        ]
-    return found
+        )
+    return environments
+
+
+def _by_node(replies: Sequence[worker.ScoreReply], machine: Machine) -> list[Sequence[worker.ScoreReply]]:
+    """Return the replies of the ranks of each node: their times are those of its clock."""
+    nodes_of_ranks = [machine.node_of(rank) for rank in range(len(replies))]
+    return [
+        [reply for reply, of_rank in zip(replies, nodes_of_ranks, strict=True) if of_rank == node]
+        for node in range(max(nodes_of_ranks) + 1)
+    ]
 
 
 def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None:

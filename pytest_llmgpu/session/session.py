@@ -15,8 +15,9 @@ import msgspec
 from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
+from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.node_profilers import NodeProfilers, Settings
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
@@ -85,8 +86,8 @@ class BenchmarkSession:
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._folder = RunFolder()
-        self._profiler: tuple[tuple[str, ...], Profiler] | None = None
-        self.runner = Runner(LocalLauncher(self._folder.path), self.profiler_of, self._show, live.note)
+        self._profilers: tuple[tuple[str, ...], NodeProfilers] | None = None
+        self.runner = Runner(LocalLauncher(self._folder.path), self.profilers_of, self._show, live.note)
         self._resumed: Report | None = None
         """The session that this run continues; None if it begins one."""
         self._kept: dict[str, list[CaseResult]] = {}
@@ -235,15 +236,16 @@ class BenchmarkSession:
         ]
         return [*self.recorder.troubles, *unreported, *nothing_fitted]
 
-    def profiler_of(self, machine: Machine) -> Profiler:
-        """Return the profiler of the devices of a machine; the sampler of other devices is ended first."""
+    def profilers_of(self, machine: Machine) -> NodeProfilers:
+        """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
         uuids = tuple(gpu.uuid for gpu in machine.gpus)
-        if self._profiler is not None and self._profiler[0] != uuids:
-            self._profiler[1].close()
-            self._profiler = None
-        if self._profiler is None:
-            self._profiler = (uuids, Profiler(self._sample_period_s, uuids, method=self._profile_method))
-        return self._profiler[1]
+        if self._profilers is not None and self._profilers[0] != uuids:
+            self._profilers[1].close()
+            self._profilers = None
+        if self._profilers is None:
+            settings = Settings(period_s=self._sample_period_s, uuids=uuids, method=self._profile_method)
+            self._profilers = uuids, NodeProfilers([node_profilers.profiler(settings)])
+        return self._profilers[1]
 
     def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:
         """Add the state of the run to the report, judge it and write it.
@@ -316,8 +318,8 @@ class BenchmarkSession:
 
     def _end_processes(self) -> None:
         self.runner.close()
-        if self._profiler is not None:
-            self._profiler[1].close()
+        if self._profilers is not None:
+            self._profilers[1].close()
         self._folder.remove()
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from pytest_llmgpu.profiling import nodes
-from pytest_llmgpu.profiling.machine import TorchDevice, TorchFacts
+from pytest_llmgpu.profiling.machine import Machine, TorchDevice, TorchFacts
 from pytest_llmgpu.profiling.nodes import Difference, NodeFacts, describe
 from pytest_llmgpu.report.machine import Gpu, Node
 
@@ -74,14 +74,15 @@ def test_a_difference_in_words() -> None:
     )
 
 
-def test_devices_of_all_nodes_are_one_machine() -> None:
-    """The indices of a node continue those of the node before, in the machine and in the report."""
-    found = nodes.together([_facts("ab"), _facts("cd")], [2, 1], "auto")
-    assert (found.device, found.devices, found.per_node) == ("cuda", 3, [2, 1])
-    assert [(gpu.index, gpu.uuid) for gpu in found.gpus] == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c")]
-    assert found.describe() == "3 x NVIDIA H200 (cuda) on 2 nodes"
-    written = nodes.environment(found)
-    assert [gpu.index for gpu in written.gpus] == [0, 1, 2, 3]
+def _machine(*facts: NodeFacts) -> Machine:
+    torch = TorchFacts(version="2.13.0")
+    return Machine(device="cpu", devices=1, gpus=[], facts=torch, node_facts=[one.node for one in facts])
+
+
+def test_a_report_has_the_gpus_of_all_nodes_and_each_node() -> None:
+    """The indices of a node continue those of the node before."""
+    written = nodes.environment(_machine(_facts("ab"), _facts("cd")))
+    assert [(gpu.index, gpu.uuid) for gpu in written.gpus] == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c"), (3, "GPU-d")]
     assert [[gpu.index for gpu in node.gpus] for node in written.nodes] == [[0, 1], [0, 1]]
     assert written.topology == [
         ["X", "NV18", "NET", "NET"],
@@ -93,19 +94,5 @@ def test_devices_of_all_nodes_are_one_machine() -> None:
 
 def test_one_node_is_written_as_a_machine_alone() -> None:
     """A report of one node is the same whoever started its ranks."""
-    found = nodes.together([_facts("ab")], [2], "cuda")
-    written = nodes.environment(found)
-    assert (found.per_node, written.nodes, len(written.gpus)) == ([], [], 2)
-
-
-def test_a_node_without_enough_devices_is_named() -> None:
-    """The number of the node stands before the message about its devices."""
-    with pytest.raises(ValueError, match=r"node 1: devices 2: CUDA lists 1"):
-        nodes.together([_facts("ab"), _facts("c")], [2, 2], "cuda")
-
-
-def test_gpus_and_cpus_do_not_measure_together() -> None:
-    """A node whose GPUs are hidden must not compute on its CPU while others use theirs."""
-    blind = msgspec.structs.replace(_facts(""), torch=TorchFacts(version="2.13.0", why="no GPU"))
-    with pytest.raises(ValueError, match=r"device cuda on node 0, cpu on node 1"):
-        nodes.together([_facts("a"), blind], [1, 1], "auto")
+    written = nodes.environment(_machine(_facts("ab")))
+    assert (written.nodes, len(written.gpus)) == ([], 2)

@@ -100,16 +100,6 @@ def test_processes_that_no_strategy_takes_are_refused(tmp_path: Path, choose: Ca
         planner.request(choose(strategy=("mp",)), "mp", 4)
 
 
-def test_several_nodes_need_a_process_for_each_device(tmp_path: Path, choose: Callable[..., Options]) -> None:
-    """A process reaches the devices of its own node only."""
-    machine = Machine(device="cpu", devices=2, gpus=[], facts=TorchFacts(version="2"), per_node=[1, 1])
-    planner = Planner(tmp_path, lambda *_: machine, {**_KNOWN, "tp": strategies.BUILT_IN["tp"]})
-    together = choose(strategy=("mp", "tp"))
-    assert planner.request(together, "tp", 4).case.devices == 2
-    with pytest.raises(ValueError, match="--strategy=mp: it has 1 process for the 2 devices of 2 nodes"):
-        planner.request(together, "mp", 4)
-
-
 def test_the_first_token_is_part_of_the_case_where_it_is_chosen(tmp_path: Path, choose: Callable[..., Options]) -> None:
     """`auto` leaves the choice to the tokenizer, as reports before this option did."""
     planner = _planner(tmp_path)

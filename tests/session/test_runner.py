@@ -12,6 +12,7 @@ from support.prose import Prose
 
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
+from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
@@ -169,9 +170,14 @@ def recorded() -> list[CaseResult]:
     return []
 
 
+def _one_node(profiler: Profiler) -> Callable[[Machine], NodeProfilers]:
+    profilers = NodeProfilers([profiler])
+    return lambda _machine: profilers
+
+
 def _runner(launcher: _FakeLauncher) -> tuple[Runner, _FakeProfiler]:
     profiler = _FakeProfiler()
-    return Runner(launcher, lambda _machine: profiler, lambda *_: None, lambda _: None), profiler
+    return Runner(launcher, _one_node(profiler), lambda *_: None, lambda _: None), profiler
 
 
 def test_a_completed_case_holds_what_the_ranks_measured(recorded: list[CaseResult]) -> None:
@@ -235,7 +241,7 @@ def test_a_failed_case_has_the_disturbances_of_its_window(
             raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
         return _reply(fn, args)
 
-    runner = Runner(_FakeLauncher(answer), lambda _machine: profiler, lambda *_: None, lambda _: None)
+    runner = Runner(_FakeLauncher(answer), _one_node(profiler), lambda *_: None, lambda _: None)
     try:
         result = runner.run(_request(_case(4)), recorded.append)
     finally:
@@ -270,7 +276,7 @@ _TWO_NODES = Machine(
     devices=3,
     gpus=[*_GPUS, Gpu(index=5, uuid="GPU-e", name="H", memory_bytes=10)],
     facts=TorchFacts(version="2"),
-    per_node=[2, 1],
+    nodes=[0, 0, 1],
 )
 
 
@@ -786,7 +792,7 @@ def _builder(launcher: _FakeLauncher, lines: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(_Building, "builds", [])
     monkeypatch.setattr(_Building, "broken", broken)
     profiler = _FakeProfiler()
-    return Runner(launcher, lambda _machine: profiler, lambda *_: None, lines.append)
+    return Runner(launcher, _one_node(profiler), lambda *_: None, lines.append)
 
 
 def _built(case: Case) -> Request:

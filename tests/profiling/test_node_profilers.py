@@ -1,0 +1,144 @@
+"""The profilers of several nodes, whose clocks are apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from pytest_llmgpu.profiling import node_profilers
+from pytest_llmgpu.profiling import profiler as module
+from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings, joined
+from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.report.result import DeviceProfile, Profile, Series
+
+_PERIOD_S = 0.025
+_APART_S = 1e6
+
+
+class _Ahead(Profiler):
+    """The profiler of a node whose clock is ahead by eleven days."""
+
+    def now_s(self) -> float:
+        return super().now_s() + _APART_S
+
+    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+        return super().slice(start_s - _APART_S, end_s - _APART_S, held_bytes)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A busy machine may start and read a sampler slowly."""
+    monkeypatch.setattr(module, "_HEADER_S", 300.0)
+    monkeypatch.setattr(module, "_STREAM_S", 300.0)
+    yield
+    node_profilers.close_here()
+
+
+def test_each_node_cuts_its_stream_by_its_own_clock(nvml_stub: Callable[..., dict[str, str]]) -> None:
+    """The window has samples of every node."""
+    environment = nvml_stub(gpus=1)
+    profilers = NodeProfilers(
+        [Profiler(_PERIOD_S, environment=environment), _Ahead(_PERIOD_S, environment=environment)]
+    )
+    profilers.start()
+    try:
+        starts_s = profilers.now_s()
+        deadline_s = time.monotonic() + 60
+        while (profile := profilers.slice(starts_s, profilers.now_s())).samples < 2 and time.monotonic() < deadline_s:
+            profilers.mark(wait=True)
+    finally:
+        profilers.close()
+    assert starts_s[1] - starts_s[0] == pytest.approx(_APART_S, abs=60)
+    assert len(profile.devices) == 2
+    assert not profile.why.get("profile")
+    assert profile.samples >= 2
+    assert all(device.metrics["power_w"].mean is not None for device in profile.devices)
+
+
+def _calls_here(fn: Callable[..., Any], *args: Any) -> Any:
+    """Be the agent of a node, in this process."""
+    return fn(*args)
+
+
+def test_an_agent_keeps_the_profiler_of_its_node(
+    nvml_stub: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All calls with equal settings are of one sampler; other settings end it."""
+    for name, value in nvml_stub(gpus=1).items():
+        monkeypatch.setenv(name, value)
+    settings = Settings(period_s=_PERIOD_S, uuids=("GPU-00000000-0000-0000-0000-000000000000",))
+    remote = RemoteProfiler(_calls_here, settings)
+    remote.start()
+    remote.mark(wait=True)
+    start_s = remote.now_s()
+    remote.mark(wait=True)
+    profile = remote.slice(start_s, remote.now_s(), {})
+    assert [device.uuid for device in profile.devices] == list(settings.uuids)
+    assert profile.devices[0].metrics["power_w"].mean is not None
+    [first] = node_profilers._here.values()
+    RemoteProfiler(_calls_here, Settings(period_s=_PERIOD_S, uuids=())).start()
+    assert list(node_profilers._here) == [Settings(period_s=_PERIOD_S, uuids=())]
+    assert first.why is None  # it was closed, which is no failure
+
+
+def test_a_lost_node_has_a_profile_without_readings() -> None:
+    """The other nodes keep theirs, and nothing raises."""
+
+    def call(*_: Any) -> Any:
+        raise ConnectionError("its agent ended")
+
+    known = _profile(["GPU-a"], samples=3)
+
+    class _Here(Profiler):
+        def slice(self, *_: Any) -> Profile:
+            return known
+
+    profilers = NodeProfilers([_Here(_PERIOD_S), RemoteProfiler(call, Settings(period_s=1.0, uuids=("GPU-b",)))])
+    profilers.mark()
+    assert profilers.now_s()[1] == 0
+    assert profilers.used_bytes() == {}
+    profile = profilers.slice([0.0, 0.0], [1.0, 0.0])
+    assert profile.why == {"profile": "node 1: the node cannot be reached: its agent ended"}
+    assert [device.uuid for device in profile.devices] == ["GPU-a"]
+    assert profile.samples == 0
+
+
+def _profile(uuids: list[str], *, samples: int, series: Series | None = None, **why: str) -> Profile:
+    return Profile(
+        period_s=0.5,
+        duration_s=float(samples),
+        samples=samples,
+        missed=samples - 1,
+        lateness_p99_s=0.1 * samples,
+        devices=[DeviceProfile(index=index, uuid=uuid) for index, uuid in enumerate(uuids)],
+        sampler_cpu_s=1.0,
+        series=series,
+        why=why,
+    )
+
+
+def test_profiles_are_joined_device_by_device() -> None:
+    """The series of the second node are read at the times of the first, each at its nearest sample."""
+    first = Series(t_s=[0.0, 0.5, 1.0], devices=[{"power_w": [1.0, 2.0, 3.0]}])
+    other = Series(t_s=[0.2, 0.9], devices=[{"power_w": [10.0, 20.0]}, {"power_w": [None, 30.0]}])
+    profile = joined(
+        [_profile(["a"], samples=3, series=first), _profile(["b", "c"], samples=2, series=other, sampler="slow")],
+        {"a": 0, "b": 1, "c": 2},
+    )
+    assert [(device.uuid, device.index) for device in profile.devices] == [("a", 0), ("b", 1), ("c", 2)]
+    assert (profile.samples, profile.missed, profile.duration_s, profile.sampler_cpu_s) == (2, 2, 3.0, 2.0)
+    assert profile.lateness_p99_s == pytest.approx(0.3)
+    assert profile.why == {"sampler": "node 1: slow"}
+    assert profile.series == Series(
+        t_s=[0.0, 0.5, 1.0],
+        devices=[{"power_w": [1.0, 2.0, 3.0]}, {"power_w": [10.0, 10.0, 20.0]}, {"power_w": [None, None, 30.0]}],
+    )
+
+
+def test_a_node_without_series_leaves_none() -> None:
+    """Columns of some devices alone would be those of others."""
+    series = Series(t_s=[0.0], devices=[{"power_w": [1.0]}])
+    assert joined([_profile(["a"], samples=1, series=series), _profile(["b"], samples=1)], {}).series is None
