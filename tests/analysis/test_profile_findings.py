@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import GIB, make_memory, make_profile, make_result, make_traffic
+from support.report_factory import GIB, make_memory, make_profile, make_result, make_traffic, make_work
 
 from pytest_llmgpu.analysis.profile_findings import (
     Imbalance,
@@ -25,8 +25,8 @@ from pytest_llmgpu.report.result import (
     Metric,
     Path,
     Profile,
-    Series,
 )
+from pytest_llmgpu.report.work import RankWork
 
 
 def _codes(results: Sequence[CaseResult]) -> list[list[str]]:
@@ -140,8 +140,6 @@ def test_the_busiest_device_is_a_finding() -> None:
     ("values", "differs"),
     [
         ([20.0, 20.0, 20.0, 30.7], True),
-        ([59.0, 88.0, 88.0, 91.0], True),
-        ([75.0, 90.0, 90.0, 90.0], False),
         ([10.0, 20.0, 20.0, 20.0], False),
         ([20.0, 20.0, 20.0, 30.5], False),
         ([80.0, 80.0, 80.0, 95.0], False),
@@ -157,45 +155,30 @@ def test_utilisation_differs_by_a_fifth_and_ten_points(values: list[float | None
     assert bool(_imbalance(Launch(profile=_busy(*values)))) is differs
 
 
-def test_a_device_that_is_less_busy_than_the_others_is_a_finding() -> None:
-    """Ranks that share every layer wait for it in kernels, which count as busy."""
-    found = decide_imbalance(Launch(profile=_busy(59.0, 88.0, 88.0, 91.0)))
-    assert found == Imbalance(least_busy=Outlier(index=0, value=59.0, median=88.0))
-    assert [finding.code for finding in describe_imbalance(found)] == ["less-busy-device"]
-
-
-def _clocked(*mhz: float, throttled_s: Sequence[float | None] = ()) -> Profile:
-    """Return a profile of 60 s whose devices run at these SM clocks and are throttled for these seconds."""
-    profile = _busy(*[90.0] * len(mhz))
-    devices = [
-        msgspec.structs.replace(device, throttled_s=seconds)
-        for device, seconds in zip(profile.devices, throttled_s or [None] * len(mhz), strict=True)
-    ]
-    series = Series(t_s=[0.0, 1.0, 2.0], devices=[{"sm_clock_mhz": [clock, clock, 5.0]} for clock in mhz])
-    return msgspec.structs.replace(profile, devices=devices, series=series)
+def _timed(*seconds: float, busy: Sequence[float] = ()) -> Launch:
+    """Return a launch whose ranks have these device times, on devices that are busy for these percentages."""
+    ranks = [RankWork(uuids=[f"GPU-{index}"], device_time_s=[time_s] * 3) for index, time_s in enumerate(seconds)]
+    return Launch(work=msgspec.structs.replace(make_work(), ranks=ranks), profile=_busy(*busy))
 
 
 @pytest.mark.parametrize(
-    ("mhz", "throttled_s", "slower"),
+    ("seconds", "slower"),
     [
-        ((1980, 1200, 1980, 1980), (), (1, 1200, 1980)),
-        ((1800, 1770, 1830, 1800), (60, 60, 60, 60), None),
-        ((1980, 1200), (None, 60), (1, 1200, 1980)),
-        ((1980, 1980, 1980, 1980), (0, 0, 24, 1.2), (2, 40, 0)),
-        ((1980, 1980, 1980), (0, 0, 6), None),
-        ((1980, 1980, 1980), (0, None, 60), None),
-        ((1980,), (60,), None),
+        ((1.0, 1.06, 1.0, 1.0), (1, 1.06, 1.0)),
+        ((1.0, 1.04, 1.0, 1.0), None),
+        ((1.0, 1.25), (1, 1.25, 1.125)),
+        ((1.0,), None),
     ],
 )
-def test_a_slower_device_is_a_finding(
-    mhz: Sequence[float], throttled_s: Sequence[float | None], slower: tuple[int, float, float] | None
+def test_a_rank_with_more_device_time_is_a_finding(
+    seconds: Sequence[float], slower: tuple[int, float, float] | None
 ) -> None:
-    """It has a lower median clock than the others, or else it was throttled for longer."""
-    launch = Launch(profile=_clocked(*mhz, throttled_s=throttled_s))
+    """Other ranks wait for it in kernels that count as busy: the utilisation of several ranks is not compared."""
+    launch = _timed(*seconds, busy=[88.0, 20.0, 20.0, 20.0][: len(seconds)])
     found = decide_imbalance(launch)
-    one = found.slowest_clock or found.throttled
-    assert (None if one is None else (one.index, one.value, one.median)) == slower
-    assert _imbalance(launch) == ([] if slower is None else ["slower-device"])
+    expected = None if slower is None else Outlier(index=slower[0], value=slower[1], median=slower[2])
+    assert found == Imbalance(slowest=expected)
+    assert _imbalance(launch) == ([] if slower is None else ["slower-rank"])
 
 
 def test_every_launch_is_assessed() -> None:
@@ -282,9 +265,7 @@ def test_findings_on_profiles_read_as(prose: Prose) -> None:
     reserved = [msgspec.structs.replace(memory, nvml_used_max_bytes=None) for memory in _full(20.0, 20.0, 30.0)]
     launches = [
         Launch(profile=_busy(25.0, 24.0, 41.0, 26.0)),
-        Launch(profile=_busy(59.0, 88.0, 88.0, 91.0)),
-        Launch(profile=_clocked(1980, 1200, 1980)),
-        Launch(profile=_clocked(1980, 1980, 1980, throttled_s=(0, 0, 24))),
+        _timed(1.0, 1.1, 1.0),
         Launch(memory=_full(10.0, 10.5, 15.0)),
         Launch(memory=reserved),
     ]
