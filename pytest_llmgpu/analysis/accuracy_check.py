@@ -368,14 +368,11 @@ def _describe_dummy(decision: Decision) -> str:
 
 def smallest_batch_size(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
     """Return the scored result of the same series with the smallest batch size; None if this one is the smallest."""
-    fields = result.case.series_fields
     candidates = [
         other
-        for other in earlier
-        if other is not result
-        and other.outcome == "completed"
+        for other in reference.same_series(result, earlier)
+        if other.outcome == "completed"
         and measured(other) is not None
         and other.case.batch_size <= result.case.batch_size
-        and other.case.series_fields == fields
     ]
     return min(candidates, key=lambda other: other.case.batch_size, default=None)

@@ -14,7 +14,7 @@ from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, value_of
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Finding, Launch
-from pytest_llmgpu.report.text import percent
+from pytest_llmgpu.report.text import capital, percent, sentence
 
 _DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
 _ENOUGH_ITEMS = 50  # on fewer items a trained model may score like guesses
@@ -75,7 +75,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Number of answers that differ from those of the smallest batch size."""
     smallest: CaseResult | None = None
     """The case of the smallest batch size."""
-    no_reference: reference.NoReference | None = None
+    no_reference: str | None = None
     """Why there is no reference, for `unverified`."""
 
 
@@ -124,10 +124,9 @@ def _decide_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[Ca
     mp = reference.reference(result, earlier)
     if check.ok is False:
         return Decision(code="loglikelihood-mismatch", fails=True, cause="batch_size" if mp is None else "strategy")
-    fields = result.case.series_fields
-    series = [other for other in earlier if other.case.series_fields == fields]
+    series = reference.same_series(result, earlier)
     if mp is None and result.case.strategy != REFERENCE_STRATEGY and not has_finding("unverified", series):
-        return Decision(code="unverified", no_reference=reference.decide_missing(result, earlier))
+        return Decision(code="unverified", no_reference=reference.missing(result, earlier))
     return Decision()
 
 
@@ -240,7 +239,7 @@ def _text(decision: Decision, result: CaseResult) -> str:
     if decision.no_reference is not None:
         return (
             f"every batch size of {result.case.strategy} may be wrong in the same way: there is no independent case to "
-            f"compare its log-likelihoods with ({reference.describe_missing(decision.no_reference)})"
+            f"compare its log-likelihoods with ({decision.no_reference})"
         )
     if decision.code == "accuracy-unchecked" or result.case.load_format == "dummy":
         return check.text
@@ -301,13 +300,3 @@ def _clamp_advice(result: CaseResult) -> str:
     if result.case.strategy != _DEEPSPEED_STRATEGY:
         return sentence(remedy)
     return f"Remove --llmgpu-iok-min-tokens (DeepSpeed then reports out of memory), or {remedy}."
-
-
-def sentence(text: str) -> str:
-    """Return a text with a capital at its beginning and one full stop at its end."""
-    return capital(text.rstrip(".")) + "."
-
-
-def capital(text: str) -> str:
-    """Return a text with a capital at its beginning."""
-    return text[:1].upper() + text[1:]

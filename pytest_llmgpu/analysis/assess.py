@@ -92,7 +92,7 @@ def _with_comparison(result: CaseResult, earlier: Sequence[CaseResult], metric: 
     mp = reference.reference(result, earlier)
     why = {name: reason for name, reason in result.why.items() if name != "comparison"}
     if mp is None:
-        why["comparison"] = reference.describe_missing(reference.decide_missing(result, earlier))
+        why["comparison"] = reference.missing(result, earlier)
     comparison = None
     if mp is not None:
         generates = result.case.generates

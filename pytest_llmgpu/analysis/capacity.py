@@ -79,7 +79,7 @@ def next_probe(low: int, high: int, predicted: int | None) -> int | None:
 
 def _capacity(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Capacity:
     found = memory_model.predict(_before(results), gpus)
-    prediction = found if isinstance(found, Prediction) else None
+    prediction, why = (None, {"prediction": found}) if isinstance(found, str) else (found, {})
     failed = [result for result in results if result.outcome == "oom"]
     fit = max(_completed(results), default=None)
     oom = min((result.case.batch_size for result in failed), default=None)
@@ -94,7 +94,7 @@ def _capacity(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Capacity:
         smallest_oom=oom,
         prediction=prediction,
         text=f"{text}.",
-        why={} if isinstance(found, Prediction) else {"prediction": memory_model.describe_missing(found)},
+        why=why,
     )
 
 

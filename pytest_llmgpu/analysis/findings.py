@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu.analysis import accuracy_findings, profile_findings
-from pytest_llmgpu.analysis.accuracy_findings import capital, has_finding
+from pytest_llmgpu.analysis.accuracy_findings import has_finding
+from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from pytest_llmgpu.report.text import gib, percent
+from pytest_llmgpu.report.text import gib, percent, sentence
 from pytest_llmgpu.report.work import TRAFFIC_FAILED
 
 _LONGEST_LOG_LINE = 200
@@ -37,8 +38,7 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
     """
     if result.outcome == "skipped_after_oom":
         return []  # the out-of-memory case before it has the finding
-    fields = result.case.series_fields
-    series = [other for other in earlier if other is not result and other.case.series_fields == fields]
+    series = same_series(result, earlier)
     found: list[Finding] = []
     if result.outcome == "completed":
         found += accuracy_findings.describe(accuracy_findings.decide(result, earlier), result)
@@ -95,23 +95,15 @@ def decide_memory_limit(
 def decide_slower_batch(result: CaseResult, series: Sequence[CaseResult]) -> CaseResult | None:
     """Return the fastest smaller batch size of a series if this one is slower; None where it is not.
 
-    Only the first batch size that is slower counts, and only cases that ran in the same execution: CUDA graphs do not
-    pay off for a few large batches, which is no limit of the batch size. Other programs share a CPU: its times are no
-    basis for advice.
+    Only the first batch size that is slower counts. Other programs share a CPU: its times are no basis for advice.
     """
-    smaller = [
-        other
-        for other in series
-        if other.sequences_per_s is not None
-        and other.case.batch_size < result.case.batch_size
-        and other.case.execution == result.case.execution
-    ]
-    if not smaller or result.has_wrong_answers or result.sequences_per_s is None or result.case.device == "cpu":
+    smaller = _smaller(result, series)
+    if not smaller or result.has_wrong_answers or result.case.device == "cpu":
         return None
     if has_finding("batching-stopped-paying", series):
         return None
-    best = max(smaller, key=lambda other: other.sequences_per_s or 0.0)
-    return best if result.sequences_per_s < _SLOWER * (best.sequences_per_s or 0.0) else None
+    best = max(smaller, key=_throughput)
+    return best if _throughput(result) < _SLOWER * _throughput(best) else None
 
 
 def decide_far_apart(result: CaseResult, series: Sequence[CaseResult]) -> CaseResult | None:
@@ -119,23 +111,37 @@ def decide_far_apart(result: CaseResult, series: Sequence[CaseResult]) -> CaseRe
 
     A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes.
     """
-    smaller = [
-        other
-        for other in series
-        if other.sequences_per_s
-        and other.case.batch_size < result.case.batch_size
-        and other.case.execution == result.case.execution
-    ]
-    if not smaller or not result.sequences_per_s:
+    neighbour = max(_smaller(result, series), key=lambda other: other.case.batch_size, default=None)
+    if neighbour is None:
         return None
-    neighbour = max(smaller, key=lambda other: other.case.batch_size)
-    growth = result.sequences_per_s / (neighbour.sequences_per_s or result.sequences_per_s)
+    growth = _throughput(result) / _throughput(neighbour)
     most = _FAR * result.case.batch_size / neighbour.case.batch_size
     return None if 1 / _FAR <= growth <= most else neighbour
 
 
+def _smaller(result: CaseResult, series: Sequence[CaseResult]) -> list[CaseResult]:
+    """Return the smaller batch sizes of a series to compare a throughput with; none if the result has none.
+
+    Only cases of the same execution count: CUDA graphs do not pay off for a few large batches, which is no limit of the
+    batch size.
+    """
+    return [
+        other
+        for other in series
+        if result.sequences_per_s
+        and other.sequences_per_s
+        and other.case.batch_size < result.case.batch_size
+        and other.case.execution == result.case.execution
+    ]
+
+
+def _throughput(result: CaseResult) -> float:
+    assert result.sequences_per_s is not None, "`_smaller` returns cases with a throughput"
+    return result.sequences_per_s
+
+
 def _describe_far_apart(result: CaseResult, neighbour: CaseResult) -> Finding:
-    now, then = result.sequences_per_s or 0.0, neighbour.sequences_per_s or 0.0
+    now, then = _throughput(result), _throughput(neighbour)
     slow, fast = (neighbour, result) if now > then else (result, neighbour)
     return Finding(
         code="batch-sizes-far-apart",
@@ -168,7 +174,7 @@ def _describe_out_of_memory(decision: MemoryLimit, result: CaseResult) -> Findin
     advice = ", or ".join(remedies)
     if decision.search:
         advice = f"run with --llmgpu-find-max-batch to find the limit between these two batch sizes, or {advice}"
-    return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=f"{capital(advice)}.")
+    return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=sentence(advice))
 
 
 def _describe_missing_traffic(reason: str) -> Finding:
@@ -224,7 +230,7 @@ def _decisive_line(log: str) -> str:
 
 
 def _describe_slower_batch(result: CaseResult, faster: CaseResult) -> Finding:
-    now, best = result.sequences_per_s or 0.0, faster.sequences_per_s or 1.0
+    now, best = _throughput(result), _throughput(faster)
     return Finding(
         code="batching-stopped-paying",
         severity="info",

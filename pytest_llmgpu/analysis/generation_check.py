@@ -24,7 +24,7 @@ from pytest_llmgpu.report.derived import (
 )
 from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Comparison, Finding
-from pytest_llmgpu.report.text import plural
+from pytest_llmgpu.report.text import plural, sentence
 
 METRIC = "loglikelihood_relative_difference"
 """The metric of the check in the report."""
@@ -153,9 +153,7 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult]) -> list[Finding]
             "Look at the KV cache and at what a decode step reads: keys of another batch, a position that is off by "
             "one, a mask that hides a token."
         )
-    return [
-        Finding(code="generation-mismatch", severity="failure", text=text[:1].upper() + text[1:] + ".", next_step=step)
-    ]
+    return [Finding(code="generation-mismatch", severity="failure", text=sentence(text), next_step=step)]
 
 
 def compare(result: CaseResult, mp: CaseResult) -> Comparison:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -71,26 +71,8 @@ def split(memory: DeviceMemory) -> MemorySplit:
     )
 
 
-_MISSING = {
-    "none_completed": "no batch size completed",
-    "one_size": "two completed batch sizes with different largest batches are needed",
-    "no_growth": "memory does not grow with the batch size",
-}
-
-
-class NoPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Why no batch size can be predicted."""
-
-    reason: Literal["none_completed", "not_measured", "one_size", "unknown_limit", "no_growth"]
-    """The reason as a code."""
-    device_index: int | None = None
-    """NVML index of the device whose memory is unknown, for `unknown_limit`."""
-    detail: str | None = None
-    """The reason why memory was not measured, for `not_measured`, where it is known."""
-
-
-def predict(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | NoPrediction:
-    """Predict the largest batch size that fits from the completed cases of one series, or return why not.
+def predict(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | str:
+    """Predict the largest batch size that fits from the completed cases of one series, or return the reason why not.
 
     For each device a line is fitted (least squares) to the peak of live tensors plus workspace, as a function of the
     tokens (rows x longest row) of the case's largest batch: activations and workspaces are proportional to it. A part
@@ -107,32 +89,25 @@ def predict(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> Prediction | 
     """
     completed = [result for result in results if result.outcome == "completed"]
     if not completed:
-        return NoPrediction(reason="none_completed")
+        return "no batch size completed"
     points = _points(completed)
     if not points.peaks:
-        return NoPrediction(reason="not_measured", detail=points.why.get("peak_allocated_bytes"))
+        return points.why.get("peak_allocated_bytes", "memory was not measured")
     if len(points.batch_sizes) < 2:  # noqa: PLR2004 - a line needs two points
-        return NoPrediction(reason="one_size")
+        return "two completed batch sizes with different largest batches are needed"
     cap = completed[0].case.gpu_memory_bytes
     limits = {gpu.index: gpu.memory_bytes - (gpu.reserved_bytes or 0) for gpu in gpus if gpu.memory_bytes is not None}
     found = []
     for index, peaks in points.peaks.items():
         limit = limits.get(index) if cap is None else cap
         if limit is None:
-            return NoPrediction(reason="unknown_limit", device_index=index)
+            return f"the memory of GPU {index} is unknown"
         line = _fit(peaks)
         if line is not None and line.slope > 0:
             found.append(_of_device(index, limit, line, points))
-    return min(found, key=lambda each: each.max_batch_size, default=NoPrediction(reason="no_growth"))
-
-
-def describe_missing(missing: NoPrediction) -> str:
-    """Return why no batch size can be predicted, without a full stop."""
-    if missing.reason == "unknown_limit":
-        return f"the memory of GPU {missing.device_index} is unknown"
-    if missing.reason == "not_measured":
-        return missing.detail or "memory was not measured"
-    return _MISSING[missing.reason]
+    if not found:
+        return "memory does not grow with the batch size"
+    return min(found, key=lambda each: each.max_batch_size)
 
 
 class _Line(NamedTuple):

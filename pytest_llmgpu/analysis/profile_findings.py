@@ -11,13 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.analysis.accuracy_findings import has_finding, sentence
+from pytest_llmgpu.analysis.accuracy_findings import has_finding
+from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.analysis.traffic_path import AGREE
 from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.result import CaseResult, Finding, Launch, Metric, Profile
-from pytest_llmgpu.report.text import GIB, gib, plural
+from pytest_llmgpu.report.text import GIB, gib, plural, sentence
 
 _MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
 
@@ -70,8 +71,7 @@ def _of_launches(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[
                 yield _no_profile(reason or "no reason was recorded")
         elif (state := decide_samples(profile)) == "gaps" or (state and not has_finding("profile-too-short", earlier)):
             yield _describe_samples(state, profile)
-    fields = result.case.series_fields
-    series = [other for other in earlier if other is not result and other.case.series_fields == fields]
+    series = same_series(result, earlier)
     found = [] if (code := decide_path(result)) is None else [_describe_path(code, result)]
     for launch in result.launches:
         found += describe_imbalance(decide_imbalance(launch))

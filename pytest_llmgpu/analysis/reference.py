@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from pytest_llmgpu.analysis.sign_test import mcnemar
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
@@ -30,17 +29,6 @@ _DECISIVE = (
     "new_tokens",
 )
 """Fields of a case that decide its log-likelihoods. The devices and their memory do not."""
-
-NoReference = Literal["is_the_reference", "not_completed", "nothing_scored", "reference_failed", "not_measured"]
-"""Why a case has no reference."""
-
-_MISSING: dict[NoReference, str] = {
-    "is_the_reference": f"it is {REFERENCE_STRATEGY} itself",
-    "not_completed": "the case did not complete",
-    "nothing_scored": "the case scored nothing",
-    "reference_failed": f"no case of {REFERENCE_STRATEGY} completed in this run",
-    "not_measured": f"{REFERENCE_STRATEGY} was not measured in this run",
-}
 
 
 def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
@@ -72,18 +60,21 @@ def find(case: Case, earlier: Sequence[CaseResult]) -> CaseResult | None:
     return min(filter(_scored, _of_reference_strategy(case, earlier)), key=distance, default=None)
 
 
-def decide_missing(result: CaseResult, earlier: Sequence[CaseResult]) -> NoReference:
-    """Return why `reference` finds no case for a result."""
+def missing(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
+    """Return the reason why `reference` finds no case for a result, without a full stop."""
     if result.case.strategy == REFERENCE_STRATEGY:
-        return "is_the_reference"
+        return f"it is {REFERENCE_STRATEGY} itself"
     if not _scored(result):
-        return "not_completed" if result.outcome != "completed" else "nothing_scored"
-    return "reference_failed" if _of_reference_strategy(result.case, earlier) else "not_measured"
+        return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
+    if _of_reference_strategy(result.case, earlier):
+        return f"no case of {REFERENCE_STRATEGY} completed in this run"
+    return f"{REFERENCE_STRATEGY} was not measured in this run"
 
 
-def describe_missing(reason: NoReference) -> str:
-    """Return why a case has no reference, in words without a full stop."""
-    return _MISSING[reason]
+def same_series(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
+    """Return the other results that differ from a result in their batch size at most."""
+    fields = result.case.series_fields
+    return [other for other in earlier if other is not result and other.case.series_fields == fields]
 
 
 def compare(result: CaseResult, reference: CaseResult, metric: str) -> Comparison:

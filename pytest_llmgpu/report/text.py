@@ -76,6 +76,16 @@ def guess(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+def capital(text: str) -> str:
+    """Return a text with a capital at its beginning."""
+    return text[:1].upper() + text[1:]
+
+
+def sentence(text: str) -> str:
+    """Return a text with a capital at its beginning and one full stop at its end."""
+    return capital(text.rstrip(".")) + "."
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of an error, or the name of its class if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

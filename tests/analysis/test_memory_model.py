@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support.report_factory import GIB, make_failed, make_result
 
-from pytest_llmgpu.analysis.memory_model import NoPrediction, describe_missing, predict, split
+from pytest_llmgpu.analysis.memory_model import predict, split
 from pytest_llmgpu.report.capacity import Prediction
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
@@ -202,7 +202,7 @@ def test_each_execution_has_its_own_line() -> None:
     eager = _series((4, 8))
     assert _predicted([*graphed, *eager]).batch_sizes == [4, 8]
     assert _predicted([*graphed, *eager[:1]]).batch_sizes == [1, 2], "one size is no line"
-    assert predict([graphed[0], eager[0]], _GPUS) == NoPrediction(reason="one_size")
+    assert isinstance(predict([graphed[0], eager[0]], _GPUS), str)
 
 
 def test_a_workspace_that_is_too_small_does_not_count() -> None:
@@ -236,21 +236,20 @@ def test_a_model_that_barely_fits_predicts_zero() -> None:
 @pytest.mark.parametrize(
     ("results", "gpus", "reason"),
     [
-        ([make_failed("error")], _GPUS, NoPrediction(reason="none_completed")),
-        (_series((4,)), _GPUS, NoPrediction(reason="one_size")),
-        ([make_result(), make_result(batch_size=2)], _GPUS, NoPrediction(reason="not_measured")),
+        ([make_failed("error")], _GPUS, "completed"),
+        (_series((4,)), _GPUS, "two completed"),
+        ([make_result(), make_result(batch_size=2)], _GPUS, "not measured"),
         (
             [_case(1, [DeviceMemory(index=0, why={"peak_allocated_bytes": "torch does not count on a CPU"})])],
             [],
-            NoPrediction(reason="not_measured", detail="torch does not count on a CPU"),
+            "torch does not count on a CPU",
         ),
-        (_series(), [], NoPrediction(reason="unknown_limit", device_index=0)),
-        (_series(peak=lambda _: _WEIGHTS), _GPUS, NoPrediction(reason="no_growth")),
+        (_series(), [], "GPU 0"),
+        (_series(peak=lambda _: _WEIGHTS), _GPUS, "grow"),
     ],
 )
-def test_a_missing_prediction_has_its_reason(
-    results: Sequence[CaseResult], gpus: Sequence[Gpu], reason: NoPrediction
-) -> None:
-    """Each reason has a text."""
-    assert predict(results, gpus) == reason
-    assert describe_missing(reason)
+def test_a_missing_prediction_has_its_reason(results: Sequence[CaseResult], gpus: Sequence[Gpu], reason: str) -> None:
+    """The reason stands in place of the prediction."""
+    found = predict(results, gpus)
+    assert isinstance(found, str)
+    assert reason in found

@@ -13,7 +13,7 @@ from pytest_llmgpu.render.charts.chart import Chart, Charts, Spec, rounded
 from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.terminal.trends import before, cell
 from pytest_llmgpu.report.metrics import METRICS
-from pytest_llmgpu.report.text import plural
+from pytest_llmgpu.report.text import capital, plural
 
 MARKS: dict[Change, str] = {
     "worse": "\N{BLACK UP-POINTING TRIANGLE}",
@@ -51,8 +51,7 @@ def of_trends(trends: Sequence[Trend], batch_sizes: Collection[int] | None = Non
 
 
 def _title(trend: Trend) -> str:
-    title = trend.title.partition(" (")[0]
-    return f"{title[0].upper()}{title[1:]} by report"
+    return f"{capital(trend.title.partition(' (')[0])} by report"
 
 
 def _drawn(trend: Trend, batch_sizes: Collection[int] | None) -> list[Line]:

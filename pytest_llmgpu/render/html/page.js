@@ -117,7 +117,7 @@
     }
     for (const place of specs.keys()) {
       delete place.dataset.drawn;
-      observer.unobserve(place); // observed anew, a place that was near before and still is, is reported too
+      observer.unobserve(place); // observed again, a place that was near before and still is, is reported too
       observer.observe(place);
     }
     if (choice && choice.selectedOptions[0]?.disabled) {
