@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generated, inference_s, peaks_bytes
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.text import gib, percent
+from pytest_llmgpu.report.text import gib, percent, significant
 
 Kind = Literal["exact", "quiet", "noisy"]
 """How a metric behaves between launches of one program.
@@ -94,9 +94,9 @@ class MetricSpec:
     next_step: str = ""
     """Advice for the reader of a regression."""
     unit: str = ""
-    """Unit of the numbers in a verdict's row, as the GitHub summary writes it; empty where a row has none."""
-    written: Callable[[float], str] = "{:g}".format
-    """Returns a number of a verdict's row as text with its unit."""
+    """Unit of the numbers in a verdict's row; empty where a row has none."""
+    written: Callable[[float], str] = significant
+    """Returns a number as text with its unit."""
     figure: Callable[[CaseResult], Figure | None] | None = None
     """Returns the number of a completed case; None where it has none."""
     exported: Exported | None = None
@@ -247,7 +247,7 @@ def _utilization(result: CaseResult) -> Figure | None:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.4g} s"
+    return f"{significant(value)} s"
 
 
 def _points(value: float) -> str:

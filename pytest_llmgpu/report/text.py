@@ -22,6 +22,11 @@ _COMMAND = re.compile(r"^(\s*)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
 """Where a CI system reads a command in the output: `::error::` at the start of a line, `##[error]` anywhere."""
 
 
+def significant(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, without exponent and trailing zeros: 10264.3 is `10,260`."""
+    return f"{float(f'{value:.{digits}g}'):,.15g}"
+
+
 def percent(fraction: float, digits: int = 1) -> str:
     """Return a fraction as a percentage: 0.0312 is `3.1 %`."""
     return f"{100 * fraction:.{digits}f} %"

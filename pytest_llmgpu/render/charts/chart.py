@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.report.text import significant
+
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
 
@@ -51,7 +53,7 @@ def formatted(value: float | None, unit: str = "", *, digits: int = 4) -> str:
     """Return a figure with a number of significant digits and its unit; a hyphen for None."""
     if value is None:
         return "-"
-    text = f"{float(f'{value:.{digits}g}'):,.15g}"
+    text = significant(value, digits)
     return f"{text} {unit}" if unit else text
 
 

@@ -16,12 +16,11 @@ from pytest_llmgpu.gate.classify import ExitStatus
 from pytest_llmgpu.gate.headline import Headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.render.comparison import figures
 from pytest_llmgpu.render.exports.escaping import code, markdown
-from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line, quantity
+from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line
 from pytest_llmgpu.render.exports.notices import Level, Notice, level, notices, other_notices
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import signed_percent
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store.listing import commit
 from pytest_llmgpu.store.store import hardware
@@ -148,21 +147,11 @@ def _notice_table(found: Sequence[Notice]) -> _Table:
 
 
 def _verdict_line(severity: str, row: Row) -> str:
-    unit = spec_of(row.metric).unit
-    figures = [quantity(unit, value) if unit and value is not None else "" for value in (row.base, row.head)]
+    was, now, change, interval = figures(row)
     reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
     verdict = row.verdict + ("" if row.gated else " (not gated)")
-    words = [row.metric.replace("_", " "), verdict]
-    return line([_MARKS[severity], code(row.id), *words, *figures, _change(row), "<br>".join(map(markdown, reason))])
-
-
-def _change(row: Row) -> str:
-    if spec_of(row.metric).points and row.base is not None and row.head is not None:
-        return f"{100 * (row.head - row.base):+.2f} points"
-    if row.ratio is None:
-        return ""
-    ends = [signed_percent(end - 1) for end in (row.low, row.high) if end is not None and row.low != row.high]
-    return f"{signed_percent(row.ratio - 1)}{f' ({ends[0]} to {ends[1]})' if len(ends) > 1 else ''}"
+    words = [row.metric.replace("_", " "), verdict, was, now, f"{change} ({interval})" if interval else change]
+    return line([_MARKS[severity], code(row.id), *words, "<br>".join(map(markdown, reason))])
 
 
 def _folded(title: str, header: Sequence[str]) -> list[str]:

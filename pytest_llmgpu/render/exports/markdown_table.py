@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.render.device_columns import digits
 from pytest_llmgpu.render.exports.escaping import code, markdown, one_line
 from pytest_llmgpu.render.exports.figures import describe, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import gib, percent
 from pytest_llmgpu.report.verdicts import Row
 
-_MB = 10**6
 _MESSAGE = 120
 """Most characters of a failure's message; its numbers come first."""
 
@@ -52,22 +50,9 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def quantity(unit: str, value: float) -> str:
-    """Return a figure with its unit."""
-    if unit == "s":
-        return f"{value:.3g} s" if value < 100 else f"{value:,.1f} s"  # noqa: PLR2004 - three digits and no exponent
-    if unit == "bytes":
-        return gib(value)
-    if unit in {"bytes/sequence", "wire bytes"}:
-        return f"{value / _MB:,.3f} MB"
-    if unit in {"acc", "acc_norm"}:
-        return percent(value, 2)
-    return f"{value:,.{digits(value)}f}"
-
-
 def _case(result: CaseResult, rows: Sequence[Row]) -> str:
     found = figures(result)
-    shown = [quantity(found[name].unit, found[name].value) if name in found else "" for name in _FIGURES]
+    shown = [spec_of(name).written(found[name].value) if name in found else "" for name in _FIGURES]
     outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
     if result.failure is not None:
         outcome += f": {one_line(result.failure.message, _MESSAGE)}"

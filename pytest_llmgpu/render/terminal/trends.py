@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tabulate import tabulate
 
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
-from pytest_llmgpu.report.text import signed_percent
+from pytest_llmgpu.report.text import signed_percent, significant
 
 _STYLES: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "changed": ("~", "33")}
 """The mark before a figure that changed, and its ANSI style."""
@@ -57,7 +57,7 @@ def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str
         return ""
     if one.value is None:
         return _ENDED.get(one.outcome, "done" if one.outcome == "completed" else one.outcome)
-    text = f"{float(f'{one.value:.4g}'):,.15g}"
+    text = significant(one.value)
     if one.change is None or not then or (one.growth is None and one.value == then):
         return text
     growth = one.value / then - 1 if one.growth is None else one.growth

@@ -268,8 +268,8 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     lines = text.splitlines()
     assert lines[:2] == list(HEADER)
     assert lines[2] == (
-        "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.07 "
-        "| 75.00 % | 17.00 GiB | 40.000 MB | NOT_ENOUGH_DATA: time |"
+        "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.067 "
+        "| 75.00 % | 17.00 GiB | 40 MB | NOT_ENOUGH_DATA: time |"
     )
     assert (
         "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | CAPACITY_REGRESSED: outcome |" in lines[5]
