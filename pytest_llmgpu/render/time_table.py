@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,10 +29,23 @@ LEGEND: dict[str, tuple[str, str]] = {
 _USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed"}
 """The title of a column names the backend only if it is not the usual one."""
 
-Rows = dict[tuple[int, int], dict[str, CaseResult]]
-"""The results: batch size and number of the measurement -> title of the column -> result."""
-
 _MINUTES_FROM_S = 600  # times are written in minutes if the smallest one is at least this long
+
+
+class Entry(NamedTuple):
+    """A case and its place in the tables and charts of its block."""
+
+    title: str
+    """The title of its column and of its curve: `mp`."""
+    row: str
+    """The name of its row: the batch size, and from the second measurement on its number."""
+    result: CaseResult
+    """The case."""
+
+    @property
+    def batch_size(self) -> int:
+        """The sequences per forward."""
+        return self.result.case.batch_size
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +89,7 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     """Return the table of cases that differ in strategy and batch size only."""
-    columns, rows = layout(cases)
+    columns, rows = _layout(cases)
     show_s = _seconds_format([result.inference_s for result in cases if result.inference_s is not None])
     metric = next((check.metric for result in cases if (check := result.accuracy_check) is not None), "acc_norm")
     random_weights = cases[0].case.load_format == "dummy"
@@ -106,7 +119,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
             graphs=result.case.execution == "cuda_graphs",
         )
 
-    body = [(row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
+    body = [(_row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
     found = [cell for _, cells in body for cell in cells]
     kinds = {*(cell.kind for cell in found), *(["graphs"] if any(cell.graphs for cell in found) else [])}
     used = [key for key in LEGEND if key in kinds]
@@ -122,11 +135,19 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     )
 
 
-def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
-    """Return the titles of the columns, and the results by row."""
+def entries(cases: Sequence[CaseResult]) -> list[Entry]:
+    """Return the cases of a block, strategy by strategy and in ascending batch size."""
+    columns, rows = _layout(cases)
+    return [
+        Entry(title, _row_name(row), found[title]) for title in columns for row, found in rows.items() if title in found
+    ]
+
+
+def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], dict[tuple[int, int], dict[str, CaseResult]]]:
+    """Return the titles of the columns, and the results by row (batch size, number of the measurement) and title."""
     by_series = {result.case.series: result.case for result in cases}
     titles = {series: _column_title(case, list(by_series.values())) for series, case in by_series.items()}
-    rows: Rows = {}
+    rows: dict[tuple[int, int], dict[str, CaseResult]] = {}
     for result in cases:
         title, number = titles[result.case.series], 1
         while title in rows.get((result.case.batch_size, number), {}):
@@ -135,8 +156,7 @@ def layout(cases: Sequence[CaseResult]) -> tuple[list[str], Rows]:
     return list(titles.values()), dict(sorted(rows.items()))
 
 
-def row_name(row: tuple[int, int]) -> str:
-    """Return the batch size, with the number of the measurement from the second one on."""
+def _row_name(row: tuple[int, int]) -> str:
     return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"
 
 

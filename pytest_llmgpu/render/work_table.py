@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pytest_llmgpu.render.device_columns import COMMUNICATION, Column, device_values, digits
-from pytest_llmgpu.render.time_table import layout, row_name
+from pytest_llmgpu.render.time_table import entries
 from pytest_llmgpu.report.derived import batch_latency_s
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.result import CaseResult
@@ -145,19 +145,16 @@ WORK: tuple[WorkColumn, ...] = (
 
 def make_work_table(cases: Sequence[CaseResult]) -> WorkTable | None:
     """Return the table of one block of cases; None if no case has more than its time."""
-    titles, rows = layout(cases)
-    order = [(title, row, rows[row][title]) for title in titles for row in rows if title in rows[row]]
-    found = [(title, row, [column.value(result) for column in WORK]) for title, row, result in order]
-    found = [entry for entry in found if any(value is not None for value in entry[2][1:])]
-    used = [number for number in range(len(WORK)) if any(values[number] is not None for *_, values in found)]
+    found = [(entry, [column.value(entry.result) for column in WORK]) for entry in entries(cases)]
+    found = [(entry, values) for entry, values in found if any(value is not None for value in values[1:])]
     if not found:
         return None
-    cells = [written([values[number] for *_, values in found], WORK[number].unit) for number in used]
+    columns = zip(WORK, zip(*(values for _, values in found), strict=True), strict=True)
+    used = {column: written(values, column.unit) for column, values in columns if any(v is not None for v in values)}
+    cells = zip(*used.values(), strict=True)
     return WorkTable(
-        columns=[WORK[number] for number in used],
-        rows=[
-            (title, row_name(row), [column[number] for column in cells]) for number, (title, row, _) in enumerate(found)
-        ],
+        columns=list(used),
+        rows=[(entry.title, entry.row, texts) for (entry, _), texts in zip(found, cells, strict=True)],
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.charts.panels import Entry, Panel
+from pytest_llmgpu.render.charts.panels import Panel
+from pytest_llmgpu.render.time_table import Entry
 from pytest_llmgpu.report.derived import measured, upper_bound, value_of
 from pytest_llmgpu.report.text import plural
 

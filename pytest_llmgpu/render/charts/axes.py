@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.render.charts.chart import Spec, rounded
-from pytest_llmgpu.render.charts.panels import Entry, Panel
+from pytest_llmgpu.render.charts.panels import Panel
+from pytest_llmgpu.render.time_table import Entry
 
 HEIGHT = 300
 """Height of a plot in pixels."""

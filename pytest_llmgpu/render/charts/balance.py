@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
-from pytest_llmgpu.render.charts.panels import Entry, Panel, device_means, memory_of
+from pytest_llmgpu.render.charts.panels import Panel, device_means, memory_of
+from pytest_llmgpu.render.time_table import Entry
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
 

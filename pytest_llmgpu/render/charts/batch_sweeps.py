@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Spec, formatted, rounded
-from pytest_llmgpu.render.charts.panels import Entry, Panel
+from pytest_llmgpu.render.charts.panels import Panel
+from pytest_llmgpu.render.time_table import Entry
 
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points, table
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.charts.panels import Entry, Panel, covers_traffic, device_means, fmean, link_rates
+from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, device_means, fmean, link_rates
+from pytest_llmgpu.render.time_table import Entry
 
 _GB = 1e9
 _MB = 1e6

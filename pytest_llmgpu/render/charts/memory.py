@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted
-from pytest_llmgpu.render.charts.panels import Entry, Panel, fmean, memory_of
+from pytest_llmgpu.render.charts.panels import Panel, fmean, memory_of
+from pytest_llmgpu.render.time_table import Entry
 from pytest_llmgpu.report.text import GIB
 
 _FAR = 2.5

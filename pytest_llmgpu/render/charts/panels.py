@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple, get_args
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, differing_parts
-from pytest_llmgpu.render.time_table import layout
+from pytest_llmgpu.render.time_table import Entry
+from pytest_llmgpu.render.time_table import entries as entries_of
 from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.profile_figures import of_window
 from pytest_llmgpu.report.report import Report
@@ -30,19 +31,6 @@ _CARRIERS: dict[Link, frozenset[LinkName]] = {
 
 _COVERED = 0.5
 """Counters below this share of what the program sent: its traffic took links that were not counted."""
-
-
-class Entry(NamedTuple):
-    """A result and the curve that it belongs to."""
-
-    title: str
-    """The title of the curve, such as `mp`."""
-    result: CaseResult
-
-    @property
-    def batch_size(self) -> int:
-        """Return the sequences per forward."""
-        return self.result.case.batch_size
 
 
 class Panel(NamedTuple):
@@ -96,22 +84,21 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
     parts = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
     found = []
     for number, (group, caption, measured) in enumerate(parts, 1):
-        titles, rows = layout(group)
-        entries = [Entry(title, row[title]) for title in titles for row in rows.values() if title in row]
+        entries = entries_of(group)
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
         series = {result.case.series for result in group}
         curves = {entry.result.case.series: entry.title for entry in entries}
         found.append(
             Panel(
                 entries=entries,
-                titles=titles,
+                titles=list(strategies),
                 domain=domain(list(strategies.items())),
                 report=report,
                 capacity=[capacity for capacity in known if capacity.series in series],
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
-                before=[Entry(title, result) for one, title in curves.items() for result in then.get(one, ())],
+                before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )
     return found

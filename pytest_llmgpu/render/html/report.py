@@ -23,7 +23,7 @@ from pytest_llmgpu.render.exports.notices import Level, level
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
 from pytest_llmgpu.render.summary import Conclusion, conclude, describe
-from pytest_llmgpu.render.time_table import layout, make_time_table
+from pytest_llmgpu.render.time_table import entries, make_time_table
 from pytest_llmgpu.render.work_table import make_work_table
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import spec_of
@@ -188,8 +188,7 @@ def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str,
     for result in [] if baseline is None else baseline.cases:
         keys[result.id] = _key(result, result.case.strategy)
     for block in grouping.blocks(report.cases):
-        for row in layout(block)[1].values():
-            keys |= {result.id: _key(result, title) for title, result in row.items()}
+        keys |= {entry.result.id: _key(entry.result, entry.title) for entry in entries(block)}
     return keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple
 
 from tabulate import tabulate
 
@@ -19,8 +19,8 @@ from pytest_llmgpu.render.device_columns import (
     mean_and_largest,
     missing,
 )
-from pytest_llmgpu.render.time_table import LEGEND, Cell, layout, make_time_table, row_name
-from pytest_llmgpu.render.work_table import SUMMARY, WorkColumn, make_work_table, written
+from pytest_llmgpu.render.time_table import LEGEND, Cell, Entry, entries, make_time_table
+from pytest_llmgpu.render.work_table import SUMMARY, make_work_table, written
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
@@ -29,8 +29,6 @@ WIDTH = 100
 
 Painter = Callable[[str, str], str]
 """A function of a text and the number of an ANSI style that returns the styled text."""
-
-_Column = TypeVar("_Column", bound=Column | WorkColumn)
 
 _ANSI = re.compile(r"\x1b\[\d+m")
 
@@ -50,36 +48,31 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         most: the largest number of rows; None for all cases. With more cases, the table has the fastest of each series.
     """
     table = make_time_table(cases)
-    titles, rows = layout(cases)
-    order = [
-        (title, name, cells[place], found[title])
-        for place, title in enumerate(titles)
-        for (name, cells), found in zip(table.rows, rows.values(), strict=True)
-        if title in found
-    ]
-    if most is not None and len(order) > most:
-        fastest = {id(best) for best in _fastest_of_series([result for *_, result in order])}
-        order = [entry for entry in order if id(entry[3]) in fastest][:most]
-    shown, results = [cell for *_, cell, _ in order], [result for *_, result in order]
-    cells: dict[WorkColumn, Sequence[str]] = {_text_column(table.time_title): [_cell(cell, paint) for cell in shown]}
-    rate, *others = [(column, [column.value(result) for result in results]) for column in SUMMARY]
-    cells[rate[0]] = written(rate[1], rate[0].unit)
-    cells[_text_column(table.metric)] = [cell.second for cell in shown]
+    cells = {cell.id: cell for _, row in table.rows for cell in row}
+    shown = entries(cases)
+    if most is not None and len(shown) > most:
+        fastest = {id(best) for best in _fastest_of_series([entry.result for entry in shown])}
+        shown = [entry for entry in shown if id(entry.result) in fastest][:most]
+    shown_cells = [cells[entry.result.id] for entry in shown]
+    rate, *others = [(column, [column.value(entry.result) for entry in shown]) for column in SUMMARY]
     known = {column.name for column, values in others if any(values)}
     if "device_busy" in known:
         known.discard("utilization_pct")  # the less exact one of the two
-    cells |= {column: written(values, column.unit) for column, values in others if column.name in known}
-    names = [title if n == 0 or order[n - 1][0] != title else "" for n, (title, *_) in enumerate(order)]
-    firsts = [[title, name] for title, (_, name, *_) in zip(names, order, strict=True)]
-    text, _ = _fitted(firsts, {column: texts for column, texts in cells.items() if any(texts)})
-    entries = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
-    entries += ["#2: measured again, by another test or strategy"] * any("#" in name for _, name, *_ in order)
-    legend = textwrap.wrap("   ".join(entries), WIDTH)
-    return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(order)
-
-
-def _text_column(title: str) -> WorkColumn:
-    return WorkColumn(name=title, title=title, value=lambda _: None)
+    columns = [
+        _Column(table.time_title, [_cell(cell, paint) for cell in shown_cells]),
+        _Column(rate[0].title, written(rate[1], rate[0].unit)),
+        _Column(table.metric, [cell.second for cell in shown_cells]),
+        *(
+            _Column(column.title, written(values, column.unit), column.drop_order)
+            for column, values in others
+            if column.name in known
+        ),
+    ]
+    text, *_ = _fitted([entry[:2] for entry in shown], [column for column in columns if any(column.texts)])
+    notes = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
+    notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
+    legend = textwrap.wrap("   ".join(notes), WIDTH)
+    return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(shown)
 
 
 def _fastest_of_series(results: Sequence[CaseResult]) -> Iterator[CaseResult]:
@@ -96,27 +89,21 @@ def work_table(cases: Sequence[CaseResult]) -> str:
     table = make_work_table(cases)
     if table is None:
         return ""
-    names = [name if n == 0 or table.rows[n - 1][0] != name else "" for n, (name, *_) in enumerate(table.rows)]
-    firsts = [[name, size] for name, (_, size, _) in zip(names, table.rows, strict=True)]
-    cells = {column: [row[2][n] for row in table.rows] for n, column in enumerate(table.columns)}
-    text, dropped = _fitted(firsts, cells)
-    return "\n".join(
-        [
-            "Work, energy and latency of a batch",
-            text,
-            *_names_of_dropped([one.title.replace("\n", " ") for one in dropped]),
-        ]
-    )
+    columns = [
+        _Column(column.title, [texts[number] for _, _, texts in table.rows], column.drop_order)
+        for number, column in enumerate(table.columns)
+    ]
+    return "\n".join(["Work, energy and latency of a batch", *_fitted([row[:2] for row in table.rows], columns)])
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
     """Return the communication, path and memory of the completed cases, or the reason why there are no tables."""
-    columns, rows = layout(cases)
-    order = [(title, row, rows[row][title]) for title in columns for row in rows if title in rows[row]]
-    order = [(title, row, result) for title, row, result in order if result.outcome == "completed"]
+    order = [entry for entry in entries(cases) if entry.result.outcome == "completed"]
     if not order:
         return ""
-    by_title = {title: [result for other, _, result in order if other == title] for title, _, _ in order}
+    by_title: dict[str, list[CaseResult]] = {}
+    for entry in order:
+        by_title.setdefault(entry.title, []).append(entry.result)
     if cases[0].case.device == "cpu":
         return "\n".join(_collectives(by_title))
     reasons: dict[str, list[str]] = {}
@@ -137,35 +124,25 @@ def painter(color: bool) -> Painter:
 def _device_table(
     title: str,
     columns: Sequence[Column],
-    order: Sequence[tuple[str, tuple[int, int], CaseResult]],
+    order: Sequence[Entry],
     reasons: dict[str, list[str]],
     environment: Environment,
 ) -> str:
     """Return a table of the columns that have values, and add the others to `reasons`: reason -> names of columns."""
-    results = [result for _, _, result in order]
+    results = [entry.result for entry in order]
     several = any(result.case.devices > 1 for result in results)
-    values = {
-        column: [device_values(result, column) for result in results]
-        for column in columns
-        if several or not column.several
-    }
-    for column in [column for column, found in values.items() if not any(found)]:
-        del values[column]
-        if column.key != "workspace_bytes":  # most strategies have no workspace
+    shown, with_largest = [], False
+    for column in columns:
+        values = [device_values(result, column) for result in results]
+        if column.several and not several:
+            continue
+        if any(values):
+            shown.append(_Column(column.title, mean_and_largest(values), column.drop_order))
+            with_largest = with_largest or any(len(each) > 1 for each in values)
+        elif column.key != "workspace_bytes":  # most strategies have no workspace
             reasons.setdefault(missing(results, column, environment), []).append(column.name)
-    if not values:
-        return ""
-    cells = {column: mean_and_largest(found) for column, found in values.items()}
-    names = [name if number == 0 or order[number - 1][0] != name else "" for number, (name, *_) in enumerate(order)]
-    firsts = [[name, row_name(row)] for name, (_, row, _) in zip(names, order, strict=True)]
-    table, dropped = _fitted(firsts, cells)
-    with_largest = any(len(each) > 1 for found in values.values() for each in found)
-    lines = [f"{title}{': mean over the GPUs (largest)' if with_largest else ''}", table]
-    return "\n".join([*lines, *_names_of_dropped([one.name for one in dropped])])
-
-
-def _names_of_dropped(names: Sequence[str]) -> list[str]:
-    return [f"Columns dropped to fit the width (the report has them): {', '.join(names)}."] if names else []
+    heading = f"{title}{': mean over the GPUs (largest)' if with_largest else ''}"
+    return "\n".join([heading, *_fitted([entry[:2] for entry in order], shown)]) if shown else ""
 
 
 def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
@@ -211,20 +188,38 @@ def _range(values: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(shown))
 
 
-def _fitted(firsts: Sequence[Sequence[str]], cells: Mapping[_Column, Sequence[str]]) -> tuple[str, list[_Column]]:
-    """Return the table of the columns that fit the width, and the columns that were dropped."""
-    columns: list[_Column] = list(cells)
-    dropped: list[_Column] = []
+class _Column(NamedTuple):
+    """A column of a table of cases."""
+
+    title: str
+    """The first line is the name, the second line is the unit."""
+    texts: Sequence[str]
+    """The cell of each case."""
+    drop_order: int = 0
+    """If the table is too wide, the column with the largest number is dropped first; 0 is never dropped."""
+
+
+def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
+    """Return the table of the columns that fit the width, and a line with the names of those that were dropped.
+
+    Args:
+        places: strategy and batch size of each case, the first columns.
+        columns: the other columns.
+    """
+    firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
+    shown, dropped = list(columns), []
     while True:
-        shown = [cells[column] for column in columns]
-        body = [[*first, *(column[number] for column in shown)] for number, first in enumerate(firsts)]
-        headers = ["strategy", "batch\nsize", *(column.title for column in columns)]
-        table = _table(headers, body, ["left"] + ["right"] * (len(headers) - 1))
-        last = max(columns, key=lambda column: column.drop_order)
+        headers = ["strategy", "batch\nsize", *(column.title for column in shown)]
+        body = [[*first, *(column.texts[n] for column in shown)] for n, first in enumerate(firsts)]
+        align = ["left"] + ["right"] * (len(headers) - 1)
+        table = tabulate(body, headers=headers, colalign=align, disable_numparse=True)
+        last = max(shown, key=lambda column: column.drop_order)
         if max(map(len, _ANSI.sub("", table).splitlines())) <= WIDTH or not last.drop_order:
-            return table, dropped
-        columns.remove(last)
-        dropped.append(last)
+            break
+        shown.remove(last)
+        dropped.append(last.title.replace("\n", " "))
+    note = f"Columns dropped to fit the width (the report has them): {', '.join(dropped)}."
+    return [table, note] if dropped else [table]
 
 
 def _cell(cell: Cell, paint: Painter) -> str:
@@ -239,7 +234,3 @@ def _cell(cell: Cell, paint: Painter) -> str:
 def filled(text: str) -> str:
     """Return text in lines of the largest width."""
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _table(headers: Sequence[str], body: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    return tabulate(body, headers=list(headers), colalign=list(align), disable_numparse=True)

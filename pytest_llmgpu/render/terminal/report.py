@@ -18,7 +18,7 @@ from pytest_llmgpu.render.terminal.cases import (
     summary_table,
     work_table,
 )
-from pytest_llmgpu.render.time_table import layout
+from pytest_llmgpu.render.time_table import entries
 from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.report import Report
@@ -148,10 +148,9 @@ def _comparisons(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[str]
 
     Strategies that do not differ are left out of the short text.
     """
-    columns, rows = layout(cases)
-    for title in columns:
-        results = [row[title] for row in rows.values() if title in row]
-        compared = [(result, result.comparison) for result in results if result.comparison is not None]
+    found = [(one.title, one.result, one.result.comparison) for one in entries(cases)]
+    for title in dict.fromkeys(title for title, *_ in found):
+        compared = [(result, one) for other, result, one in found if other == title and one is not None]
         if not compared:
             continue
         result, worst = max(compared, key=lambda pair: _severity(*pair))

@@ -112,7 +112,9 @@ def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[
 
 def test_a_second_measurement_has_a_row_of_its_own() -> None:
     """It does not replace the first measurement, and the legend explains `#2`."""
-    *_, first, second, legend = _summary([make_result(s, batch_size=8) for s in (1.0, 2.0)]).splitlines()
+    first_result, again = (make_result(s, batch_size=8) for s in (1.0, 2.0))
+    again.id = "mp-bs8#2"
+    *_, first, second, legend = _summary([first_result, again]).splitlines()
     rows = [first, second]
     assert "   #2: " in legend
     assert "#2" not in _summary([make_result(1.0, batch_size=8)])
@@ -288,7 +290,8 @@ def test_memory_is_split_into_its_parts(workspace: int | None, parts: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("workspace", "dropped"), [(GIB // 2, "cached, torch peak"), (None, "cached"), (120 * GIB, "cached")]
+    ("workspace", "dropped"),
+    [(GIB // 2, "cached GiB, torch peak GiB"), (None, "cached GiB"), (120 * GIB, "cached GiB")],
 )
 def test_dropped_columns_are_named(workspace: int | None, dropped: str) -> None:
     """Weights, activations, workspace and the peak of NVML are never dropped."""
