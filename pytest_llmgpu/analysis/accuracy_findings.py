@@ -10,6 +10,7 @@ import msgspec
 
 from pytest_llmgpu.analysis import accuracy_check, reference
 from pytest_llmgpu.analysis.accuracy_check import smallest_batch_size
+from pytest_llmgpu.analysis.finding_texts import has_finding
 from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import decode, measured, value_of
@@ -182,11 +183,6 @@ def _value(result: CaseResult, metric: str) -> float:
 def _chance(accuracy: Accuracy) -> float:
     """Return the accuracy of guessing: one divided by the number of endings of an item."""
     return accuracy.items / max(1, len(decode(accuracy.loglikelihoods)))
-
-
-def has_finding(code: str, results: Sequence[CaseResult]) -> bool:
-    """Return whether one of these results has a finding of this code."""
-    return any(finding.code == code for other in results for finding in other.findings)
 
 
 def describe(decision: Decision, result: CaseResult) -> list[Finding]:

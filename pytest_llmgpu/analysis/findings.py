@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from pytest_llmgpu.analysis import accuracy_findings, profile_findings
-from pytest_llmgpu.analysis.accuracy_findings import has_finding
+from pytest_llmgpu.analysis.finding_texts import finding, has_finding
 from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
 from pytest_llmgpu.report.text import gib, percent, sentence
@@ -24,6 +24,7 @@ _FAR = 5.0
 """Batch sizes that follow each other differ by less than this factor in throughput, beside the ratio of their sizes."""
 _SLOWER = 0.98  # launches differ by 2 %: a batch size within 2 % of the best is as fast
 
+_STOPPED_PAYING = "batching-stopped-paying"
 _OUTCOMES = {"timeout": "Timed out", "crashed": "Crashed", "error": "Failed", "interrupted": "Interrupted"}
 
 
@@ -43,11 +44,8 @@ def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bo
     if result.outcome == "completed":
         found += accuracy_findings.describe(accuracy_findings.decide(result, earlier), result)
         if (reason := result.why.get("traffic", "")).startswith(TRAFFIC_FAILED):
-            found.append(_describe_missing_traffic(reason))
-        if (neighbour := decide_far_apart(result, series)) is not None:
-            found.append(_describe_far_apart(result, neighbour))
-        elif (faster := decide_slower_batch(result, series)) is not None:
-            found.append(_describe_slower_batch(result, faster))
+            found.append(finding("traffic-failed", reason=reason))
+        found += _of_throughput(result, series)
     elif result.outcome != "oom":
         found.append(_describe_failure(result))
     elif (decision := decide_memory_limit(result, series, searching=searching)) is not None:
@@ -92,64 +90,32 @@ def decide_memory_limit(
     )
 
 
-def decide_slower_batch(result: CaseResult, series: Sequence[CaseResult]) -> CaseResult | None:
-    """Return the fastest smaller batch size of a series if this one is slower; None where it is not.
+def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
+    """Yield what is unusual about the throughput of a case compared with that of smaller batch sizes of its series.
 
-    Only the first batch size that is slower counts. Other programs share a CPU: its times are no basis for advice.
+    A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes. Only
+    cases that ran in the same execution are compared: CUDA graphs do not pay off for a few large batches, which is no
+    limit of the batch size. Only the first batch size that is slower counts. Other programs share a CPU: its times are
+    no basis for advice.
     """
-    smaller = _smaller(result, series)
-    if not smaller or result.has_wrong_answers or result.case.device == "cpu":
-        return None
-    if has_finding("batching-stopped-paying", series):
-        return None
-    best = max(smaller, key=_throughput)
-    return best if _throughput(result) < _SLOWER * _throughput(best) else None
-
-
-def decide_far_apart(result: CaseResult, series: Sequence[CaseResult]) -> CaseResult | None:
-    """Return the next smaller batch size of a series if the throughput of both cannot be right; None where it can.
-
-    A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes.
-    """
-    neighbour = max(_smaller(result, series), key=lambda other: other.case.batch_size, default=None)
-    if neighbour is None:
-        return None
-    growth = _throughput(result) / _throughput(neighbour)
-    most = _FAR * result.case.batch_size / neighbour.case.batch_size
-    return None if 1 / _FAR <= growth <= most else neighbour
-
-
-def _smaller(result: CaseResult, series: Sequence[CaseResult]) -> list[CaseResult]:
-    """Return the smaller batch sizes of a series to compare a throughput with; none if the result has none.
-
-    Only cases of the same execution count: CUDA graphs do not pay off for a few large batches, which is no limit of the
-    batch size.
-    """
-    return [
-        other
+    size, now = result.case.batch_size, result.sequences_per_s
+    smaller = {
+        other.case.batch_size: other.sequences_per_s
         for other in series
-        if result.sequences_per_s
-        and other.sequences_per_s
-        and other.case.batch_size < result.case.batch_size
-        and other.case.execution == result.case.execution
-    ]
-
-
-def _throughput(result: CaseResult) -> float:
-    assert result.sequences_per_s is not None, "`_smaller` returns cases with a throughput"
-    return result.sequences_per_s
-
-
-def _describe_far_apart(result: CaseResult, neighbour: CaseResult) -> Finding:
-    now, then = _throughput(result), _throughput(neighbour)
-    slow, fast = (neighbour, result) if now > then else (result, neighbour)
-    return Finding(
-        code="batch-sizes-far-apart",
-        severity="warning",
-        text=f"Batch size {fast.case.batch_size} has {max(now, then) / min(now, then):.0f} times the throughput of "
-        f"batch size {slow.case.batch_size}: {_rate(max(now, then))} and {_rate(min(now, then))} sequences/s.",
-        next_step="Look for other programs on the machine (`launches[].host` in the report, top), and measure again.",
-    )
+        if other.sequences_per_s and other.case.batch_size < size and other.case.execution == result.case.execution
+    }
+    if not smaller or not now:
+        return
+    neighbour, best = max(smaller), max(smaller, key=smaller.__getitem__)
+    if not 1 / _FAR <= now / smaller[neighbour] <= _FAR * size / neighbour:
+        (less, slow), (more, fast) = sorted([(now, size), (smaller[neighbour], neighbour)])
+        rates = {"more": _rate(more), "less": _rate(less)}
+        yield finding("batch-sizes-far-apart", fast=fast, slow=slow, factor=more / less, **rates)
+        return
+    advised = has_finding(_STOPPED_PAYING, series) or result.case.device == "cpu" or result.has_wrong_answers
+    if now < _SLOWER * smaller[best] and not advised:
+        rates = {"more": _rate(smaller[best]), "less": _rate(now)}
+        yield finding(_STOPPED_PAYING, loss=percent(1 - now / smaller[best], 0), best=best, **rates)
 
 
 def _describe_out_of_memory(decision: MemoryLimit, result: CaseResult) -> Finding:
@@ -175,16 +141,6 @@ def _describe_out_of_memory(decision: MemoryLimit, result: CaseResult) -> Findin
     if decision.search:
         advice = f"run with --llmgpu-find-max-batch to find the limit between these two batch sizes, or {advice}"
     return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=sentence(advice))
-
-
-def _describe_missing_traffic(reason: str) -> Finding:
-    return Finding(
-        code="traffic-failed",
-        severity="warning",
-        text=f"Traffic is not known: {reason.rstrip('.')}.",
-        next_step="The times are complete. Run it again; if it fails again, the strategy does not run forward after "
-        "forward.",
-    )
 
 
 def _describe_failure(result: CaseResult) -> Finding:
@@ -227,17 +183,6 @@ def _decisive_line(log: str) -> str:
     plain = [line for line in lines if not line.startswith(_NO_TEXT)]
     last = (fatal or exceptions or plain or [""])[-1].strip().rstrip(".")
     return last if len(last) <= _LONGEST_LOG_LINE else f"{last[: _LONGEST_LOG_LINE - 1]}…"
-
-
-def _describe_slower_batch(result: CaseResult, faster: CaseResult) -> Finding:
-    now, best = _throughput(result), _throughput(faster)
-    return Finding(
-        code="batching-stopped-paying",
-        severity="info",
-        text=f"Throughput fell by {percent(1 - now / best, 0)} compared with batch size {faster.case.batch_size}: "
-        f"{_rate(now)} sequences/s, {_rate(best)} there.",
-        next_step="Serve with the smaller batch size: larger ones cost memory and time.",
-    )
 
 
 def _rate(per_s: float) -> str:

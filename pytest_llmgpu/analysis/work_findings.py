@@ -1,13 +1,14 @@
-"""Findings about work passes: kernels that were not recorded, each with what to do next."""
+"""Findings about work passes: kernels that were not recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pytest_llmgpu.analysis.finding_texts import finding, has_finding
 from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.work import NO_WORK, WORK_OFF
 
-_FAILED, _UNRECORDED = "work-passes-failed", "kernels-not-recorded"
+_UNRECORDED = "kernels-not-recorded"
 
 
 def of_work(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Finding]:
@@ -21,21 +22,11 @@ def of_work(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[Findi
     launch = result.launches[-1] if result.launches else None
     if launch is None:
         return
-    reason = launch.why.get("work")
     if launch.work is None:
+        reason = launch.why.get("work")
         if reason is not None and reason not in (NO_WORK, WORK_OFF):
-            yield Finding(
-                code=_FAILED,
-                severity="warning",
-                text=f"Kernels and FLOPs of this case are unknown: {reason.rstrip('.')}.",
-                next_step="Read the log of the rank, or leave the work passes out with --llmgpu-work=off.",
-            )
+            yield finding("work-passes-failed", reason=reason)
         return
     rank = next((rank for rank in launch.work.ranks if rank.uuids and "device_time_s" in rank.why), None)
-    if rank is not None and not any(finding.code == _UNRECORDED for other in earlier for finding in other.findings):
-        yield Finding(
-            code=_UNRECORDED,
-            severity="warning",
-            text=f"Kernels were not recorded: {rank.why['device_time_s'].rstrip('.')}.",
-            next_step="End other profilers on these GPUs, or allow the user to read GPU performance counters.",
-        )
+    if rank is not None and not has_finding(_UNRECORDED, earlier):
+        yield finding(_UNRECORDED, reason=rank.why["device_time_s"])

@@ -7,14 +7,7 @@ import pytest
 from support.prose import Prose
 from support.report_factory import GIB, make_memory, make_profile, make_result, make_traffic, make_work
 
-from pytest_llmgpu.analysis.profile_findings import (
-    Imbalance,
-    Outlier,
-    decide_imbalance,
-    describe_imbalance,
-    disturbances,
-    of_profile,
-)
+from pytest_llmgpu.analysis.profile_findings import disturbances, imbalance, of_profile
 from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.result import (
     CaseResult,
@@ -42,7 +35,7 @@ def _only(result: CaseResult) -> Finding:
 
 
 def _imbalance(launch: Launch) -> list[str]:
-    return [finding.code for finding in describe_imbalance(decide_imbalance(launch))]
+    return [finding.code for finding in imbalance(launch)]
 
 
 def _busy(*values: float | None) -> Profile:
@@ -129,11 +122,9 @@ def test_devices_that_differ_a_little_are_no_finding() -> None:
 
 def test_the_busiest_device_is_a_finding() -> None:
     """It is compared with the median of all devices."""
-    result = make_result(1.0, None, _busy(25.0, 24.0, 41.0, 26.0))
-    finding = _only(result)
+    finding = _only(make_result(1.0, None, _busy(25.0, 24.0, 41.0, 26.5)))
     assert (finding.code, finding.severity) == ("imbalanced-work", "info")
-    busiest = decide_imbalance(result.launches[0]).busiest
-    assert busiest == Outlier(index=2, value=41.0, median=25.5)
+    assert all(text in finding.text for text in ("GPU 2", "41 %", "26 %"))
 
 
 @pytest.mark.parametrize(
@@ -162,23 +153,19 @@ def _timed(*seconds: float, busy: Sequence[float] = ()) -> Launch:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "slower"),
+    ("seconds", "figures"),
     [
-        ((1.0, 1.06, 1.0, 1.0), (1, 1.06, 1.0)),
+        ((1.0, 1.06, 1.0, 1.0), ("Rank 1", "1.06 s", "is 1 s")),
         ((1.0, 1.04, 1.0, 1.0), None),
-        ((1.0, 1.25), (1, 1.25, 1.125)),
+        ((1.0, 1.25), ("Rank 1", "1.25 s", "is 1.125 s")),
         ((1.0,), None),
     ],
 )
-def test_a_rank_with_more_device_time_is_a_finding(
-    seconds: Sequence[float], slower: tuple[int, float, float] | None
-) -> None:
+def test_a_rank_with_more_device_time_is_a_finding(seconds: Sequence[float], figures: Sequence[str] | None) -> None:
     """Other ranks wait for it in kernels that count as busy: the utilisation of several ranks is not compared."""
-    launch = _timed(*seconds, busy=[88.0, 20.0, 20.0, 20.0][: len(seconds)])
-    found = decide_imbalance(launch)
-    expected = None if slower is None else Outlier(index=slower[0], value=slower[1], median=slower[2])
-    assert found == Imbalance(slowest=expected)
-    assert _imbalance(launch) == ([] if slower is None else ["slower-rank"])
+    found = list(imbalance(_timed(*seconds, busy=[88.0, 20.0, 20.0, 20.0][: len(seconds)])))
+    assert [one.code for one in found] == ([] if figures is None else ["slower-rank"])
+    assert all(text in found[0].text for text in figures or ())
 
 
 def test_every_launch_is_assessed() -> None:
@@ -230,10 +217,9 @@ def test_devices_are_not_compared_without_samples() -> None:
 
 def test_the_fullest_device_is_a_finding() -> None:
     """NVML's index and NVML's bytes count."""
-    launch = Launch(memory=_full(10.0, 10.5, 15.0, 10.5))
-    found = decide_imbalance(launch)
-    assert found == Imbalance(fullest=Outlier(index=1, value=15.0 * GIB, median=10.5 * GIB))
-    assert _imbalance(launch) == ["imbalanced-memory"]
+    (found,) = imbalance(Launch(memory=_full(10.0, 10.5, 15.0, 10.5)))
+    assert found.code == "imbalanced-memory"
+    assert all(text in found.text for text in ("GPU 1", "15.0 GiB in use", "is 10.5 GiB"))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +235,8 @@ def test_without_nvml_the_reserved_memory_is_compared() -> None:
     """One device without a sample suffices."""
     memory = _full(20.0, 20.0, 30.0)
     memory[0] = msgspec.structs.replace(memory[0], nvml_used_max_bytes=None)
-    found = decide_imbalance(Launch(memory=memory))
-    assert found == Imbalance(fullest=Outlier(index=1, value=15.0 * GIB, median=10.0 * GIB), by_reserved=True)
+    (found,) = imbalance(Launch(memory=memory))
+    assert all(text in found.text for text in ("GPU 1", "15.0 GiB reserved by torch", "is 10.0 GiB"))
 
 
 def test_findings_on_profiles_read_as(prose: Prose) -> None:
@@ -277,7 +263,7 @@ def test_findings_on_profiles_read_as(prose: Prose) -> None:
         *of_profile(_going("pcie", [0.0, 0.0], 0.0), []),
         *disturbances(make_result(1.0, None, disturbed), []),
         *disturbances(make_result(1.0, None, held_down), []),
-        *(finding for launch in launches for finding in describe_imbalance(decide_imbalance(launch))),
+        *(finding for launch in launches for finding in imbalance(launch)),
     ]
     assert prose == "\n".join(f"{finding.code}: {finding.text} {finding.next_step}" for finding in found)
 
