@@ -17,44 +17,71 @@ from collections.abc import Callable
 from typing import Any
 
 from pytest_llmgpu.gate.history import shifts
+from pytest_llmgpu.gate.noise_model import PRIORS
 
 SD = 0.003
 STEP, STEP_WITHIN = 0.01, 5
 DRIFT, DRIFT_WITHIN = 0.0006, 21
+CASES = 21
+PRIOR = PRIORS["device_compute"]
 AFTER = 60
 """Reports after the beginning of a change; a change that is not found in them counts as found with the last one."""
 
 
 def main() -> int:
-    """Simulate and print; return 1 if a promise does not hold with 30 reports or more before the change."""
+    """Simulate and print; return 1 if a promise does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--histories", type=int, default=1000, help="unchanged histories, each of 100 reports")
     parser.add_argument("--trials", type=int, default=500, help="histories of each change")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)  # noqa: S311 - a simulation
-    alarms = sum(bool(shifts(_history(draw, 100, 0, lambda _: 0.0))) for _ in range(arguments.histories))
+    unchanged = {
+        "deviation of 0.3 %": sum(_alarm(draw, SD) for _ in range(arguments.histories)),
+        "deviation drawn from the prior": sum(_alarm(draw, _drawn(draw)) for _ in range(arguments.histories)),
+        "deviation of 0.5 %": sum(_alarm(draw, 0.005) for _ in range(arguments.histories)),
+        f"deviation of 0.3 %, any of {CASES} cases": sum(
+            any(_alarm(draw, SD, CASES) for _ in range(CASES)) for _ in range(arguments.histories // 5)
+        ),
+    }
+    changes: tuple[tuple[str, Callable[[int], float], int], ...] = (
+        ("step", lambda _: math.log1p(STEP), STEP_WITHIN),
+        ("drift", lambda day: day * math.log1p(DRIFT), DRIFT_WITHIN),
+    )
     found = {
-        f"{kind} after {before} reports": _delays(draw, arguments.trials, before, growth, within)
-        for before, (kind, growth, within) in itertools.product(
-            (10, 20, 30, 60),
-            (
-                ("step", lambda _: math.log1p(STEP), STEP_WITHIN),
-                ("drift", lambda day: day * math.log1p(DRIFT), DRIFT_WITHIN),
-            ),
-        )
+        f"{kind} after {before} reports, {cases} cases": _delays(draw, arguments.trials, before, growth, within, cases)
+        for cases, before, (kind, growth, within) in itertools.product((1, CASES), (10, 20, 30, 60), changes)
     }
     result = {
         "sd": SD,
+        "prior": {"s0": PRIOR.s0, "df0": PRIOR.df0},
         "step": STEP,
         "drift_a_day": DRIFT,
         "seed": arguments.seed,
-        "unchanged": {"histories": arguments.histories, "reports": 100, "with_a_change": alarms},
+        "unchanged": {
+            "histories": arguments.histories,
+            "histories_of_cases": arguments.histories // 5,
+            "reports": 100,
+            "with_a_change": unchanged,
+        },
         "found": found,
     }
     print(json.dumps(result, indent=2))
-    late = [one for name, one in found.items() if not name.endswith(" 10 reports") and one["median"] > one["within"]]
-    return int(alarms > 0.01 * arguments.histories or bool(late))
+    return int(
+        unchanged["deviation of 0.3 %"] > 0.01 * arguments.histories
+        or any(one["median"] > one["within"] for one in found.values())
+    )
+
+
+def _alarm(draw: random.Random, sd: float, cases: int = 1) -> bool:
+    """Return whether a change is found in a history of 100 reports where nothing changed."""
+    return bool(shifts([math.exp(draw.gauss(0.0, sd)) for _ in range(100)], PRIOR, cases=cases))
+
+
+def _drawn(draw: random.Random) -> float:
+    """Return the deviation of a case: the prior with as many degrees of freedom as a history takes from it."""
+    degrees = min(PRIOR.df0, 20.0)
+    return PRIOR.s0 * math.sqrt(degrees / draw.gammavariate(degrees / 2, 2.0))
 
 
 def _history(draw: random.Random, before: int, after: int, growth: Callable[[int], float]) -> list[float]:
@@ -63,12 +90,12 @@ def _history(draw: random.Random, before: int, after: int, growth: Callable[[int
 
 
 def _delays(
-    draw: random.Random, trials: int, before: int, growth: Callable[[int], float], within: int
+    draw: random.Random, trials: int, before: int, growth: Callable[[int], float], within: int, cases: int
 ) -> dict[str, Any]:
     """Return with which report of the change it is found: 1 is the first one."""
     delays = []
     for _ in range(trials):
-        found = shifts(_history(draw, before, AFTER, growth))
+        found = shifts(_history(draw, before, AFTER, growth), PRIOR, cases=cases)
         delays.append(next((one.found - before + 1 for one in found if one.found >= before), AFTER))
     cuts = statistics.quantiles(delays, n=20)
     return {

@@ -3,8 +3,10 @@
 After each report the figures since the last change are searched for a new one: the mean may have changed with any of
 the reports (a step), or have begun to grow or shrink with any of them (a drift). Both are the likelihood-ratio test of
 a change point with an unknown mean and deviation (Hawkins, Qiu and Kang 2003, "The changepoint model for statistical
-process control", Journal of Quality Technology 35, 355-366; the drift has a line instead of a second mean). There is
-no change where another figure of one report explains more than any step and drift: this may be an accident.
+process control", Journal of Quality Technology 35, 355-366; the drift has a line instead of a second mean). The
+deviation is moderated as that of the gate: the prior of the noise regime counts as some reports more, because few
+reports do not show their deviation. There is no change where another figure of one report explains more than any step
+and drift: this may be an accident.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from pytest_llmgpu.gate.noise_model import Prior
 from pytest_llmgpu.gate.stats.distributions import t_tail
 from pytest_llmgpu.report.text import signed_percent
 
@@ -24,8 +27,11 @@ _SMALLEST = 0.002
 """Smallest change that is stated, as a fraction. A test of figures that hardly vary would find any."""
 
 _CHANCE = 3e-4
-"""Largest p of a change. By the simulation of `benchmarks/trend/changes.py` it finds one in 0.6 % of histories of 100
-unchanged reports."""
+"""Largest p of a change. By the simulation of `benchmarks/trend/changes.py` it finds one in at most 1 % of histories of
+100 unchanged reports."""
+
+_MOST_DEGREES = 20.0
+"""Most degrees of freedom of a prior: reports of different days can differ by more than launches of one day."""
 
 _FEWEST_BEFORE, _FEWEST_STEP, _FEWEST_DRIFT = 4, 2, 5
 """Fewest reports before a change, after a step, and in a drift."""
@@ -46,7 +52,7 @@ class Shift(NamedTuple):
     change: float
     """The change as a fraction of the mean before: of a step the mean since, of a drift its end when it was found."""
     p: float
-    """The two-sided p-value of its t, times the number of possible beginnings."""
+    """The two-sided p-value of its t, times the numbers of possible beginnings and of cases."""
 
 
 class _Best(NamedTuple):
@@ -58,18 +64,20 @@ class _Best(NamedTuple):
     """The change of the logarithm: of the mean, or over the whole drift."""
 
 
-def shifts(values: Sequence[float]) -> list[Shift]:
+def shifts(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Shift]:
     """Return the changes of a history in their order.
 
     Args:
         values: The figures of all reports, the oldest first; all are above 0.
+        prior: The expected noise of a report.
+        cases: The number of histories that are searched: any of them may show a change by chance.
     """
     logs = [math.log(value) for value in values]
     found: list[Shift] = []
     start = 0
     for end in range(1, len(logs) + 1):
         start = max(start, end - WINDOW)
-        shift = _shift(logs[start:end], start)
+        shift = _shift(logs[start:end], start, prior, cases)
         if shift is not None:
             found.append(shift)
             start = shift.first if shift.kind == "step" else shift.found
@@ -90,7 +98,7 @@ def describe(shift: Shift, names: Sequence[str]) -> str:
     return f"Drift of {change} from report {first} to report {found}."
 
 
-def _shift(logs: Sequence[float], start: int) -> Shift | None:
+def _shift(logs: Sequence[float], start: int, prior: Prior, cases: int) -> Shift | None:
     """Return the change that the last of these logarithms shows; None without one."""
     size = len(logs)
     best = max(_beginnings(logs), key=lambda one: one.explained, default=None)
@@ -100,10 +108,10 @@ def _shift(logs: Sequence[float], start: int) -> Shift | None:
     squares = [(value - mean) ** 2 for value in logs]
     if max(squares) * size / (size - 1) >= best.explained:
         return None  # one report alone explains more
-    left = math.fsum(squares) - best.explained
-    # Rounding leaves a little of figures that are equal before and after the step.
-    t = math.sqrt((size - 2) * best.explained / max(left, 1e-12 * best.explained))
-    p = min(1.0, 2 * t_tail(t, size - 2) * (size - _FEWEST_BEFORE))
+    expected = min(prior.df0, _MOST_DEGREES)
+    degrees = size - 2 + expected
+    left = max(0.0, math.fsum(squares) - best.explained) + expected * prior.s0**2
+    p = min(1.0, 2 * t_tail(math.sqrt(degrees * best.explained / left), degrees) * (size - _FEWEST_BEFORE) * cases)
     if p > _CHANCE:
         return None
     return Shift(best.kind, start + best.first, start + size - 1, math.expm1(best.growth), p)

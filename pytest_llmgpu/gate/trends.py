@@ -2,7 +2,7 @@
 
 A change of device time, or of the wall time of replayed CUDA graphs where there is no device time, is a step or a drift
 over all reports of the same GPUs (`gate.history`). A change of another figure is a verdict of the gate against the last
-earlier report with the same case, under the default policy with the calibration of the machine if there is one.
+earlier report with the same case. Both use the default policy, and the calibration of the machine if there is one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.gate import calibration, history, judge, promotion
 from pytest_llmgpu.gate.calibration import Calibration
+from pytest_llmgpu.gate.noise_model import Prior, prior_of
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file as reports
 from pytest_llmgpu.report.case import Case
@@ -56,7 +58,7 @@ _DISTINCTIONS: tuple[Callable[[_Identity, Case], str], ...] = (
 _Rows = dict[tuple[str, str, MetricName], Row]
 """The row of the gate for each key, id and metric; for metrics of a series the id is empty."""
 
-_TIMES = ("device_time", "time")
+_TIMES: tuple[Literal["device_time", "time"], ...] = ("device_time", "time")
 """The metrics whose changes are searched in the history, the best first."""
 
 
@@ -69,6 +71,8 @@ class _Past(NamedTuple):
     """The time in seconds."""
     gpus: frozenset[str]
     """The GPUs of the session, by UUID."""
+    prior: Prior
+    """The expected noise."""
 
 
 _Marks = dict[int, tuple[float, str] | None]
@@ -190,9 +194,10 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     series = [_by_series(load(place)) for place in shown]
     pasts: dict[tuple[str, _Identity], list[_Past]] = {}
     for place in range(max(0, shown.start - history.WINDOW), len(kept)):
-        _add_times(pasts, place, load(place) if place in shown else reports.load(kept[place].path))
+        _add_times(pasts, place, load(place) if place in shown else reports.load(kept[place].path), noise)
     names = [f"{one.number:04}" for one in kept]
-    marks = {name: _marks(past, names, shown.start) for name, past in pasts.items()}
+    searched = sum(len(past) >= history.FEWEST for past in pasts.values())
+    marks = {name: _marks(past, names, shown.start, searched) for name, past in pasts.items()}
     found = []
     for spec in METRICS:
         if spec.trended is not None:
@@ -202,7 +207,9 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     return found
 
 
-def _add_times(pasts: dict[tuple[str, _Identity], list[_Past]], place: int, report: Report) -> None:
+def _add_times(
+    pasts: dict[tuple[str, _Identity], list[_Past]], place: int, report: Report, noise: Calibration | None
+) -> None:
     """Add the quiet time of each case of a report: device time, or without it the wall time of replayed graphs."""
     gpus = frozenset(gpu.uuid for gpu in report.environment.gpus)
     for result in report.cases:
@@ -210,7 +217,12 @@ def _add_times(pasts: dict[tuple[str, _Identity], list[_Past]], place: int, repo
             figure = spec_of(name).figure
             found = figure(result) if figure is not None else None
             if found is not None and found.value > 0 and (name == "device_time" or _is_replayed(result)):
-                pasts.setdefault((name, _identity(result)), []).append(_Past(place, found.value, gpus))
+                regime = noise_regime.noisiest(name, result)
+                # The history itself shows how the waiting for the host varies.
+                prior = prior_of(regime, forwards=noise_regime.forwards(regime, result))
+                if noise is not None:
+                    prior = prior.calibrated(noise.of(result.key, name))
+                pasts.setdefault((name, _identity(result)), []).append(_Past(place, found.value, gpus, prior))
                 break
 
 
@@ -218,13 +230,14 @@ def _is_replayed(result: CaseResult) -> bool:
     return result.case.execution == "cuda_graphs"
 
 
-def _marks(past: Sequence[_Past], names: Sequence[str], start: int) -> _Marks:
+def _marks(past: Sequence[_Past], names: Sequence[str], start: int, cases: int) -> _Marks:
     """Return the changes of one time over the reports of each set of GPUs.
 
     Args:
         past: The time in each report.
         names: The name of each report.
         start: The first report with a column: a change that began earlier is marked where it was found.
+        cases: The number of cases whose history is searched.
     """
     marks: _Marks = {}
     by_gpus: dict[frozenset[str], list[_Past]] = {}
@@ -233,7 +246,8 @@ def _marks(past: Sequence[_Past], names: Sequence[str], start: int) -> _Marks:
     for of_gpus in by_gpus.values():
         marks |= dict.fromkeys(one.place for one in of_gpus[history.FEWEST - 1 :])
         of_places = [names[one.place] for one in of_gpus]
-        for shift in history.shifts([one.value for one in of_gpus]):
+        prior = max((one.prior for one in of_gpus), key=lambda prior: prior.s0)
+        for shift in history.shifts([one.value for one in of_gpus], prior, cases=cases):
             first = of_gpus[shift.first].place
             place = first if first >= start else of_gpus[shift.found].place
             marks[place] = shift.change, history.describe(shift, of_places)
