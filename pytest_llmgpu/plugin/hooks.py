@@ -6,6 +6,7 @@ uses the model.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import printable, printable_lines
 
 if TYPE_CHECKING:
+    from pytest_llmgpu.ranks.nodes import Nodes
     from pytest_llmgpu.session.session import BenchmarkSession
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
@@ -27,6 +29,8 @@ _WORKER_ERROR = "llmgpu_usage_error"
 """Key of the error that an xdist worker sends to its controller."""
 _MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
 """In `config.stash`: node id of each test function whose markers are not allowed to the reason."""
+_NODES: pytest.StashKey[Nodes] = pytest.StashKey()
+"""In `config.stash`: the places that torchrun or srun provides for ranks; absent with the launcher `local`."""
 _REFUSED = pytest.StashKey[str]()
 """In `item.stash`: the reason why a test cannot be measured. It fails with it, and the other tests run."""
 _NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
@@ -54,6 +58,29 @@ def pytest_llmgpu_tasks() -> Mapping[str, str]:
     from pytest_llmgpu.inference import tasks
 
     return tasks.BUILT_IN
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """With --llmgpu-launcher=env, join the other processes: pytest runs in rank 0's, and in no other one."""
+    if hasattr(config, "workerinput") or options.resolve(config).launcher != "env":
+        return None
+    from pytest_llmgpu.ranks import env, join, world
+    from pytest_llmgpu.session.run_folder import RunFolder
+
+    try:
+        here = world.of_environment(os.environ)
+        if here.rank == 0:
+            config.stash[_NODES] = peers = env.Peers(here)
+            config.add_cleanup(peers.close)
+            return None
+        folder = RunFolder()
+        try:
+            return join.serve(here, folder.path)
+        finally:
+            folder.remove()
+    except ValueError as error:
+        raise pytest.UsageError(printable(f"--llmgpu-launcher=env: {error}")) from None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -283,7 +310,10 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
     )
     chosen = options.resolve(config)
+    nodes = config.stash.get(_NODES, None)
     try:
+        if nodes is not None:
+            nodes.wait(chosen.load_timeout)
         known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
         fixtures.check_task_names(known_tasks)
         return BenchmarkSession(
@@ -298,6 +328,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             known_tasks=known_tasks,
             arguments=[str(argument) for argument in config.invocation_params.args],
             live=live,
+            nodes=nodes,
         )
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None

@@ -88,15 +88,19 @@ class Channel(Protocol):
 class ProcessRank:
     """One rank: a future for each command. It implements `protocol.Rank` for every launcher."""
 
-    def __init__(self, rank: int, on_batch: BatchListener, start: Callable[[Listener], Channel]) -> None:
+    def __init__(
+        self, rank: int, on_batch: BatchListener, start: Callable[[Listener], Channel], node: int | None = None
+    ) -> None:
         """Start the process.
 
         Args:
             rank: The number of the rank.
             on_batch: Called with each finished batch.
             start: Starts the process, which passes what it sends to a listener.
+            node: The number of its node, for messages; None if there is only one.
         """
         self.rank = rank
+        self._node = node
         self._on_batch = on_batch
         self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
@@ -155,7 +159,10 @@ class ProcessRank:
 
     def on_end(self, end: End) -> None:
         """Fail all commands without an answer, and those that follow."""
-        error = RankFailedError(end.outcome, end.failure)
+        failure = end.failure
+        if self._node is not None:
+            failure = msgspec.structs.replace(failure, message=f"{failure.message} (node {self._node})")
+        error = RankFailedError(end.outcome, failure)
         with self._lock:
             self._ended = error
             pending, self._pending = self._pending, deque()

@@ -97,8 +97,8 @@ class RankGroup:
 
     def kill(self) -> None:
         """End every rank at once."""
-        for rank in self._ranks:
-            rank.kill()
+        with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
+            list(pool.map(lambda rank: rank.kill(), self._ranks))
 
     def _on_batch(self, rank: int, finished: FinishedBatch) -> None:
         with self._lock:
@@ -114,11 +114,16 @@ class RankGroup:
 
     def _timeout(self, phase: Phase, timeout_s: float) -> RankFailedError:
         missing = "loaded model" if phase == "load" else "finished batch"
+        try:
+            stacks = "\n".join(rank.stacks() for rank in self._ranks)
+        except RankFailedError as error:  # its node does not answer, which explains the rest
+            error.failure = msgspec.structs.replace(error.failure, phase=phase)
+            return error
         failure = Failure(
             phase=phase,
             message=f"no {missing} for {timeout_s:g} s",
             evidence=f"time limit of {timeout_s:g} s",
-            log_tail="\n".join(rank.stacks() for rank in self._ranks),
+            log_tail=stacks,
         )
         return RankFailedError("timeout", failure)
 

@@ -9,9 +9,11 @@ that does not unpickle, and its workers outlive a killed parent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import queue
+import re
 import secrets
 import shutil
 import signal
@@ -23,17 +25,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import oom, serving
+from pytest_llmgpu.ranks import oom, serving, world
 from pytest_llmgpu.ranks.futures import Answer, End, Listener, ProcessRank
 from pytest_llmgpu.ranks.oom import Death
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_NOT_INHERITED = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
+    rf"|{world.KEY}"
+)
+"""Variables of this process as a rank of a job, which libraries would read, and the secret of its nodes."""
 _MARK = "LLMGPU_RANK_OF"
 """This variable of a rank is inherited by every process that the rank starts."""
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 """All ranks run on this machine: nobody on the network can connect to them, whatever these variables are for other
 programs. NVLink, PCIe and shared memory do not depend on them. NCCL takes a name without `=` as the start of one."""
 _CLOSE_S = 10.0
@@ -59,21 +65,26 @@ class LocalLauncher:
 
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[ProcessRank]:
         """Start one process per environment."""
-        # The ranks find each other through a file: another program may take a port first.
-        rendezvous = str(self._log_directory / f"launch{self._started}-rendezvous")
-        ours = {**LOOPBACK, "LLMGPU_RENDEZVOUS": rendezvous}
-        logs = [self._log_directory / f"launch{self._started}-rank{number}.log" for number in range(len(environments))]
+        ours = self.meeting()
+        return [
+            ProcessRank(number, on_batch, functools.partial(self.start_process, number, {**ours, **environment}))
+            for number, environment in enumerate(environments)
+        ]
+
+    def meeting(self) -> dict[str, str]:
+        """Return the variables with which ranks of this machine find each other, and nobody else finds them."""
+        # By a file: another program may take a port first.
+        return {**_LOOPBACK, "LLMGPU_RENDEZVOUS": str(self._log_directory / f"rendezvous{self._started}")}
+
+    def start_process(
+        self, rank: int, environment: Mapping[str, str], listener: Listener, inherited: Sequence[int] = ()
+    ) -> LocalProcess:
+        """Start the process of one rank (see `LocalProcess`); its output is that of the rank."""
+        log = self._log_directory / f"process{self._started}-rank{rank}.log"
         self._started += 1
-
-        def starter(number: int) -> Callable[[Listener], LocalProcess]:
-            def start(listener: Listener) -> LocalProcess:
-                process = LocalProcess(number, {**ours, **environments[number]}, logs[number], listener)
-                self._processes.append(process)
-                return process
-
-            return start
-
-        return [ProcessRank(number, on_batch, starter(number)) for number in range(len(environments))]
+        process = LocalProcess(rank, environment, log, listener, inherited)
+        self._processes.append(process)
+        return process
 
     def take_output(self) -> dict[int, str]:
         """Return what the processes of each rank wrote since the last call; of long output the end."""
@@ -88,7 +99,14 @@ class LocalLauncher:
 class LocalProcess:
     """The process of a rank. Commands and answers are pickled; finished batches arrive on a pipe of their own."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], log: Path, listener: Listener) -> None:
+    def __init__(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        log: Path,
+        listener: Listener,
+        inherited: Sequence[int] = (),
+    ) -> None:
         """Start the process.
 
         Args:
@@ -96,6 +114,7 @@ class LocalProcess:
             environment: Variables that are added to those of this process, or replace them.
             log: The file for the output of the process.
             listener: Receives what the process sends, and its end.
+            inherited: Further file descriptors that the process gets, under the same numbers.
         """
         self.rank = rank
         self._log = log
@@ -112,18 +131,18 @@ class LocalProcess:
         command_in, command_out = os.pipe()
         answer_in, answer_out = os.pipe()
         batch_in, batch_out = os.pipe()
-        inherited = (command_in, answer_out, batch_out)
+        ends = (command_in, answer_out, batch_out)
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                processes.command("pytest_llmgpu.ranks", serving.FLAG, *map(str, (os.getpid(), *inherited))),
+                processes.command("pytest_llmgpu.ranks", serving.FLAG, *map(str, (os.getpid(), *ends))),
                 env={**_environment(), **environment, "PYTHONUNBUFFERED": "1", _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                pass_fds=inherited,
+                pass_fds=(*ends, *inherited),
                 start_new_session=True,
             )
-        for descriptor in inherited:
+        for descriptor in ends:
             os.close(descriptor)
         self._listener = listener
         commands = Connection(command_out, readable=False)
@@ -270,7 +289,7 @@ class LocalProcess:
 
 def _environment() -> dict[str, str]:
     """Return the variables of this process without its own rank in a job; the launcher numbers the ranks."""
-    return {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    return {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
 
 
 def _signal_name(number: int) -> str:

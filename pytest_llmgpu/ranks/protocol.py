@@ -58,7 +58,11 @@ class Rank(Protocol):
         ...
 
     def stacks(self) -> str:
-        """Return the stack of each thread of the process, as the end of its log shows them."""
+        """Return the stack of each thread of the process, as the end of its log shows them.
+
+        Raises:
+            RankFailedError: The node of the process does not answer.
+        """
         ...
 
     def close(self) -> None:

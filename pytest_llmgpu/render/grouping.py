@@ -32,7 +32,8 @@ def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
         for name in (*_COLUMN_FIELDS, "batch_size"):
             del fields[name]
         if result.case.device == "cpu":
-            del fields["devices"]  # on a CPU these are processes, and strategies use different numbers of them
+            # On a CPU devices are processes, and strategies use different numbers of them.
+            del fields["devices"], fields["nodes"]
         found.setdefault(json.dumps(fields, sort_keys=True), []).append(result)
     return list(found.values())
 
@@ -101,6 +102,8 @@ def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
     """Return the parts of a caption by field; the text of a default value is empty."""
     names = unique(gpu.name for gpu in environment.gpus)
     devices = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
+    if case.device == "cuda" and case.nodes > 1:
+        devices += f" on {case.nodes} nodes"
     limit_bytes = case.gpu_memory_bytes
     return {
         "model": model(case),

@@ -57,7 +57,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     devices: Positive
     """Number of devices that the model is spread over."""
     launcher: str = "local"
-    """Launcher that started the ranks."""
+    """Launcher that started the ranks: `local`, or `env` for torchrun and Slurm."""
+    nodes: Positive = 1
+    """Number of nodes that the ranks run on."""
     cuda_graphs: str = "auto"
     """Requested use of CUDA graphs: `auto`, `on` or `off`."""
     execution: str = "eager"

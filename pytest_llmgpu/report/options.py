@@ -105,6 +105,14 @@ class Options:
     devices: int | None = _option(
         option_values.whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)"
     )
+    launcher: str = _option(
+        option_values.one_of("local", "env"),
+        "local",
+        "{local,env}",
+        "local: start the ranks on this machine; env: start one rank for each process that torchrun or srun started, "
+        "on one or several nodes",
+        marker=False,
+    )
     dataset: str = _option(
         option_values.text,
         "bundled",

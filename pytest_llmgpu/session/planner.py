@@ -17,7 +17,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
 from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, Case
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.text import gib
+from pytest_llmgpu.report.text import gib, plural
 from pytest_llmgpu.session.runner import Request
 from pytest_llmgpu.strategies import divisibility
 from pytest_llmgpu.strategies.protocol import Strategy
@@ -127,6 +127,7 @@ class Planner:
         machine = self.machine(options)
         self._check_device(options, machine)
         self._check_processes(options, machine)
+        _check_places(strategy, machine)
 
         def case_of(source: ModelSource) -> Case:
             # On a CPU devices are processes, and a strategy of one process uses only one.
@@ -144,6 +145,8 @@ class Planner:
                 dtype=_dtype(options.dtype, machine.device),
                 device=machine.device,
                 devices=machine.devices if machine.device == "cuda" else processes,
+                launcher=options.launcher,
+                nodes=len({machine.node_of(rank) for rank in range(processes)}),
                 cuda_graphs=options.cuda_graphs,
                 execution="cuda_graphs" if recorded else "eager",
                 gpu_memory_bytes=options.gpu_memory,
@@ -226,7 +229,8 @@ class Planner:
 
     def _check_processes(self, options: Options, machine: Machine) -> None:
         """Refuse more devices than any strategy uses on a CPU, where devices are processes."""
-        if machine.device == "cpu" and machine.devices > 1:
+        asked = options.devices is not None or not machine.nodes
+        if machine.device == "cpu" and machine.devices > 1 and asked:
             chosen = [self._strategy(name)[1] for name in options.strategy]
             if all(strategy.ranks(machine.devices) == 1 for strategy in chosen):
                 names = ", ".join(strategy.name for strategy in chosen)
@@ -264,7 +268,7 @@ class Planner:
                 "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
             )
         cap = options.gpu_memory
-        uuids = tuple(gpu.uuid for gpu in machine.gpus)
+        uuids = tuple(gpu.uuid for gpu in machine.gpus_here)
         # Once, before a rank runs: later the memory in use is that of our own ranks.
         if cap is not None and (cap, uuids) not in self._caps:
             _check_cap(cap, machine)
@@ -275,6 +279,24 @@ class Planner:
             except ValueError as error:
                 raise ValueError(f"--llmgpu-sample-period: {error}") from None
             self._period_checked = True
+
+
+def _check_places(strategy: Strategy, machine: Machine) -> None:
+    """Refuse a strategy that needs more processes, or more GPUs in one process, than torchrun or Slurm provide."""
+    if not machine.nodes:
+        return
+    needed, started = strategy.ranks(machine.devices), len(machine.nodes)
+    if needed > started:
+        raise ValueError(
+            f"WORLD_SIZE={started}, but {strategy.name} on {plural(machine.devices, 'device')} needs {needed} "
+            f"processes: start {needed}, or pass --llmgpu-devices={started}"
+        )
+    usable = 1 if machine.one_gpu_each else len(machine.gpus_here)
+    if needed == 1 and machine.device == "cuda" and machine.devices > usable:
+        raise ValueError(
+            f"--llmgpu-devices={machine.devices}: {strategy.name} runs in one process, which can use "
+            f"{plural(usable, 'GPU')} of node 0: pass at most {usable}"
+        )
 
 
 def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:

@@ -19,6 +19,7 @@ from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers, Settings
 from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.nodes import Nodes
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
@@ -65,13 +66,15 @@ class BenchmarkSession:
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
         arguments: Sequence[str],
         live: LiveLine,
+        nodes: Nodes | None = None,
     ) -> None:
-        """Make the session of a pytest run; no process starts.
+        """Make the session of a pytest run; no process starts. `nodes` is None if ranks run on this machine only.
 
         Raises:
             ValueError: The report or the page cannot be written, the store cannot be written, or the policy is invalid.
         """
-        self.planner = Planner(rootdir, environment.machine, known, known_tasks)
+        find_machine = environment.machine if nodes is None else nodes.machine
+        self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, arguments, page_path)
         self.judge: Judge | None = None
         """Compares the run with its baseline; None without one."""
@@ -87,7 +90,8 @@ class BenchmarkSession:
         self._live = live
         self._folder = RunFolder()
         self._profilers: tuple[tuple[str, ...], NodeProfilers] | None = None
-        self.runner = Runner(LocalLauncher(self._folder.path), self.profilers_of, self._show, live.note)
+        launcher = LocalLauncher(self._folder.path) if nodes is None else nodes.launcher(self._folder.path)
+        self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
         self._resumed: Report | None = None
         """The session that this run continues; None if it begins one."""
         self._kept: dict[str, list[CaseResult]] = {}
@@ -238,7 +242,7 @@ class BenchmarkSession:
 
     def profilers_of(self, machine: Machine) -> NodeProfilers:
         """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
-        uuids = tuple(gpu.uuid for gpu in machine.gpus)
+        uuids = tuple(gpu.uuid for gpu in machine.gpus_here)
         if self._profilers is not None and self._profilers[0] != uuids:
             self._profilers[1].close()
             self._profilers = None

@@ -10,6 +10,7 @@ from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
 
 class Member(NamedTuple):
@@ -26,15 +27,14 @@ class Member(NamedTuple):
 def join(case: Case) -> Member:
     """Join the other ranks, by NCCL on GPUs and by gloo on a CPU.
 
-    The ranks find each other through the file in LLMGPU_RENDEZVOUS, which the launcher sets; without it, as under
-    torchrun, through MASTER_ADDR and MASTER_PORT. A single rank joins no group.
+    The ranks find each other through the file or the address in LLMGPU_RENDEZVOUS, which the launcher sets; without
+    it, as under torchrun, through MASTER_ADDR and MASTER_PORT. A single rank joins no group.
 
     Raises:
         ValueError: The number of started ranks is not the number of devices of the case.
     """
     import torch
     from torch import distributed
-    from torch._C._distributed_c10d import FileStore  # torch.distributed does not export it to type checkers
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != case.devices:
@@ -50,13 +50,35 @@ def join(case: Case) -> Member:
         # gloo looks up the name of the host, which fails in many containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world_size > 1 and not distributed.is_initialized():
-        rendezvous = os.environ.get("LLMGPU_RENDEZVOUS")
         distributed.init_process_group(
             backend="nccl" if case.device == "cuda" else "gloo",
-            store=FileStore(rendezvous, world_size) if rendezvous else None,
+            store=_store(rank, world_size),
             rank=rank,
             world_size=world_size,
             # NCCL connects now, so that its buffers count as memory of loading and not of the first batch.
             device_id=device if case.device == "cuda" else None,
         )
     return Member(device, rank, world_size)
+
+
+def _store(rank: int, world_size: int) -> Store | None:
+    """Return the store in which the ranks find each other; None without LLMGPU_RENDEZVOUS."""
+    from torch._C._distributed_c10d import (
+        FileStore,
+        TCPStore,
+    )  # torch.distributed does not export them to type checkers
+
+    rendezvous = os.environ.get("LLMGPU_RENDEZVOUS")
+    if rendezvous is None:
+        return None
+    if not rendezvous.startswith("tcp://"):
+        return FileStore(rendezvous, world_size)
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    listener = os.environ.get("LLMGPU_RENDEZVOUS_SOCKET")  # of rank 0, which listens on this port already
+    return TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=rank == 0,
+        master_listen_fd=None if listener is None else int(listener),
+    )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest_llmgpu
 
 _PACKAGE = Path(pytest_llmgpu.__file__).parent
-_PIPES = {"ranks/futures.py", "ranks/local.py", "ranks/serving.py"}
-"""These modules unpickle what comes through pipes from a process of this package."""
+_PIPES = {"ranks/env.py", "ranks/futures.py", "ranks/join.py", "ranks/local.py", "ranks/serving.py"}
+"""These modules unpickle what comes from a process of this package, through pipes or an authenticated connection."""
 _UNPICKLES = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load"), ("marshal", "loads")}
 
 

@@ -214,3 +214,20 @@ def break_rank_1(loaded: Loaded) -> None:
 
     if loaded.rank == 1:
         loaded.model.register_forward_pre_hook(fail_forward)
+
+
+def parent(_state: RankState) -> int:
+    """Return the process that started the rank."""
+    return os.getppid()
+
+
+def fail_on_rank_1(_state: RankState) -> None:
+    """Raise an exception on one rank."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("the layer is broken")
+
+
+def die_on_rank(_state: RankState, rank: int) -> None:
+    """End one rank by a signal."""
+    if os.environ["RANK"] == str(rank):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support import worlds
+
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+
+_BENCHMARK = """
+def test_hellaswag(llm, hellaswag, batch_size, measure):
+    measure(llm, hellaswag, batch_size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": ""}, "RANK='': a whole number is needed"),
+        ({"RANK": "7"}, "rank 7 of 2 processes: allowed are 0 to 1"),
+        ({"LLMGPU_KEY": ""}, "LLMGPU_KEY is not set, and the processes of several nodes need a common secret"),
+        ({"LLMGPU_PORT": "99999"}, "port 99999: set LLMGPU_PORT to a free port"),
+    ],
+)
+def test_a_world_that_cannot_work_is_refused_before_the_collection(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], message: str
+) -> None:
+    """One line has the option, the variable and its value."""
+    pytester.makepyfile(test_it="raise AssertionError('collected')")
+    for name, value in {**worlds.torchrun(0, 2, per_node=1), **changed}.items():
+        monkeypatch.setenv(name, value)
+    result = pytester.runpytest_inprocess("--llmgpu-launcher=env")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --llmgpu-launcher=env: {message.replace('[', '[[]')}*"])
+    result.stdout.no_fnmatch_line("*collected*")
+
+
+@pytest.mark.slow
+def test_missing_processes_are_named_before_a_model_is_loaded(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit is that of loading; a run that measures nothing does not wait."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    port = worlds.free_port()
+    for name, value in worlds.torchrun(0, 3, per_node=1, port=port).items():
+        monkeypatch.setenv(name, value)
+    assert pytester.runpytest_inprocess("--llmgpu-launcher=env", "--collect-only").ret == 0
+    result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: WORLD_SIZE=3, but 1 process joined within 0.1 s: rank 1, 2 is missing.*"])
+
+
+@pytest.mark.slow
+def test_two_nodes_measure_what_one_machine_measures(pytester: pytest.Pytester) -> None:
+    """Under two torchruns, predictions and traffic are those of the local launcher; only rank 0 prints."""
+    pytester.makepyfile(test_it=_BENCHMARK)
+    pytest_ = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--strategy=tp", "--llmgpu-batch-sizes=8"]
+    pytest_ += ["--llmgpu-limit=4", "--llmgpu-device=cpu", "--llmgpu-work=off"]
+    port = worlds.free_port()
+    variables = {"LLMGPU_KEY": worlds.KEY, "LLMGPU_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={worlds.free_port()}"]
+    torchrun = [[sys.executable, "-m", "torch.distributed.run", *meeting, f"--node-rank={node}"] for node in (0, 1)]
+    there = [
+        _start([*command, *pytest_, "--llmgpu-launcher=env", "--llmgpu-json=there.json"], variables)
+        for command in torchrun
+    ]
+    try:
+        printed = [process.communicate(timeout=600)[0] for process in there]
+    finally:
+        for process in there:
+            process.kill()
+    assert [process.returncode for process in there] == [0, 0], printed
+    assert "1 passed" in printed[0]
+    assert "pytest" not in printed[1]
+    here = _start([sys.executable, *pytest_, "--llmgpu-devices=2", "--llmgpu-json=here.json"], variables)
+    assert here.communicate(timeout=600)
+    assert here.returncode == 0
+    ours, theirs = (_figures(file.load(Path(name))) for name in ("here.json", "there.json"))
+    assert ours == theirs
+    cases = [result.case for result in file.load(Path("there.json")).cases]
+    assert [(case.strategy, case.devices, case.launcher, case.nodes) for case in cases] == [("tp", 2, "env", 2)]
+
+
+def _start(command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=worlds.environment(variables), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def _figures(report: Report) -> list[tuple[object, ...]]:
+    """Return what two runs of the same cases have in common."""
+    return [
+        (result.id, result.outcome, result.launches[0].accuracy, result.traffic, result.launches[0].plan_sha256)
+        for result in report.cases
+    ]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from support.worlds import KEY, srun, torchrun
+
+from pytest_llmgpu.ranks import world
+
+
+def test_torchrun_sets_rank_and_address() -> None:
+    """Rank 0 listens on the port after the one that torch's own store has."""
+    found = world.of_environment(torchrun(3, 4, per_node=2))
+    assert (found.rank, found.size, found.local_rank, found.node) == (3, 4, 1, 1)
+    assert (found.address, found.port, found.key) == ("127.0.0.1", 29501, KEY.encode())
+
+
+def test_one_machine_needs_no_secret() -> None:
+    """The kernel names the user at the other end there."""
+    assert world.of_environment(torchrun(1, 2, per_node=2)).key is None
+    assert world.of_environment({**srun(1, 2, per_node=2), "LLMGPU_KEY": ""}).key is None
+
+
+def test_without_a_number_of_the_node_each_has_its_share_of_the_ranks() -> None:
+    """A job that is no torchrun may set four variables only."""
+    variables = torchrun(5, 6, per_node=2)
+    del variables["GROUP_RANK"]
+    assert world.of_environment(variables).node == 2
+    del variables["LOCAL_WORLD_SIZE"], variables["LOCAL_RANK"]
+    found = world.of_environment(variables)
+    assert (found.node, found.local_rank) == (5, 0)
+
+
+def test_slurm_sets_rank_and_nodes() -> None:
+    """The first node of the step has rank 0, and the number of the job gives the port."""
+    found = world.of_environment({**srun(3, 4, per_node=2), "SLURM_STEP_NODELIST": "gpu[07-08]"})
+    assert (found.rank, found.size, found.local_rank, found.node) == (3, 4, 1, 1)
+    assert found.address == "gpu07"
+    assert 20_000 <= found.port < 32_000
+    other = world.of_environment({**srun(3, 4, per_node=2), "SLURM_STEP_ID": "1"})
+    assert other.port != found.port, "two steps of a job may run at the same time"
+    assert world.of_environment({**srun(0, 2, per_node=1), "MASTER_ADDR": "10.0.0.1"}).address == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node7", "node7"),
+        ("node[01-03,07]", "node01"),
+        ("node[1,3],other[2-4]", "node1"),
+        ("login,node[1-2]", "login"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("node[01-02]-ib,x", "node01-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
+    """Slurm writes ranges in brackets, with leading zeros."""
+    assert world.first_host(nodelist) == first
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": None}, "neither RANK and WORLD_SIZE nor SLURM_PROCID"),
+        ({"RANK": "two"}, "RANK='two'"),
+        ({"RANK": "4"}, "rank 4 of 4 processes"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": None}, "LLMGPU_PORT"),
+        ({"MASTER_PORT": "65535"}, "port 65536"),
+        ({"LLMGPU_PORT": "0"}, "port 0"),
+        ({"LLMGPU_KEY": None}, "LLMGPU_KEY is not set"),
+        ({"LLMGPU_KEY": "short"}, "LLMGPU_KEY has 5 bytes"),
+    ],
+)
+def test_bad_variables_are_refused_in_one_line(changed: dict[str, str | None], message: str) -> None:
+    """The message has the variable and its value, but never a secret."""
+    variables = {**torchrun(1, 4, per_node=2), **changed}
+    with pytest.raises(ValueError, match=message) as caught:
+        world.of_environment({name: value for name, value in variables.items() if value is not None})
+    assert "\n" not in str(caught.value)
+    assert "short" not in str(caught.value)
+
+
+def test_a_missing_variable_of_slurm_is_named() -> None:
+    """SLURM_PROCID alone is not enough."""
+    variables = srun(1, 4, per_node=2)
+    del variables["SLURM_STEP_NUM_TASKS"], variables["SLURM_NTASKS"]
+    with pytest.raises(ValueError, match="SLURM_NTASKS is not set"):
+        world.of_environment(variables)

@@ -1,0 +1,102 @@
+"""Processes that torchrun or srun would start: variables for them, and processes that serve a rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pytest_llmgpu.ranks.world import World, of_environment
+
+KEY = "a secret of more than 16 bytes"
+
+_SERVE = """
+import os, sys
+from pathlib import Path
+from pytest_llmgpu.ranks import join, world
+try:
+    sys.exit(join.serve(world.of_environment(os.environ), Path(sys.argv[1])))
+except ValueError as error:
+    sys.exit(str(error))
+"""
+_JOB = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP)_.*|MASTER_.*|SLURM_.*|LLMGPU_(KEY|PORT)")
+_PORTS = itertools.count(20_000 + os.getpid() % 12_000)
+"""Ports below those that the kernel gives to connections."""
+
+
+def torchrun(rank: int, size: int, *, per_node: int, port: int | None = None) -> dict[str, str]:
+    """Return what torchrun sets for a process, and the secret where there are several nodes."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29_500 if port is None else port - 1),
+    }
+    return variables if per_node == size else {**variables, "LLMGPU_KEY": KEY}
+
+
+def srun(rank: int, size: int, *, per_node: int) -> dict[str, str]:
+    """Return what srun sets for a process of a job step."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": str(size // per_node),
+        "SLURM_LOCALID": str(rank % per_node),
+        "SLURM_NODEID": str(rank // per_node),
+        "SLURM_STEP_NODELIST": "localhost",
+        "LLMGPU_KEY": KEY,
+    }
+
+
+def free_port() -> int:
+    """Return a port that no other test of this process uses."""
+    return next(_PORTS)
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this process, as if it had been started as a part of no other job."""
+    ours = {name: value for name, value in os.environ.items() if not _JOB.fullmatch(name)}
+    return {**ours, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
+
+
+@contextmanager
+def served(folder: Path, worlds: Mapping[int, Mapping[str, str]]) -> Iterator[dict[int, subprocess.Popen[str]]]:
+    """Start processes that serve a rank; each of them is ended at the end.
+
+    Args:
+        folder: For the logs of the ranks.
+        worlds: The variables of each process, by rank.
+    """
+    started = {}
+    try:
+        for rank, variables in worlds.items():
+            logs = folder / f"node-of-rank{rank}"
+            logs.mkdir()
+            started[rank] = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(logs)],
+                env=environment(variables),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        yield started
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
+
+
+def world_of(variables: Mapping[str, str]) -> World:
+    """Return the world of a process with these variables."""
+    return of_environment(variables)
