@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
 """The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
 
@@ -28,23 +30,25 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
     Raises:
         ValueError: one line: the program cannot be started.
     """
+    process = None
     with log.open("ab") as output:
         try:
-            process = subprocess.Popen(
-                list(command),
-                cwd=folder,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with _held():
+                process = subprocess.Popen(
+                    list(command),
+                    cwd=folder,
+                    env=dict(environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            return process.wait()
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be run: {error.strerror}") from None
-        try:
-            return process.wait()
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
 
 
 @contextmanager
@@ -53,12 +57,29 @@ def interruptible() -> Iterator[None]:
 
     A background job ignores SIGINT, and its children inherit that: commands get the default handler here.
     """
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _INTERRUPTS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _held() -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM after the block: an interrupted start would leave a process that nobody ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)
 
 
 def last_line(log: Path, most_bytes: int = 65536) -> str:

@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.ending import ends
 from support.repository import first_commit, git
 
-from pytest_llmgpu.cli import subprocesses
 from pytest_llmgpu.cli.subprocesses import interruptible, last_line, run
 from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment
 
@@ -205,9 +206,14 @@ def test_a_signal_is_a_negative_status(tmp_path: Path) -> None:
 
 
 _STUBBORN = """
-import os, signal, sys
-for number in {ignored!r}:
-    signal.signal(number, lambda number, frame: print("ignored", number, flush=True))
+import os, signal
+
+def ignore(number, frame):
+    print("ignored", number, flush=True)
+    open({noted!r}, "w").close()
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, ignore)
 os.kill({parent}, signal.SIGINT)
 while True:
     signal.pause()
@@ -230,17 +236,37 @@ def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets SIGINT, SIGTERM and SIGKILL in turn."""
-    monkeypatch.setattr(
-        subprocesses,
-        "_GRACES_S",
-        ((signal.SIGINT, 0.05), (signal.SIGTERM, 0.05), (signal.SIGKILL, None)),
-    )
-    code = _STUBBORN.format(ignored=[signal.SIGINT.value, signal.SIGTERM.value], parent=os.getpid())
-    log = tmp_path / "log"
+def test_ctrl_c_while_the_command_starts_ends_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command may run before its start returns: it must not run on alone."""
+    started = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(_python(code), tmp_path, {}, log)
+        run(["sleep", "600"], tmp_path, dict(os.environ), tmp_path / "log")
+    assert ends(started[0])
+
+
+def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets SIGINT, SIGTERM and SIGKILL in turn: each time limit is over once the command has ignored the signal."""
+    noted, log = tmp_path / "noted", tmp_path / "log"
+    os.mkfifo(noted)
+    wait = subprocess.Popen.wait
+
+    def run_out(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        noted.read_bytes()
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", run_out)
+    with pytest.raises(KeyboardInterrupt):
+        run(_python(_STUBBORN.format(noted=str(noted), parent=os.getpid())), tmp_path, {}, log)
     assert log.read_text().splitlines() == ["ignored 2", "ignored 15"]
 
 
@@ -264,9 +290,4 @@ def test_children_of_a_command_are_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = ["sh", "-c", f"sleep 600 & echo $! > {pid}"]
     assert run(command, tmp_path, dict(os.environ), tmp_path / "log") == 0
-    left = int(pid.read_text())
-    for _ in range(1000):
-        status = Path(f"/proc/{left}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-    pytest.fail(f"process {left} goes on")
+    assert ends(int(pid.read_text()))

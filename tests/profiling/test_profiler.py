@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.ending import ends
 
 from pytest_llmgpu.profiling import profiler as module
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -70,20 +70,6 @@ def wait_for_end(profiler: Profiler) -> None:
     """Wait until the profiler has noticed the end of the sampler."""
     with profiler._changed:
         assert profiler._changed.wait_for(lambda: profiler._ended, 300)
-
-
-def ends(pid: int) -> bool:
-    """Return whether that process ends."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        return bool(poll.poll(300_000))
-    finally:
-        os.close(handle)
 
 
 @pytest.mark.parametrize("gpus", [1, 4, 16])
