@@ -111,7 +111,9 @@ def decide(traffic: Traffic, profile: Profile, environment: Environment) -> Deci
         profile: The counters of the devices in the window, in the order of the ranks.
         environment: The machine: its GPUs, their topology, and NCCL's variables.
     """
-    total = _sum("all GPUs", traffic.sent_bytes, profile, profile.devices)
+    # GPUs do not count what they send to other nodes.
+    inside = sum(one.inside_bytes for rank in traffic.ranks for one in rank)
+    total = _sum("all GPUs", inside, profile, profile.devices)
     senders = _senders(traffic, profile, total)
     links = {_link(sender, without_nvlink=_without_nvlink(profile, environment)) for sender in senders}
     link: Link | None = None
@@ -127,7 +129,8 @@ def describe(decision: Decision, traffic: Traffic, profile: Profile, environment
     link, total, senders = decision
     joined = _joined(profile, environment)
     if total.expected == 0:
-        text = "Nothing is sent from GPU to GPU"
+        where = " of the same node" if traffic.sent_bytes else ""
+        text = f"Nothing is sent from GPU to GPU{where}"
     elif not profile.devices:
         text = f"Not known: there is no GPU profile ({_reason(profile, '')})"
     elif link == "nvlink":
@@ -193,7 +196,7 @@ def pcie_bytes(profile: Profile, device: DeviceProfile, way: str) -> float | Non
 
 def _senders(traffic: Traffic, profile: Profile, total: Sender) -> list[Sender]:
     """Return each rank that sent something with its device; all devices together where a process has several."""
-    sent = [sum(one.sent_bytes for one in rank) for rank in traffic.ranks]
+    sent = [sum(one.inside_bytes for one in rank) for rank in traffic.ranks]
     if len(sent) != len(profile.devices):
         return [total] if total.expected and profile.devices else []
     ranks = zip(sent, profile.devices, strict=True)

@@ -13,6 +13,9 @@ argument of the op (nccl-tests, `doc/PERFORMANCE.md`):
     broadcast               S                   sent along a chain from the root; the last rank sends nothing
     send, recv, peer_copy   S                   for recv the received bytes, which the sender counts as well
 
+The bytes between nodes are the part that a rank sends to a rank of another node. In a ring each rank sends to the next
+one of the group, and the last to the first.
+
 NCCL may use another algorithm, such as trees or the sums of NVLink, and adds flags of its protocol. The counters of a
 link have the bytes that the link carried. With gloo, DTensor gathers where it uses an all-to-all with NCCL.
 """
@@ -20,6 +23,7 @@ link have the bytes that the link carried. With gloo, DTensor gathers where it u
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_llmgpu.strategies.protocol import Loaded
+
+NODES = "LLMGPU_NODES"
+"""This variable of a rank has the number of the node of each rank, such as `0,0,1,1`; unset on one node."""
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 """Namespaces of ops that communicate. An op of them that is not in the tables below is an error."""
@@ -95,10 +102,10 @@ _SHAPES = ((2, 4, 2), (3, 4, 2), (2, 5, 2), (3, 5, 2), (2, 4, 3))
 MOST_ROWS = max(rows for rows, _, _ in _SHAPES)
 """A workspace must have room for this many rows, even if the batches of the plan have fewer."""
 
-_Tally = dict[CollectiveKind, tuple[Fraction, Fraction, Fraction]]
-"""Kind to calls, payload bytes and wire bytes; the part of a ring need not be a whole number of bytes."""
+_Tally = dict[CollectiveKind, tuple[Fraction, Fraction, Fraction, Fraction]]
+"""Kind to calls, payload bytes, wire bytes and bytes between nodes; the part of a ring need not be a whole number."""
 
-_NOTHING = (Fraction(), Fraction(), Fraction())
+_NOTHING = (Fraction(), Fraction(), Fraction(), Fraction())
 
 
 def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]:
@@ -235,8 +242,8 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
             if schema.name not in _COUNTED:
                 return answer
             given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | named
-            for kind, payload, wire in _moved(schema.name, given, answer, world_size):
-                _add(tally, kind, Fraction(1), Fraction(payload), Fraction(wire))
+            for kind, payload, wire, between in _moved(schema.name, given, answer, world_size):
+                _add(tally, kind, Fraction(1), Fraction(payload), Fraction(wire), Fraction(between))
             return answer
 
     with Counting():  # type: ignore[no-untyped-call]  # the constructor has no types
@@ -253,30 +260,43 @@ def _check_known(op: str) -> None:
 
 def _moved(
     op: str, given: Mapping[str, Any], answer: Any, world_size: int
-) -> Iterator[tuple[CollectiveKind, int, int | Fraction]]:
-    """Yield kind, payload bytes and wire bytes of each transfer of an op."""
+) -> Iterator[tuple[CollectiveKind, int, int | Fraction, int | Fraction]]:
+    """Yield kind, payload bytes, wire bytes and the bytes of them to other nodes of each transfer of an op."""
     if op in _COPIES:
         source = given[_COPIES[op]]
         if between_gpus(source.device, answer.device):
             size = _bytes(source)
-            yield "peer_copy", size, size
-    elif op == _BATCHED_P2P:
-        for way, tensor in zip(given["op_list"], given["tensors"], strict=True):
+            yield "peer_copy", size, size, 0
+        return
+    ranks, rank = _group_of(given, world_size)
+    away = _other_nodes(ranks, rank)
+    if op == _BATCHED_P2P:
+        for way, peer, tensor in zip(given["op_list"], given["peer_list"], given["tensors"], strict=True):
             size = _bytes(tensor)
-            yield ("send" if way == "isend" else "recv"), size, size
+            yield ("send", size, size, size * away[peer]) if way == "isend" else ("recv", size, size, 0)
     elif op in PAYLOADS:
         kind, argument = PAYLOADS[op]
         payload = given[argument]
         size = _bytes(payload)
-        ranks, rank = _group_of(given, world_size)
         if kind == "all_to_all":
-            yield kind, size, size * (1 - _kept(given.get("input_split_sizes"), payload, ranks, rank))
-        elif kind == "broadcast":
+            parts = _parts(given.get("input_split_sizes"), payload, len(ranks))
+            to_others = sum((part for part, other in zip(parts, away, strict=True) if other), Fraction())
+            yield kind, size, size * (1 - parts[rank]), size * to_others
+        elif kind in ("send", "recv"):
+            yield kind, size, size, size * away[given["dst"]] if kind == "send" else 0
+        else:
             root = given.get("root_rank", given.get("src"))
             # In a ring, the last rank of the chain that starts at the root is the one before the root.
-            yield kind, size, 0 if rank == (root - 1) % ranks else size
-        else:
-            yield kind, size, size * _wire_fraction(kind, ranks)
+            last = kind == "broadcast" and rank == (root - 1) % len(ranks)
+            wire = size * (0 if last else _wire_fraction(kind, len(ranks)))
+            yield kind, size, wire, wire * away[(rank + 1) % len(ranks)]
+
+
+def _other_nodes(ranks: Sequence[int], rank: int) -> list[bool]:
+    """Return for each rank of a group whether it is on another node than one of them."""
+    nodes = os.environ.get(NODES, "").split(",")
+    own = nodes[ranks[rank]] if len(nodes) > 1 else ""
+    return [len(nodes) > 1 and nodes[other] != own for other in ranks]
 
 
 def between_gpus(source: torch.device, target: torch.device) -> bool:
@@ -291,25 +311,25 @@ def _wire_fraction(kind: CollectiveKind, ranks: int) -> Fraction:
     return of_kind.get(kind, Fraction(ranks > 1))
 
 
-def _kept(splits: Sequence[int] | None, payload: Any, ranks: int, rank: int) -> Fraction:
-    """Return the fraction of an all-to-all's payload that stays on this rank."""
+def _parts(splits: Sequence[int] | None, payload: Any, ranks: int) -> list[Fraction]:
+    """Return the fraction of an all-to-all's payload that goes to each rank."""
     parts = splits or ([_bytes(part) for part in payload] if isinstance(payload, Sequence) else [1] * ranks)
-    return Fraction(parts[rank], sum(parts) or 1)
+    return [Fraction(part, sum(parts) or 1) for part in parts]
 
 
-def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Return the size of the group of an op, and the number of this rank in it."""
+def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[Sequence[int], int]:
+    """Return the ranks of the group of an op, and the place of this rank among them."""
     from torch import distributed
     from torch._C._distributed_c10d import _resolve_process_group  # as in torch.distributed
 
     group = given.get("process_group", given.get("group_name"))
     if group is None:
-        return world_size, distributed.get_rank() if distributed.is_initialized() else 0
+        return range(world_size), distributed.get_rank() if distributed.is_initialized() else 0
     if isinstance(group, str):
         group = _resolve_process_group(group)  # type: ignore[arg-type]  # it is a str at run time
     elif not isinstance(group, distributed.ProcessGroup):
         group = distributed.ProcessGroup.unbox(group)
-    return group.size(), group.rank()
+    return distributed.get_process_group_ranks(group), group.rank()
 
 
 def _bytes(tensors: torch.Tensor | Sequence[Any]) -> int:
@@ -319,15 +339,23 @@ def _bytes(tensors: torch.Tensor | Sequence[Any]) -> int:
 
 
 def _add(tally: _Tally, kind: CollectiveKind, *amounts: Fraction) -> None:
-    calls, payload, wire = (before + more for before, more in zip(tally.get(kind, _NOTHING), amounts, strict=True))
-    tally[kind] = calls, payload, wire
+    calls, *sizes = (before + more for before, more in zip(tally.get(kind, _NOTHING), amounts, strict=True))
+    payload, wire, between = sizes
+    tally[kind] = calls, payload, wire, between
 
 
 def _records(tally: _Tally) -> list[Collective]:
+    several = "," in os.environ.get(NODES, "")
     return [
-        Collective(collective=kind, calls=int(calls), payload_bytes=int(payload), wire_bytes=round(wire))
+        Collective(
+            collective=kind,
+            calls=int(calls),
+            payload_bytes=int(payload),
+            wire_bytes=round(wire),
+            between_nodes_bytes=round(between) if several else None,
+        )
         for kind in get_args(CollectiveKind)
-        for calls, payload, wire in [tally.get(kind, _NOTHING)]
+        for calls, payload, wire, between in [tally.get(kind, _NOTHING)]
         if calls
     ]
 

@@ -75,6 +75,12 @@ def _fullest_bytes(result: CaseResult) -> float | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
+def _between_nodes_bytes(result: CaseResult) -> float | None:
+    """Return the bytes that all ranks together send to other nodes for each sequence; None on one node."""
+    sent = None if result.traffic is None else result.traffic.between_nodes_bytes
+    return None if sent is None else sent / sum(result.launches[-1].batches.sequences)
+
+
 def _threads(result: CaseResult) -> int | None:
     """Return the threads of the rank that has the fewest; None on a GPU."""
     hosts = [launch.host for launch in result.launches if launch.host is not None and launch.host.threads]
@@ -120,6 +126,13 @@ WORK: tuple[WorkColumn, ...] = (
         unit=0.01,
     ),
     WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=1),
+    WorkColumn(
+        name="between_nodes_bytes_per_sequence",
+        title="between nodes\nMB/sequence",
+        value=_between_nodes_bytes,
+        unit=1e6,
+        drop_order=2,
+    ),
     WorkColumn(
         name="energy_j_per_sequence",
         title="energy\nJ/sequence",

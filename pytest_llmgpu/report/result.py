@@ -270,11 +270,18 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the tensors given to the operations, each counted once; for `recv` the size of the tensors received."""
     wire_bytes: Count
     """Bytes that this rank sends with ring algorithms; for `recv` the bytes that it receives."""
+    between_nodes_bytes: Count | None = None
+    """Bytes of them that this rank sends to ranks of other nodes; null on one node."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends. It is 0 for `recv`, which the sending rank counts."""
         return 0 if self.collective == "recv" else self.wire_bytes
+
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that this rank sends to ranks of its own node."""
+        return self.sent_bytes - (self.between_nodes_bytes or 0)
 
 
 Link = Literal["nvlink", "mixed", "pcie", "host"]
@@ -291,7 +298,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     pcie_bytes: Amount | None = None
     """Bytes that all devices together sent over PCIe, to the host and to each other; null if they were not counted."""
     expected_bytes: Count
-    """Bytes that all ranks together sent, computed from the operations of the program."""
+    """Bytes that all ranks together sent inside their nodes, computed from the operations of the program."""
     nvlink_shares: list[Amount] = []
     """Bytes over NVLink divided by the bytes expected, for the device of each rank that sends. It is one value for all
     devices if a process has several, and empty if NVLink was not counted."""
@@ -316,6 +323,12 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     def sent_bytes(self) -> int:
         """Bytes that all ranks together send in all batches."""
         return sum(one.sent_bytes for rank in self.ranks for one in rank)
+
+    @property
+    def between_nodes_bytes(self) -> int | None:
+        """Bytes that all ranks together send to other nodes in all batches; None on one node."""
+        known = [one.between_nodes_bytes for rank in self.ranks for one in rank]
+        return None if None in known or not known else sum(one or 0 for one in known)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -482,6 +482,7 @@ def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, st
     if world_size == 1:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(uuids)}]
     environments = []
+    nodes = ",".join(str(machine.node_of(rank)) for rank in range(world_size))
     for number in range(world_size):
         on_node = [rank for rank in range(world_size) if machine.node_of(rank) == machine.node_of(number)]
         seen = [number] if machine.one_gpu_each else on_node
@@ -492,6 +493,7 @@ def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, st
                 "LOCAL_RANK": str(seen.index(number)),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(len(on_node)),
+                **({} if len(on_node) == world_size else {traffic.NODES: nodes}),
                 # The cores of this process, split between the ranks.
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
                 or str(max(1, len(os.sched_getaffinity(0)) // len(on_node))),

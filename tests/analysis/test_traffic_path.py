@@ -72,6 +72,24 @@ def test_a_case_that_sends_nothing_has_no_path() -> None:
     assert (path.link, path.expected_bytes, path.text) == (None, 0, "Nothing is sent from GPU to GPU.")
 
 
+def _between(traffic: Traffic, share: int) -> Traffic:
+    """Return traffic of which one part in `share` goes to other nodes."""
+    ranks = [
+        [msgspec.structs.replace(one, between_nodes_bytes=one.sent_bytes // share) for one in rank]
+        for rank in traffic.ranks
+    ]
+    return msgspec.structs.replace(traffic, ranks=ranks)
+
+
+def test_the_links_of_a_node_carry_what_stays_inside() -> None:
+    """Bytes to other nodes are not expected on NVLink."""
+    path = of_case(_between(_traffic(), 2), _profile(5.0 * GB), _environment())
+    assert (path.link, path.expected_bytes) == ("nvlink", 5 * GB)
+    path = of_case(_between(_traffic(), 1), _profile(0.0), _environment())
+    assert (path.link, path.expected_bytes) == (None, 0)
+    assert path.text == "Nothing is sent from GPU to GPU of the same node."
+
+
 @pytest.mark.parametrize(("counted", "agrees"), [(10.0, "+0.00 %"), (10.09, "+0.90 %"), (9.91, "-0.90 %")])
 def test_nvlink_that_counted_what_was_sent_agrees(counted: float, agrees: str) -> None:
     """A difference of 1 % is allowed; received bytes are not counted twice."""

@@ -139,6 +139,53 @@ def test_known_collectives_are_counted(name: str, inference: bool) -> None:
         assert traffic.count(lambda: call(tensor), world_size=4) == expected
 
 
+# Rank 1 of 4; the next rank of the ring is 2.
+_BETWEEN: dict[str, dict[str, int]] = {
+    "0,0,1,1": {
+        "all_reduce": 144,
+        "all_gather": 288,
+        "reduce_scatter": 72,
+        "broadcast": 96,
+        "broadcast that ends here": 0,
+        "send": 96,
+        "receive": 0,
+        "all_to_all": 48,
+        "uneven all_to_all": 24,
+        "all_to_all of a list": 44,
+        "redistribution": 144,
+    },
+    "0,1,1,0": {"all_reduce": 0, "broadcast": 0, "send": 0, "all_to_all": 48, "uneven all_to_all": 0},
+    "0,1,0,1": {"all_reduce": 144, "send": 96, "all_to_all": 48, "all_to_all of a list": 48},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+@pytest.mark.parametrize(("nodes", "name"), [(nodes, name) for nodes, names in _BETWEEN.items() for name in names])
+@pytest.mark.usefixtures("four")
+def test_bytes_between_nodes_are_those_to_ranks_of_other_nodes(
+    nodes: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other figures are the same as on one node."""
+    monkeypatch.setenv(traffic.NODES, nodes)
+    call, expected = _KNOWN[name]
+    with torch.inference_mode():
+        tensor = torch.ones(24)
+        counted = traffic.count(lambda: call(tensor), world_size=4)
+    assert [msgspec.structs.replace(one, between_nodes_bytes=None) for one in counted] == expected
+    assert sum(one.between_nodes_bytes or 0 for one in counted) == _BETWEEN[nodes][name]
+    assert None not in [one.between_nodes_bytes for one in counted]
+
+
+@pytest.mark.usefixtures("four")
+def test_a_group_on_one_node_sends_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring is that of the group, whose ranks have other numbers than its places."""
+    monkeypatch.setenv(traffic.NODES, "0,1,0,1")
+    here, apart = distributed.new_group([1, 3]), distributed.new_group([1, 2])
+    for group, between in ((here, 0), (apart, 96)):
+        [one] = traffic.count(lambda group=group: distributed.all_reduce(torch.ones(24), group=group), world_size=4)  # type: ignore[misc]  # mypy takes a default for no type
+        assert (one.wire_bytes, one.between_nodes_bytes) == (96, between)
+
+
 @pytest.mark.usefixtures("four")
 def test_the_size_of_a_group_decides() -> None:
     """An all-reduce of two of four ranks sends as much as its payload; one of a single rank sends nothing."""

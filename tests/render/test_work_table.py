@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+import msgspec
 import pytest
 from support.report_factory import make_failed, make_report, make_result
 
@@ -13,7 +14,7 @@ from pytest_llmgpu.render.terminal.cases import WIDTH, work_table
 from pytest_llmgpu.render.work_table import make_work_table
 from pytest_llmgpu.report.derived import batch_latency_s
 from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Collective, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
 
@@ -41,6 +42,21 @@ def test_a_case_has_device_time_share_of_the_bound_and_energy() -> None:
     ]
     [(title, size, cells)] = table.rows
     assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "37.5", "12.5", "0.125", "938", "938"])
+
+
+def test_bytes_between_nodes_are_a_column_on_several_nodes() -> None:
+    """It is the sum over the ranks for each sequence."""
+    result = _worked()
+    sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8 * 10**9)
+    ranks = [[sent], [msgspec.structs.replace(sent, between_nodes_bytes=2 * 10**9)]]
+    result.traffic = Traffic(ranks=ranks, wire_bytes_per_sequence=1.0)
+    table = make_work_table([result])
+    assert table is not None
+    assert "between_nodes_bytes_per_sequence" not in [column.name for column in table.columns]
+    result.traffic = Traffic(ranks=[ranks[1]] * 2, wire_bytes_per_sequence=1.0)
+    sequences = sum(result.launches[0].batches.sequences)
+    [row] = csv.DictReader(io.StringIO(export("csv", make_report([result]))))
+    assert float(row["between_nodes_bytes_per_sequence"]) == 4 * 10**9 / sequences
 
 
 def test_cases_that_did_not_complete_have_no_table() -> None:

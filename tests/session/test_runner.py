@@ -290,11 +290,11 @@ def test_a_rank_has_the_devices_of_its_node(recorded: list[CaseResult]) -> None:
     launcher = _FakeLauncher(_reply)
     _runner(launcher)[0].run(_on_two_nodes(_case(4)), recorded.append)
     [environments] = launcher.environments
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "LLMGPU_NODES")
     assert [[variables[name] for name in names] for variables in environments] == [
-        ["0", "0", "3", "2", "GPU-c,GPU-a"],
-        ["1", "1", "3", "2", "GPU-c,GPU-a"],
-        ["2", "0", "3", "1", "GPU-e"],
+        ["0", "0", "3", "2", "GPU-c,GPU-a", "0,0,1"],
+        ["1", "1", "3", "2", "GPU-c,GPU-a", "0,0,1"],
+        ["2", "0", "3", "1", "GPU-e", "0,0,1"],
     ]
 
 
