@@ -151,7 +151,7 @@ def _answer(name: str, rank: int) -> Any:
         sent = Collective(collective="all_reduce", calls=64, payload_bytes=2**20, wire_bytes=2**21)
         return TrafficReply(collectives=[sent])
     if name == "run_eager_passes":
-        return _work(rank)
+        return [_work(rank)]
     if name == "model_size":
         return ModelSize(parameters=1, weights_bytes=2, layers=3, attention_width=4)
     if name != "measure":

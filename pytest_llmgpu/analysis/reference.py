@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from pytest_llmgpu.analysis.sign_test import mcnemar
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import decode, generated, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
 
-_DECISIVE = (
+_decisive = attrgetter(
     "workload",
     "model",
     "revision",
@@ -28,7 +29,12 @@ _DECISIVE = (
     "prompt_tokens",
     "new_tokens",
 )
-"""Fields of a case that decide its log-likelihoods. The devices and their memory do not."""
+"""Returns the fields of a case that decide its log-likelihoods. The devices and their memory do not."""
+
+
+def decisive(case: Case) -> tuple[object, ...]:
+    """Return the fields of a case that decide its log-likelihoods; a GPU draws other random weights than a CPU."""
+    return *_decisive(case), case.load_format == "dummy" and case.device
 
 
 def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
@@ -151,15 +157,8 @@ def largest_difference(loglikelihoods: str, expected: str) -> float | None:
 
 
 def _of_reference_strategy(case: Case, earlier: Sequence[CaseResult]) -> list[CaseResult]:
-    fields = [*_DECISIVE]
-    if case.load_format == "dummy":
-        fields.append("device")  # a GPU draws other random numbers than a CPU
-    return [
-        other
-        for other in earlier
-        if other.case.strategy == REFERENCE_STRATEGY
-        and all(getattr(other.case, name) == getattr(case, name) for name in fields)
-    ]
+    fields = decisive(case)
+    return [other for other in earlier if other.case.strategy == REFERENCE_STRATEGY and decisive(other.case) == fields]
 
 
 def _scored(result: CaseResult) -> bool:

@@ -15,9 +15,10 @@ from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import TIMES, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import disturbances, file
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.option_values import check_name_is_free
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Promotion, Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.verdicts import ALL_CASES, Baseline, Row, Verdicts, worst_first
 from pytest_llmgpu.store import references
@@ -31,7 +32,7 @@ _BAD = frozenset(("timeout", "crashed", "error", "interrupted"))
 _TIMES = frozenset(("device_time", "time"))
 _TESTS_FAILED = 1
 """pytest's exit status of a run in which tests failed, or items of the gate."""
-_NAMED = 3
+NAMED = 3
 """Most cases that an objection lists."""
 
 _Kind = Literal[
@@ -83,13 +84,8 @@ class Trial(NamedTuple):
     """True if the report measured something else, so that no measurement of it can replace the baseline."""
 
 
-def unfit(candidate: Report, min_launches: int = 1) -> list[Objection]:
-    """Return why a report cannot be a baseline, independent of a previous one; empty if it can.
-
-    Args:
-        candidate: The report.
-        min_launches: The least number of undisturbed launches of each completed case.
-    """
+def unfit(candidate: Report, policy: Policy) -> list[Objection]:
+    """Return why a report cannot be a baseline, independent of a previous one; empty if it can."""
     session, found = candidate.session, []
     if candidate.commit.sha is None:
         found.append(Objection("no commit"))
@@ -104,19 +100,35 @@ def unfit(candidate: Report, min_launches: int = 1) -> list[Objection]:
     cases: dict[_Kind, list[str]] = {
         "failed cases": [f"{result.id} {result.outcome}" for result in candidate.cases if result.outcome in _BAD],
         "wrong answers": [one.id for one in candidate.cases if one.has_wrong_answers],
-        "disturbed": [f"{one.id} ({cause})" for one in candidate.cases if (cause := _disturbed(one)) is not None],
-        "few launches": [
-            f"{one.id} has {count} of {min_launches}"
+        "disturbed": [
+            f"{one.id} ({cause})"
             for one in candidate.cases
-            if one.outcome == "completed" and 0 < (count := _launches(one)) < min_launches
+            if (cause := _disturbed(one, timed=_gates_times(one, policy))) is not None
+        ],
+        "few launches": [
+            f"{one.id} has {count} of {policy.min_launches}"
+            for one in candidate.cases
+            if one.outcome == "completed"
+            and 0 < (count := _launches(one, timed=_gates_times(one, policy))) < policy.min_launches
         ],
     }
     return found + [Objection(kind, values) for kind, values in cases.items() if values]
 
 
+def disturbed_times(candidate: Report, policy: Policy) -> list[str]:
+    """Return the cases whose times alone were disturbed, each with the reason, if the policy gates none of them."""
+    return [
+        f"{one.id} ({cause})"
+        for one in candidate.cases
+        if not _gates_times(one, policy)
+        and _disturbed(one, timed=False) is None
+        and (cause := _disturbed(one, timed=True)) is not None
+    ]
+
+
 def describe(objection: Objection) -> str:
     """Return an objection as text."""
-    return _TEXTS[objection.kind].format(listed(objection.values, _NAMED))
+    return _TEXTS[objection.kind].format(listed(objection.values, NAMED))
 
 
 def trial(
@@ -222,12 +234,26 @@ def _named(store: Path, machine: str) -> list[Stored]:
     return [one for one in storage.stored(store) if one.machine == machine and one.name == NAME]
 
 
-def _launches(result: CaseResult) -> int:
+def _gates_times(result: CaseResult, policy: Policy) -> bool:
+    """Return whether the policy gates a time that a case has."""
+    rules = policy.rules(result)
+    figures = [spec_of(name).figure for name in TIMES if getattr(rules, name).gate]
+    return any(figure is not None and figure(result) is not None for figure in figures)
+
+
+def _launches(result: CaseResult, *, timed: bool = True) -> int:
     """Return the number of undisturbed launches of a case; copies of one launch are one launch."""
-    return len({tuple(one.batches.latency_s) for one in result.launches if disturbances.untimed(one) is None})
+    return len({tuple(one.batches.latency_s) for one in result.launches if _disturbance(one, timed=timed) is None})
 
 
-def _disturbed(result: CaseResult) -> str | None:
+def _disturbed(result: CaseResult, *, timed: bool) -> str | None:
     """Return the first disturbance of a completed case if all its launches were disturbed; else None."""
-    found = [disturbances.untimed(one) for one in result.launches]
+    found = [_disturbance(one, timed=timed) for one in result.launches]
     return found[0] if result.outcome == "completed" and found and None not in found else None
+
+
+def _disturbance(launch: Launch, *, timed: bool) -> str | None:
+    """Return the first disturbance of a launch; one of times alone only if `timed` is true."""
+    if timed:
+        return disturbances.untimed(launch)
+    return None if launch.profile is None else disturbances.disturbed(launch.profile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from pytest_llmgpu.report.bounds import Count
@@ -97,9 +99,8 @@ def started(report: Report, launch: Launch) -> str:
     return report.resumed[number - 1].created if 0 < number <= len(report.resumed) else report.created
 
 
-def next_id(report: Report, case: Case) -> str:
-    """Return the id for the next result of a case: `mp-bs8`, then `mp-bs8#2`."""
-    used = {result.id for result in report.cases}
+def next_id(used: Collection[str], case: Case) -> str:
+    """Return the id for the next result of a case, which is not in use: `mp-bs8`, then `mp-bs8#2`."""
     name, number = case.id, 1
     while name in used:
         number += 1

@@ -13,6 +13,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
+from pytest_llmgpu.analysis.earlier import Earlier
 from pytest_llmgpu.analysis.launch_merging import by_launch
 from pytest_llmgpu.profiling import machine, nodes
 from pytest_llmgpu.profiling.machine import Machine
@@ -84,6 +85,9 @@ class Recorder:
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
         """Maps node id and key of a case to the number of its measurements in this launch."""
+        self._earlier = Earlier()
+        self._ids: set[str] = set()
+        """The ids of the cases."""
         self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._page_path = page_path
@@ -145,6 +149,7 @@ class Recorder:
     def resume(self, report: Report) -> None:
         """Continue a session: the results that follow are added to those that its report has."""
         self.report = report
+        self._earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
         counts: Counter[tuple[str, str]] = Counter()
         for place, result in enumerate(report.cases):
             measured = (result.nodeid or "", result.key)
@@ -164,6 +169,10 @@ class Recorder:
             return None
         self._counts[measured] += 1
         return self.report.cases[place]
+
+    def peers(self, case: Case) -> list[CaseResult]:
+        """Return the results of the session that have the same answers as a case."""
+        return self._earlier.peers(case)
 
     def start_launch(self, number: int) -> None:
         """Begin a launch: the results that follow are further launches of the same cases."""
@@ -219,8 +228,11 @@ class Recorder:
             launch.resumption = len(self.report.resumed)
         place, launches = self._launches_of(result)
         if len(launches) == 1:
-            result.id = next_id(self.report, result.case)
-        assessed = assess(launches, earlier=cases[:place], environment=environment, options=options)
+            result.id = next_id(self._ids, result.case)
+            self._ids.add(result.id)
+        earlier = self._earlier.before(place, result.case)
+        assessed = assess(launches, earlier=earlier, environment=environment, options=options)
+        self._earlier.put(place, assessed)
         cases[place : place + 1] = [assessed]
         self._added += 1
         if self._added >= _WRITTEN_AT * len(cases):
@@ -276,8 +288,9 @@ class Recorder:
         if self.report is None:
             return
         passed = self.report.session.complete and self.report.session.exit_status == 0
-        if self._options.save is not None or (self._options.autosave and passed):
-            self._save(self.report)
+        name = self.report.options.get(resume.SAVE)
+        if name is not None or (self._options.autosave and passed):
+            self._save(self.report, str(name or "") or None)
 
     def write_page(self, baseline: Report | None) -> None:
         """Write the finished report as a page, with its baseline, if an option requests that."""
@@ -291,12 +304,13 @@ class Recorder:
         except ValueError as error:
             self._unmade = f"no page: {error}"
 
-    def _save(self, finished: Report) -> None:
+    def _save(self, finished: Report, name: str | None) -> None:
         try:
-            self._saved = store.save(finished, self._storage_path, self._options.save or None)
-        except OSError as error:
-            shown = self._shown(self._storage_path)
-            self._unsaved = f"the report could not be saved in {shown}: {error.strerror or error}"
+            self._saved = store.save(finished, self._storage_path, name)
+        except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
+            self._unsaved = (
+                f"the report could not be saved in {self._shown(self._storage_path)}: {file.one_line(error)}"
+            )
 
     def _shown(self, where: Path) -> str:
         """Return a path relative to the rootdir, for messages."""

@@ -18,9 +18,14 @@ from pytest_llmgpu.report.work import TRAFFIC_STOPPED, WORK_STOPPED
 _NAMED = 3
 """An error names at most this many differences."""
 
+SAVE = "--llmgpu-save"
+"""The option whose value a session keeps when it is continued without it."""
+
 
 def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
     """Return the report of a broken session with the results that stay, for the results that are missing.
+
+    It is saved under the name of the broken one, unless the options have another name.
 
     Args:
         broken: The report of the broken session.
@@ -33,11 +38,13 @@ def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
     """
     if refusal := _refusal(broken, now):
         raise ValueError(refusal)
+    save = now.options.get(SAVE) if now.options.get(SAVE) is not None else broken.options.get(SAVE)
     cases = [whole for result in broken.cases if (whole := _whole(result)) is not None]
     resumption = Resumption(created=now.created, argv=now.argv, source=name, sha256=sha256, kept=len(cases))
     return msgspec.structs.replace(
         broken,
         schema_version=now.schema_version,
+        options={**broken.options, SAVE: save},
         session=Session(),
         resumed=[*broken.resumed, resumption],
         cases=cases,

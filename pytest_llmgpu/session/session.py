@@ -192,8 +192,7 @@ class BenchmarkSession:
 
     def with_reference(self, request: Request) -> Request:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
-        report = self.recorder.report
-        mp = None if report is None else reference.find(request.case, report.cases)
+        mp = reference.find(request.case, self.recorder.peers(request.case))
         texts = None if mp is None else generated(mp)
         if mp is None or texts is None:
             return request

@@ -1,6 +1,6 @@
 """The numbered store of reports: `.llmgpu/<machine>/0001_<sha>_<time>.json`.
 
-A stored report is never overwritten, and several runs can save at the same time.
+A stored report is overwritten only by the continuation of its own session, and several runs can save at the same time.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def stored(storage: Path) -> list[Stored]:
 def save(report: Report, storage: Path, name: str | None = None, *, compressed: bool = False) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
+    A session that was continued replaces its earlier report of the same name.
+
     Args:
         report: the report.
         storage: folder of the store; it is created if it is missing.
@@ -124,6 +126,10 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     parts = filter(None, (_commit(report), compact_time(report), name))
     tail = f"_{'_'.join(parts)}.json{'.gz' if compressed else ''}"
     folder.mkdir(parents=True, exist_ok=True)
+    earlier = [one.path for one in _stored_in(folder) if report.resumed and one.path.name == f"{one.number:04}{tail}"]
+    if earlier:
+        file.write(earlier[0], [data])
+        return earlier[0]
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:

@@ -118,6 +118,22 @@ def test_a_baseline_needs_the_launches_of_the_policy(capsys: pytest.CaptureFixtu
     assert _promote(on_h200([timed(1.0, 1.001)]), *arguments) == 0
 
 
+@pytest.mark.parametrize(("why", "passes"), [("CPU cores too busy", True), ("processes of other programs", False)])
+def test_disturbed_times_are_no_objection_where_no_time_is_gated(
+    why: str, passes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A busy CPU changes times alone, which a gate of FLOPs and traffic does not need; a launch still counts."""
+    Path("policy.toml").write_text("min_launches = 2\n[time]\ngate = false\n")
+    case = timed(1.0, 1.001)
+    for launch in case.launches:
+        make_invalid(launch, f"{why}: rank 0")
+    arguments = ["--to", str(TARGET), "--policy", "policy.toml"]
+    assert _promote(on_h200([case]), "--to", str(TARGET)) == 1
+    assert f"invalid: mp-bs1 ({why}: rank 0)" in capsys.readouterr().err
+    assert (_promote(on_h200([case]), *arguments) == 0) == passes
+    assert (f"gates none of them: mp-bs1 ({why}: rank 0)" in capsys.readouterr().out) == passes
+
+
 def test_objections_can_be_overruled_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """The baseline keeps the reason and the objections, and the gate shows them."""
     dirty = on_h200(commit=Commit(sha="a" * 40, dirty=True))

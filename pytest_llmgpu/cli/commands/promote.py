@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = storage_of(arguments)
     present = _present(arguments.to, store, storage.hardware(candidate))
     verdicts, replaced = None, ""
-    objections = [promotion.describe(one) for one in promotion.unfit(candidate, policy.min_launches)]
+    objections = [promotion.describe(one) for one in promotion.unfit(candidate, policy)]
     remedies: list[str] = []
     if present is not None:
         base = present.report()
@@ -79,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     unsure = "note: the report does not record whether the working tree had uncommitted changes"
     far_apart = launch_findings.far_apart(candidate.cases)
     overruled = "" if forced is None else f"by force, in spite of: {listed(objections, _SHOWN)}"
-    lines = [f"promoted: {arguments.report} is the baseline {path}", overruled, replaced, far_apart]
+    disturbed = listed(promotion.disturbed_times(candidate, policy), promotion.NAMED)
+    times = f"note: times were disturbed, and the policy gates none of them: {disturbed}" if disturbed else ""
+    lines = [f"promoted: {arguments.report} is the baseline {path}", overruled, replaced, times, far_apart]
     show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
     return 0
 

@@ -31,7 +31,7 @@ def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
     """Return the report that a session makes of these results."""
     report = make_report(gpus=gpus)
     for result in results:
-        result.id = next_id(report, result.case)
+        result.id = next_id([one.id for one in report.cases], result.case)
         mp = reference(result, report.cases)
         result.comparison = compare(result, mp, "acc_norm") if mp else None
         result.accuracy_check = check(result, report.cases, given=0.828, metric="acc_norm", tolerance=0.01)
