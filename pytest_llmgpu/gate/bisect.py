@@ -32,6 +32,10 @@ JudgeTwo = Callable[[Report, Report, Policy], Verdicts]
 _ENDS = 4
 """The ends take at most two times the allowed launches divided by this number."""
 
+_ENDS_LOOKS = (1, 2, 4, 8)
+"""Numbers of launches of each end after which they are compared. A second launch shows most of the differences that one
+does not show, and saves launches of the commits, which are all compared with the ends."""
+
 _SEVERAL = 2
 """Least number of launches from which a report has every row: one over all cases needs two."""
 
@@ -109,7 +113,7 @@ def measure_ends(
     metric: str | None = None,
     case: str | None = None,
 ) -> Ends:
-    """Launch both ends in turn until a regression is found or every row is decided, as `gate.ab` does.
+    """Launch both ends in turn until a regression is found or no row can show one, and compare them as `gate.ab` does.
 
     Args:
         measure: The function that runs one launch of an end; the good end is `base`.
@@ -125,7 +129,7 @@ def measure_ends(
         ran.append(side)
         return measure(side, number, deselected)
 
-    at = ab.looks(max(1, launches // _ENDS))
+    at = ab.looks(max(1, launches // _ENDS), _ENDS_LOOKS)
     stricter = ab.split(policy, len(at))
     both, verdicts = ab.compare(
         counted,
@@ -163,10 +167,15 @@ def selected(verdicts: Verdicts, metric: str | None = None, case: str | None = N
 
 
 def undecided(verdicts: Verdicts, metric: str | None = None, case: str | None = None) -> set[str]:
-    """Return the keys of these rows that more launches can decide; none once there is a regression."""
+    """Return the keys of these rows in which more launches can show a regression; none once there is one.
+
+    A row that is OK is one of them, because the user saw a regression: one of `time.PROMISED` above the threshold is OK
+    by chance in 5 % of comparisons.
+    """
     if worst(verdicts, metric, case) is not None:
         return set()
-    return {row.key for row in selected(verdicts, metric, case) if is_open(row)}
+    rows = [row for row in selected(verdicts, metric, case) if spec_of(row.metric).kind != "exact"]
+    return {row.key for row in rows if is_open(row) or row.verdict == "OK"}
 
 
 def _order(row: Row) -> tuple[bool, int, int, float, float]:

@@ -254,6 +254,11 @@ def test_the_worst_gated_regression_is_bisected() -> None:
     assert selected(_verdicts(rows), metric="accuracy") == rows[-1:]
 
 
+def test_a_time_that_is_ok_is_launched_again() -> None:
+    """The user saw a regression, and one launch hides a small one by chance; exact metrics do not change."""
+    assert undecided(_verdicts([_row("time", "OK"), _row("memory", "OK", size=2)])) == {_row("time", "OK").key}
+
+
 def test_the_ends_are_launched_until_the_row_is_decided() -> None:
     """Rows that were not asked for need no further launch, nor does any once there is a regression."""
     unclear, slower = _row("time", "NOT_ENOUGH_DATA"), _row("time", size=2, ratio=1.1, p=1e-9)
