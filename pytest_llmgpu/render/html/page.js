@@ -172,7 +172,7 @@
     root.dataset.ready = "yes";
     if (specs.size > FEW) return;
     for (const place of [...specs.keys()]) {
-      await new Promise((done) => setTimeout(done));
+      await new Promise((done) => (window.requestIdleCallback || setTimeout)(done)); // Safari has no idle callback
       if (place.isConnected) await draw(place);
     }
     root.dataset.whole = "yes";
