@@ -152,7 +152,7 @@ def decide(
         found = next((one for one in decisions if one.ok is False), decisions[0])
     else:
         found = _decide_by_baseline(worst, case, known, metric=metric, tolerance=tolerance)
-    if found.ok is not False and (mismatch := decide_mismatch(result, mp)) is not None:
+    if found.ok is not False and (mismatch := decide_mismatch(result, mp, smallest)) is not None:
         return msgspec.structs.replace(found, ok=False, mismatch=mismatch)
     return found
 
@@ -284,8 +284,8 @@ def decide_dummy(loglikelihoods: str, other: CaseResult | None, case: Case) -> D
     )
 
 
-def decide_mismatch(result: CaseResult, mp: CaseResult | None) -> Mismatch | None:
-    """Compare log-likelihoods with those of mp, or else with those that are registered for the bundled model.
+def decide_mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> Mismatch | None:
+    """Compare log-likelihoods with those of mp, else with those of the bundled model, else of the smallest batch size.
 
     A model that is confident keeps its answers under a wrong kernel: the bundled one does with DeepSpeed's residual
     added twice, which changes its log-likelihoods by 10 %. Rounding is a thousandth of that.
@@ -296,13 +296,12 @@ def decide_mismatch(result: CaseResult, mp: CaseResult | None) -> Mismatch | Non
     case = result.case
     if case.load_format == "dummy":
         return None
-    of_mp = measured(mp) if mp is not None else None
-    if mp is not None and of_mp is not None:
-        source, expected = mp.id, decode(of_mp.loglikelihoods)
-    elif case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
+    if mp is None and case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
         from pytest_llmgpu.inference import bundled
 
         source, expected = None, bundled.loglikelihoods()
+    elif (other := mp or smallest) is not None and (before := measured(other)) is not None:
+        source, expected = other.id, decode(before.loglikelihoods)
     else:
         return None
     allowed = explained(case.dtype)

@@ -31,19 +31,16 @@ Cause = Literal["overflow", "batch_size", "strategy", "inputs"]
 """
 
 _ADVICE: dict[Code, str] = {
-    "loglikelihood-mismatch": "Look for what {strategy} computes differently from {reference}, such as a mask that is "
-    "ignored or a term that is added twice. Its speed is meaningless until its log-likelihoods are those of the model.",
     "accuracy-below-baseline": "See which items flipped (`predictions` in the report), and check whether dtype, "
     "tokenizer, revision or library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
     "accuracy-unchecked": "Pass --llmgpu-accuracy-baseline=FRACTION, so that wrong answers fail the test.",
     "unverified": "Add {reference}: --strategy={reference},{strategy}.",
 }
-_DUMMY_ADVICE: dict[Cause, str] = {
-    "batch_size": "Random weights answer by chance, but the same sequence must get the same log-likelihood in every "
-    "batch. Look for a mask, padding or position that depends on the batch, or a kernel that overflows.",
-    "strategy": "Random weights answer by chance, but the same sequence must get the same log-likelihood under every "
-    "strategy. Look for what {strategy} computes differently, such as a mask that is ignored or a term that is added "
-    "twice.",
+_MISMATCH_ADVICE: dict[Cause, str] = {
+    "batch_size": "The same sequence must get the same log-likelihood in every batch. Look for a mask, padding or "
+    "position that depends on the batch, or a kernel that overflows.",
+    "strategy": "The same sequence must get the same log-likelihood under every strategy. Look for what {strategy} "
+    "computes differently, such as a mask that is ignored or a term that is added twice.",
 }
 _COLLAPSE_ADVICE: dict[Cause, str] = {
     "overflow": "Try --llmgpu-dtype=bfloat16 or float32.",
@@ -63,7 +60,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     fails: bool = False
     """True if it is a failure; else it is a warning."""
     cause: Cause | None = None
-    """The cause, for `accuracy-collapsed` and for `loglikelihood-mismatch` of dummy weights."""
+    """The cause, for `accuracy-collapsed` and for `loglikelihood-mismatch`."""
     better_case: CaseResult | None = None
     """A case of the same model that answers better, for `accuracy-collapsed`."""
     not_finite: int = 0
@@ -72,10 +69,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the smallest workspace held, where it was too small; None where it was not."""
     tokens_requested: int | None = None
     """Tokens that this workspace needed."""
-    flips: int = 0
-    """Number of answers that differ from those of the smallest batch size."""
-    smallest: CaseResult | None = None
-    """The case of the smallest batch size."""
     no_reference: str | None = None
     """Why there is no reference, for `unverified`."""
 
@@ -105,20 +98,15 @@ def _decide_answers(
 ) -> Decision:
     mp, smallest = reference.reference(result, earlier), smallest_batch_size(result, earlier)
     if _guesses(result, accuracy, check, [one for one in (smallest, mp) if one is not None]):
-        found = _decide_collapse(result, accuracy, check, smallest, mp)
-    elif check.ok is False:
-        mismatch = accuracy_check.decide_mismatch(result, mp) is not None
-        found = Decision(code="loglikelihood-mismatch" if mismatch else "accuracy-below-baseline", fails=True)
-    elif check.ok is None and smallest is None and mp is None:
-        found = Decision(code="accuracy-unchecked")
-    else:
-        found = Decision()
-    if smallest is None:
-        return found
-    before = measured(smallest)
-    assert before is not None, "`smallest_batch_size` returns scored results only"
-    flips = len(reference.flipped(accuracy, before, check.metric))
-    return msgspec.structs.replace(found, flips=flips, smallest=smallest)
+        return _decide_collapse(result, accuracy, check, smallest, mp)
+    if check.ok is False:
+        mismatch = accuracy_check.decide_mismatch(result, mp, smallest)
+        if mismatch is None:
+            return Decision(code="accuracy-below-baseline", fails=True)
+        of_batch_size = smallest is not None and mismatch.source == smallest.id
+        cause: Cause = "batch_size" if of_batch_size else "strategy"
+        return Decision(code="loglikelihood-mismatch", fails=True, cause=cause)
+    return Decision(code="accuracy-unchecked" if check.ok is None and smallest is None and mp is None else None)
 
 
 def _decide_dummy(result: CaseResult, check: AccuracyCheck, earlier: Sequence[CaseResult]) -> Decision:
@@ -186,7 +174,7 @@ def _chance(accuracy: Accuracy) -> float:
 
 
 def describe(decision: Decision, result: CaseResult) -> list[Finding]:
-    """Return the findings of a decision: the wrong answers, flipped answers, a workspace that is too small.
+    """Return the findings of a decision: the wrong answers, a workspace that is too small.
 
     A workspace that is too small is the cause of any failure, so that a failure begins with it.
     """
@@ -200,19 +188,6 @@ def describe(decision: Decision, result: CaseResult) -> list[Finding]:
                 severity="failure" if decision.fails else "warning",
                 text=sentence(f"{clamp}: {_text(decision, result)}" if clamped else _text(decision, result)),
                 next_step=_clamp_advice(result) if clamped else _advice(decision, result),
-            )
-        )
-    if decision.flips and decision.smallest is not None:
-        dtype = result.case.dtype
-        accuracy = measured(result)
-        assert accuracy is not None, "only a scored result has flips"
-        found.append(
-            Finding(
-                code="predictions-differ",
-                severity="info",
-                text=f"{decision.flips:,} of {accuracy.items:,} answers differ from those of {decision.smallest.id}.",
-                next_step=f"Rounding in {dtype} flips {'almost no answer' if dtype == 'float32' else 'a few answers'}. "
-                "If there are more, compare `predictions` of both cases in the report.",
             )
         )
     if clamp and not decision.fails:
@@ -265,7 +240,7 @@ def _advice(decision: Decision, result: CaseResult) -> str:
     if decision.cause is None:
         advice = _ADVICE[decision.code]
     else:
-        advice = (_DUMMY_ADVICE if result.case.load_format == "dummy" else _COLLAPSE_ADVICE)[decision.cause]
+        advice = (_MISMATCH_ADVICE if decision.code == "loglikelihood-mismatch" else _COLLAPSE_ADVICE)[decision.cause]
     return advice.format(strategy=result.case.strategy, reference=REFERENCE_STRATEGY)
 
 

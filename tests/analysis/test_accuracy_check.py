@@ -400,7 +400,18 @@ def test_wrong_log_likelihoods_fail_although_the_answers_are_right(dtype: str, o
         found = check(result, [mp], given=1.0, metric="acc_norm", tolerance=0.0)
         assert found is not None
         assert found.ok is agrees
-        assert (decide_mismatch(result, mp) is None) is agrees
+        assert (decide_mismatch(result, mp, None) is None) is agrees
+
+
+def test_batch_sizes_of_one_strategy_have_equal_log_likelihoods() -> None:
+    """Without mp and a registered value the smallest batch size is compared with."""
+    numbers = [-1.0, -2.0, -3.0, -4.0]
+    smallest = make_result(1.0, make_accuracy(1.0, 1, [0], numbers))
+    for off, ok in ((1e-3, True), (0.1, False)):
+        accuracy = make_accuracy(1.0, 1, [0], [value * (1 + off) for value in numbers])
+        found = _decide(make_result(1.0, accuracy, batch_size=8), [smallest])
+        assert found.ok is ok
+        assert (found.mismatch is not None and found.mismatch.source == smallest.id) is not ok
 
 
 def test_the_bundled_model_has_registered_log_likelihoods(prose: Prose) -> None:
@@ -408,11 +419,11 @@ def test_the_bundled_model_has_registered_log_likelihoods(prose: Prose) -> None:
     right = list(bundled.loglikelihoods()[:8])
     case: dict[str, Any] = {"model": "bundled", "dataset": "bundled", "dtype": "float32", "strategy": "iok"}
     wrong = [value * 1.1 for value in right]
-    assert decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], right), **case), None) is None
-    found = decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None)
+    assert decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], right), **case), None, None) is None
+    found = decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None, None)
     assert found is not None
     assert found.source is None
     assert found.typical_difference == pytest.approx(0.1)
     assert prose == describe_mismatch(found)
     case["model"] = "another"
-    assert decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None) is None
+    assert decide_mismatch(make_result(1.0, make_accuracy(1.0, 2, [0, 0], wrong), **case), None, None) is None

@@ -139,14 +139,19 @@ def test_overflow_is_named_as_the_cause() -> None:
     assert "bfloat16" in finding.next_step
 
 
-def test_flipped_answers_are_counted() -> None:
-    """They are compared with those of the smallest batch size."""
-    first = make_accuracy(items=100, predictions=[0] * 100)
-    second = make_accuracy(items=100, predictions=[1] * 3 + [0] * 97)
-    results = _assess([make_result(2.0, first, **_CPU), make_result(1.0, second, batch_size=2, **_CPU)], given=0.828)
-    finding = _only(results, "predictions-differ")
-    assert finding.severity == "info"
-    assert "3 of 100" in finding.text
+def test_log_likelihoods_of_another_batch_size_fail() -> None:
+    """The answers are the same, but the smallest batch size has other log-likelihoods; rounding has no finding."""
+    numbers = ([-1.0] * 400, [-1.001] * 400, [-1.5] * 400)
+    results = _assess(
+        [
+            make_result(4.0 / size, make_accuracy(items=100, loglikelihoods=values), batch_size=size, **_CPU)
+            for size, values in zip((1, 2, 4), numbers, strict=True)
+        ],
+        given=0.828,
+    )
+    assert [_codes(result) for result in results] == [[], [], ["loglikelihood-mismatch"]]
+    assert "mp-bs1" in results[2].findings[0].text
+    assert "batch" in results[2].findings[0].next_step
 
 
 def test_random_weights_that_score_differently_fail() -> None:

@@ -183,11 +183,8 @@ def test_findings_are_sorted_by_severity() -> None:
 
 def test_findings_with_the_same_next_step_are_joined() -> None:
     """Three findings have their text, the other cases are named, and the next step is written once."""
-    first = make_result(64.0, make_accuracy(items=100, predictions=[0] * 100))
-    others = [
-        make_result(64.0 / size, make_accuracy(items=100, predictions=[1] * size + [0] * (100 - size)), batch_size=size)
-        for size in (2, 4, 8, 16, 32)
-    ]
+    first, wrong = make_result(64.0, make_accuracy(items=100)), make_accuracy(items=100, loglikelihoods=[-2.0] * 400)
+    others = [make_result(64.0 / size, wrong, batch_size=size) for size in (2, 4, 8, 16, 32)]
     report = _report([first, *others])
     step = report.cases[-1].findings[0].next_step
     lines = tables(report, verbose=True).splitlines()
