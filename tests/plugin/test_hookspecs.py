@@ -130,7 +130,11 @@ def test_a_strategy_of_an_installed_package_is_measured(
             ["--strategy=near"],
             "--strategy: strategy near:Nix cannot be imported: AttributeError: *",
         ),
-        ({"near": "near:Near"}, ["--strategy=nera"], "--strategy: 'nera' is no strategy: allowed are iok, mp, near, *"),
+        (
+            {"near": "near:Near"},
+            ["--strategy=nera"],
+            "--strategy: 'nera' is no strategy (did you mean near?): allowed are *",
+        ),
     ],
 )
 def test_a_bad_registration_is_refused_before_anything_starts(
