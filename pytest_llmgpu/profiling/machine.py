@@ -81,7 +81,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gpus_here(self) -> list[Gpu]:
         """The chosen GPUs of node 0, where pytest runs: NVML reads no others."""
-        return [gpu for place, gpu in enumerate(self.gpus) if self.node_of(place) == 0]
+        return self.gpus_of_nodes[0]
+
+    @property
+    def gpus_of_nodes(self) -> list[list[Gpu]]:
+        """The chosen GPUs of each node that takes part."""
+        number = 1 + max((self.node_of(place) for place in range(self.devices)), default=0)
+        return [[gpu for place, gpu in enumerate(self.gpus) if self.node_of(place) == node] for node in range(number)]
 
     def describe(self) -> str:
         """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""

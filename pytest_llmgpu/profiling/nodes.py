@@ -41,13 +41,13 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """True if nodes with such a difference must not measure together."""
 
 
-def gather() -> NodeFacts:
-    """Return the facts of this machine. Torch is imported in a child process.
+def gather(torch: TorchFacts | None = None) -> NodeFacts:
+    """Return the facts of this machine. Torch is imported in a child process, unless its facts are known.
 
     Raises:
         ValueError: Torch cannot be imported.
     """
-    torch = machine.probe()
+    torch = machine.probe() if torch is None else torch
     return NodeFacts(torch=torch, node=Node(**_fields(machine.fingerprint(torch))))
 
 

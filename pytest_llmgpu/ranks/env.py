@@ -20,10 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pytest_llmgpu.profiling import machine as environment
-from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.ranks import nodes, wire
 from pytest_llmgpu.ranks.futures import End, Listener, ProcessRank
 from pytest_llmgpu.ranks.local import LocalLauncher, LocalProcess
@@ -37,7 +34,6 @@ _REPLY_S = 10.0
 """A process that needs longer to reply is lost: it is stopped, or its node is gone."""
 _KILL_S, _CLOSE_S = 30.0, 50.0
 """The same while it ends its rank."""
-_CALL_S = 300.0
 _GOODBYE_S = 5.0
 
 
@@ -245,10 +241,10 @@ class Peers:
             ValueError: The port is in use, or the address is not of this machine.
         """
         self.world = world
+        self._own = OwnPlace(world)
         self._joined: dict[int, Peer] = {}
         self._refused: str | None = None
         self._changed = threading.Condition()
-        self._machines: dict[str, list[Machine]] = {}
         self._listener: socket.socket | None = None
         if world.size > 1:
             self._listener = wire.listen(world)
@@ -272,28 +268,14 @@ class Peers:
                 f"{self.world.address}, port {self.world.port}"
             )
         self._stop_listening()
+        numbers_of_nodes: dict[int, int] = {}
+        for place in self.places:
+            place.node = numbers_of_nodes.setdefault(place.node, len(numbers_of_nodes))
 
     @property
     def places(self) -> list[nodes.Place]:
         """The places for ranks, in their order."""
-        return [OwnPlace(self.world), *(self._joined[rank] for rank in sorted(self._joined))]
-
-    def machine(self, device: str, devices: int | None) -> Machine:
-        """Choose the devices of a run, as `profiling.machine.machine` does for one machine.
-
-        Raises:
-            ValueError: There are fewer devices, or a node cannot use its own.
-        """
-        if self.world.size == 1:
-            return msgspec.structs.replace(environment.machine(device, devices), nodes=[0])
-        if device not in self._machines:
-            own = environment.machine(device, None)
-            found = [own] * self.world.size
-            if own.device == "cuda":
-                calls = [place.call(environment.machine, device, None) for place in self.places[1:]]
-                found = [own, *(_answer(call, place) for call, place in zip(calls, self.places[1:], strict=True))]
-            self._machines[device] = found
-        return nodes.spread(devices, self.places, self._machines[device])
+        return [self._own, *(self._joined[rank] for rank in sorted(self._joined))]
 
     def launcher(self, log_directory: Path) -> EnvLauncher:
         """Return the launcher that starts ranks at these places."""
@@ -396,7 +378,7 @@ class EnvLauncher:
         def start_here(listener: Listener) -> LocalProcess:
             return self._local.start_process(0, first, listener, inherited)
 
-        ranks = [ProcessRank(0, on_batch, start_here, self._world.node)]
+        ranks = [ProcessRank(0, on_batch, start_here, 0)]
         if meeting is not None:
             meeting.close()
         for peer, added in zip(peers, environments[1:], strict=True):
@@ -418,12 +400,3 @@ class EnvLauncher:
 def version() -> str:
     """Return the version of this package: other versions may have other messages."""
     return str(environment.installed_version("pytest-llmgpu"))
-
-
-def _answer(call: Future[Machine], place: nodes.Place) -> Machine:
-    if not concurrent.futures.wait([call], _CALL_S).done:
-        raise ValueError(f"node {place.node}: no answer for {_CALL_S:g} s")
-    try:
-        return call.result()
-    except (ValueError, ConnectionError) as error:
-        raise ValueError(f"node {place.node}: {error}") from None

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.ranks import wire
 from pytest_llmgpu.ranks.env import version
 from pytest_llmgpu.ranks.futures import Answer, End
@@ -63,6 +64,7 @@ def serve(world: World, log_directory: Path) -> int:
         return 1
     finally:
         served.end()
+        node_profilers.close_here()
         connection.close()
     return 0
 

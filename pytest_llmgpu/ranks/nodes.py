@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from pytest_llmgpu.profiling import machine as local
+from pytest_llmgpu.profiling import nodes as facts
 from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.profiling.node_profilers import Call
+from pytest_llmgpu.profiling.nodes import NodeFacts
 from pytest_llmgpu.ranks.protocol import Launcher
 from pytest_llmgpu.report.text import plural
+
+_PROBE_S = 300.0
+"""Time limit of the first import of torch on a node."""
+_PROFILER_S = 20.0
 
 
 class Place(Protocol):
@@ -35,7 +44,7 @@ class Nodes(Protocol):
 
     @property
     def places(self) -> Sequence[Place]:
-        """The places in the order of the ranks; the first one is this process."""
+        """The places in the order of the ranks; the first one is this process. Nodes are numbered in this order."""
         ...
 
     def wait(self, limit_s: float) -> None:
@@ -46,17 +55,85 @@ class Nodes(Protocol):
         """
         ...
 
+    def launcher(self, log_directory: Path) -> Launcher:
+        """Return the launcher of ranks at these places; the logs of ranks of this node go to a folder."""
+        ...
+
+
+class Devices:
+    """The devices of all places; each place is asked once."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        """Ask nothing yet; the places are there when the first machine is chosen."""
+        self._nodes = nodes
+        self._machines: dict[str, list[Machine]] = {}
+        """Maps `--llmgpu-device` to the devices that each place can use."""
+        self._facts: list[NodeFacts] = []
+        """The facts of each node, once they were compared."""
+        self.notes: list[str] = []
+        """Each difference between the nodes that is allowed, in words."""
+
     def machine(self, device: str, devices: int | None) -> Machine:
         """Choose the devices of a run, as `profiling.machine.machine` does on one machine.
 
         Raises:
-            ValueError: There are fewer devices or places, or a node cannot use its devices.
+            ValueError: There are fewer devices or places, a node cannot use its devices, or nodes must not measure
+                together.
         """
-        ...
+        places = self._nodes.places
+        if len(places) == 1:
+            return msgspec.structs.replace(local.machine(device, devices), nodes=[0])
+        if device not in self._machines:
+            own = local.machine(device, None)
+            if not self._facts:
+                firsts = {place.node: place for place in reversed(places[1:]) if place.node}
+                asked = {place: place.call(facts.gather) for _, place in sorted(firsts.items())}
+                self._facts = [facts.gather(own.facts), *_answers(asked)]
+                self.notes = facts.check(self._facts)
+            asked = (
+                {} if own.device == "cpu" else {place: place.call(local.machine, device, None) for place in places[1:]}
+            )
+            self._machines[device] = [own, *_answers(asked)] if asked else [own] * len(places)
+        chosen = spread(devices, places, self._machines[device])
+        count = len(chosen.gpus_of_nodes)
+        if count == 1:
+            return chosen
+        chosen = msgspec.structs.replace(chosen, node_facts=[one.node for one in self._facts[:count]])
+        indices = {gpu.uuid: gpu.index for gpu in facts.environment(chosen).gpus}
+        gpus = [msgspec.structs.replace(gpu, index=indices.get(gpu.uuid, gpu.index)) for gpu in chosen.gpus]
+        return msgspec.structs.replace(chosen, gpus=gpus)
 
-    def launcher(self, log_directory: Path) -> Launcher:
-        """Return the launcher of ranks at these places; the logs of ranks of this node go to a folder."""
-        ...
+    def call_on(self, node: int) -> Call:
+        """Return what runs a function on a node, and raises OSError if it cannot."""
+        place = next(place for place in self._nodes.places if place.node == node)
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            future = place.call(fn, *args)
+            if not concurrent.futures.wait([future], _PROFILER_S).done:
+                raise TimeoutError(f"no answer for {_PROFILER_S:g} s")
+            try:
+                return future.result()
+            except ValueError as error:
+                raise OSError(str(error)) from None
+
+        return call
+
+
+def _answers(asked: Mapping[Place, Future[Any]]) -> list[Any]:
+    """Return the answer of each place; they are asked at the same time.
+
+    Raises:
+        ValueError: A place has another answer than a result.
+    """
+    found = []
+    for place, future in asked.items():
+        if not concurrent.futures.wait([future], _PROBE_S).done:
+            raise ValueError(f"node {place.node}: no answer for {_PROBE_S:g} s")
+        try:
+            found.append(future.result())
+        except (ValueError, ConnectionError) as error:
+            raise ValueError(f"node {place.node}: {error}") from None
+    return found
 
 
 def spread(devices: int | None, places: Sequence[Place], machines: Sequence[Machine]) -> Machine:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import kv_cache, logits, model_facts, model_files, models, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
@@ -128,9 +130,11 @@ class Planner:
         self._check_device(options, machine)
         self._check_processes(options, machine)
         _check_places(strategy, machine)
+        if machine.device == "cpu":
+            # Devices are processes there, and a strategy of one process uses only one.
+            machine = msgspec.structs.replace(machine, devices=strategy.ranks(machine.devices))
 
         def case_of(source: ModelSource) -> Case:
-            # On a CPU devices are processes, and a strategy of one process uses only one.
             processes = strategy.ranks(machine.devices)
             recorded = options.cuda_graphs == "on" and (processes > 1 or machine.devices == 1)
             return Case(
@@ -144,7 +148,7 @@ class Planner:
                 load_format=options.load_format,
                 dtype=_dtype(options.dtype, machine.device),
                 device=machine.device,
-                devices=machine.devices if machine.device == "cuda" else processes,
+                devices=machine.devices,
                 launcher=options.launcher,
                 nodes=len({machine.node_of(rank) for rank in range(processes)}),
                 cuda_graphs=options.cuda_graphs,

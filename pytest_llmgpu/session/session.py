@@ -17,9 +17,9 @@ from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers, Settings
+from pytest_llmgpu.profiling.node_profilers import NodeProfiler, NodeProfilers, RemoteProfiler, Settings
 from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.nodes import Nodes
+from pytest_llmgpu.ranks.nodes import Devices, Nodes
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
@@ -73,7 +73,8 @@ class BenchmarkSession:
         Raises:
             ValueError: The report or the page cannot be written, the store cannot be written, or the policy is invalid.
         """
-        find_machine = environment.machine if nodes is None else nodes.machine
+        self._devices = None if nodes is None else Devices(nodes)
+        find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, arguments, page_path)
         self.judge: Judge | None = None
@@ -89,7 +90,7 @@ class BenchmarkSession:
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._folder = RunFolder()
-        self._profilers: tuple[tuple[str, ...], NodeProfilers] | None = None
+        self._profilers: tuple[tuple[tuple[str, ...], ...], NodeProfilers] | None = None
         launcher = LocalLauncher(self._folder.path) if nodes is None else nodes.launcher(self._folder.path)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
         self._resumed: Report | None = None
@@ -180,6 +181,7 @@ class BenchmarkSession:
             ]
             + resumed
             + self.planner.notes
+            + ([] if self._devices is None else [f"note: the nodes differ: {text}" for text in self._devices.notes])
             + ([] if self.judge is None else self.judge.notes())
         )
 
@@ -241,13 +243,19 @@ class BenchmarkSession:
 
     def profilers_of(self, machine: Machine) -> NodeProfilers:
         """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
-        uuids = tuple(gpu.uuid for gpu in machine.gpus_here)
-        if self._profilers is not None and self._profilers[0] != uuids:
+        wanted = tuple(tuple(gpu.uuid for gpu in gpus) for gpus in machine.gpus_of_nodes)
+        if self._profilers is not None and self._profilers[0] != wanted:
             self._profilers[1].close()
             self._profilers = None
         if self._profilers is None:
-            settings = Settings(period_s=self._sample_period_s, uuids=uuids, method=self._profile_method)
-            self._profilers = uuids, NodeProfilers([node_profilers.profiler(settings)])
+            own, *others = (
+                Settings(period_s=self._sample_period_s, uuids=uuids, method=self._profile_method) for uuids in wanted
+            )
+            profilers: list[NodeProfiler] = [node_profilers.profiler(own)]
+            if self._devices is not None:
+                calls = map(self._devices.call_on, range(1, len(wanted)))
+                profilers += map(RemoteProfiler, calls, others)
+            self._profilers = wanted, NodeProfilers(profilers, {gpu.uuid: gpu.index for gpu in machine.gpus})
         return self._profilers[1]
 
     def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:

@@ -41,6 +41,16 @@ class Tensor(LayerParallel):
     backend = "nowhere"
 
 
+class Ranks(LayerParallel):
+    """A strategy with one rank for each device."""
+
+    name = "tensor"
+
+    def ranks(self, devices: int) -> int:
+        """Return one for each."""
+        return devices
+
+
 class Injection(LayerParallel):
     """A strategy with the options of iok."""
 
@@ -85,6 +95,32 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(tmp_path: Path, choo
     assert case.revision is not None
     assert len(request.items) == tiny_model.ITEMS
     assert _planner(tmp_path, "cpu").request(choose(), "mp", 4).case.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changed", "message"),
+    [
+        ("tensor", {"nodes": [0]}, r"WORLD_SIZE=1, but tensor on 2 devices needs 2 processes"),
+        ("mp", {"nodes": [0, 1]}, r"--llmgpu-devices=2: mp runs in one process, which can use 1 GPU of node 0"),
+        ("mp", {"nodes": [0, 0], "one_gpu_each": True}, r"--llmgpu-devices=2: mp .* 1 GPU of node 0: pass at most 1"),
+    ],
+)
+def test_a_strategy_that_the_started_processes_cannot_run_is_refused(
+    tmp_path: Path, choose: Callable[..., Options], strategy: str, changed: dict[str, object], message: str
+) -> None:
+    """The message has the number of processes or GPUs."""
+    machine = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"), **changed)  # type: ignore[arg-type]
+    known = {**_KNOWN, "tensor": f"{__name__}:Ranks"}
+    with pytest.raises(ValueError, match=message):
+        Planner(tmp_path, lambda *_: machine, known).request(choose(), strategy, 4)
+
+
+def test_a_case_has_its_launcher_and_nodes(tmp_path: Path, choose: Callable[..., Options]) -> None:
+    """Runs of other launchers or other numbers of nodes are other measurements."""
+    machine = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"), nodes=[0, 1])
+    planner = Planner(tmp_path, lambda *_: machine, {**_KNOWN, "tensor": f"{__name__}:Ranks"})
+    case = planner.request(choose(launcher="env"), "tensor", 4).case
+    assert (case.launcher, case.nodes, case.devices) == ("env", 2, 2)
 
 
 def test_processes_that_no_strategy_takes_are_refused(tmp_path: Path, choose: Callable[..., Options]) -> None:
