@@ -18,7 +18,7 @@ from pytest_llmgpu.report.cause import CallsChange, Cause, Place, TimeChange
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import listed, percent
+from pytest_llmgpu.report.text import listed, percent, plural
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, WORSE, Row
 from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
@@ -45,6 +45,9 @@ _LAUNCHES = re.compile(r"Launch")
 _COPIES = re.compile(r"Mem(cpy|set)")
 _COMMUNICATES = re.compile(r"c10d")
 _PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
+_COMPUTES_NOTHING = re.compile(r"view|reshape|permute|transpose|::t\b|expand|slice|select|split|squeeze|alias|empty")
+_FOLDED = "*"
+"""In the name of a module, the numbers of all layers."""
 
 PREFIX = "Cause: "
 """Start of the line of a reason that states the cause."""
@@ -92,6 +95,10 @@ class _Rank(NamedTuple):
     runtime_calls: dict[str, int]
     ops: dict[str, int]
     flops_by_module: dict[str, int]
+    layers: int | None
+    """The layers of the model."""
+    forwards: int
+    """The forwards of the eager pass."""
 
     @property
     def families(self) -> dict[KernelFamily, _Amount]:
@@ -371,36 +378,53 @@ def _modules(pair: _Pair, shares: Mapping[KernelFamily, float]) -> Iterator[Time
         for module, (before_s, after_s) in times.items():
             if growth_s[module] > 0 and module != OTHER_MODULE:
                 own = share * growth_s[module] / whole_s
-                yield TimeChange(name=module, family=family, before_s=before_s, after_s=after_s, share=own)
+                layers = _layers(pair, module, _added_calls(pair, module, family))
+                yield TimeChange(
+                    name=module, family=family, before_s=before_s, after_s=after_s, share=own, layers=layers
+                )
+
+
+def _layers(pair: _Pair, module: str | None, growth: float) -> int | None:
+    """Return the largest number of layers that can have the added calls of an eager pass; None if that can be all."""
+    most = growth // pair.after.forwards
+    total = pair.after.layers
+    return int(most) if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
+
+
+def _added_calls(pair: _Pair, module: str | None, family: KernelFamily) -> float:
+    """Return the growth of the calls of a family in a module, in the eager pass."""
+    before, after = (rank.modules.get((module or "", family), _Amount()).calls for rank in pair)
+    return after - before
 
 
 def _kernels(pair: _Pair) -> list[CallsChange]:
-    """Return kernels whose number of calls changed.
+    """Return kernels whose number of calls changed, growth before decline, the largest change of time first.
 
     A kernel that has a row in one report only can be in the sum of its family in the other: the number of calls of the
     family then decides.
     """
     families = pair.before.families, pair.after.families
-    found = []
+    found: list[tuple[float, CallsChange]] = []
     for family, name in pair.before.kernels | pair.after.kernels:
-        before, after = (rank.kernels.get((family, name)) for rank in pair)
-        if name is None or (before or _Amount()).calls == (after or _Amount()).calls:
+        before, after = (rank.kernels.get((family, name), _Amount()) for rank in pair)
+        if name is None or before.calls == after.calls:
             continue
-        growth = round((after or _Amount()).calls - (before or _Amount()).calls)
-        lacking = pair.before if before is None else pair.after if after is None else None
+        growth = round(after.calls - before.calls)
+        lacking = next((rank for rank in pair if (family, name) not in rank.kernels), None)
         in_family = families[1][family].calls - families[0][family].calls
         if lacking is not None and (family, None) in lacking.kernels and in_family * growth < growth**2:
             continue
         module = _module_of_calls(pair, family, growth)
-        found.append(
-            CallsChange(
-                name=name,
-                module=module,
-                before=round((before or _Amount()).calls),
-                after=round((after or _Amount()).calls),
-            )
+        change = CallsChange(
+            name=name,
+            module=module,
+            layers=_layers(pair, module, _added_calls(pair, module, family)),
+            before=round(before.calls),
+            after=round(after.calls),
         )
-    return _most_first(found)
+        found.append((abs(after.time_s - before.time_s), change))
+    ordered = sorted(found, key=lambda one: (one[1].growth < 0, -one[0], one[1].name))
+    return [change for _, change in ordered[:_MOST]]
 
 
 def _module_of_calls(pair: _Pair, family: KernelFamily, growth: int) -> str | None:
@@ -437,17 +461,16 @@ def _ops(pair: _Pair, metric: MetricName) -> list[CallsChange]:
     if metric == "flops" and (module := module_of(1)) and not any(_PRODUCES.search(change.name) for change in found):
         before, after = (sum(side.values()) for side in flops)
         return [CallsChange(name=_FLOPS, module=module, before=before, after=after)]
-    return [
-        msgspec.structs.replace(
-            change, module=module_of(change.growth) or _module_of_calls(pair, "GEMM", change.growth)
-        )
-        if _PRODUCES.search(change.name)
-        else change
-        for change in found
-    ]
+    for place, change in enumerate(found):
+        if _PRODUCES.search(change.name):
+            module = module_of(change.growth) or _module_of_calls(pair, "GEMM", change.growth)
+            layers = _layers(pair, module, change.growth)
+            found[place] = msgspec.structs.replace(change, module=module, layers=layers)
+    return found
 
 
 def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Pattern[str]) -> list[CallsChange]:
+    """Return the largest changes of numbers of calls, growth before decline, and those that `first` matches first."""
     if not before or not after:
         return []  # one of the reports did not count them
     found = [
@@ -455,17 +478,12 @@ def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Patte
         for name in {**before, **after}
         if before.get(name, 0) != after.get(name, 0)
     ]
-    return _most_first(found, first)
 
+    def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:
+        last = _COMPUTES_NOTHING.search(change.name) is not None
+        return change.growth < 0, not first.search(change.name), last, -abs(change.growth), change.name
 
-def _most_first(changes: Iterable[CallsChange], first: re.Pattern[str] | None = None) -> list[CallsChange]:
-    """Return the largest changes, growth before decline; names that `first` matches come before all others."""
-
-    def order(change: CallsChange) -> tuple[bool, bool, int, str]:
-        matches = first is not None and first.search(change.name) is not None
-        return change.growth < 0, not matches, -abs(change.growth), change.name
-
-    return sorted(changes, key=order)[:_MOST]
+    return sorted(found, key=order)[:_MOST]
 
 
 def _rank(measured: Measured, number: int) -> _Rank:
@@ -491,6 +509,8 @@ def _rank(measured: Measured, number: int) -> _Rank:
         runtime_calls=_median_counts([rank.runtime_calls or {} for rank in ranks]),
         ops=_median_counts([rank.ops or {} for rank in ranks]),
         flops_by_module=_median_counts([rank.flops_by_module or {} for rank in ranks]),
+        layers=min((work.model.layers for work in measured.works if work.model is not None), default=None),
+        forwards=max(1, len(measured.works[0].eager_batches or measured.works[0].batches)),
     )
 
 
@@ -580,8 +600,9 @@ def _device_in_words(cause: Cause) -> str:
         by_module[part.name] += part.share
     best = max(by_module, key=lambda module: by_module[module], default=None)
     if best is not None and by_module[best] >= _MOST_OF_IT:
-        families = [str(part.family) for part in cause.modules if part.name == best]
-        return f"{percent(by_module[best], 0)} in {best} ({listed(families, _NAMED)})"
+        named = [part for part in cause.modules if part.name == best]
+        families = listed([str(part.family) for part in named], _NAMED)
+        return f"{percent(by_module[best], 0)} in {best} ({families}{_layers_in_words(named[0].layers, ', ')})"
     parts = [part for part in cause.parts if part.family is not None and part.share > _SMALL]
     shares = [f"{percent(part.share, 0)} in {part.name}" for part in parts]
     modules = f" ({listed(by_module, _NAMED)})" if by_module else ""
@@ -592,9 +613,15 @@ def _calls_in_words(changes: Iterable[CallsChange], pattern: re.Pattern[str] = _
     """Return the first growth among names that a pattern matches."""
     for change in changes:
         if change.growth > 0 and pattern.search(change.name):
-            where = f" in {change.module}" if change.module is not None else ""
+            layers = _layers_in_words(change.layers)
+            where = "" if change.module is None else f" in {change.module}" + (f" ({layers})" if layers else "")
             return f"{change.growth:,} more {_short(change.name)}{where}"
     return None
+
+
+def _layers_in_words(layers: int | None, before: str = "") -> str:
+    """Return the number of layers that changed; empty where that may be all."""
+    return "" if layers is None else f"{before}{'at most ' if layers > 1 else ''}{plural(layers, 'layer')}"
 
 
 def _share(cause: Cause, name: str) -> str:

@@ -29,6 +29,9 @@ class TimeChange(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     """Growth of a family or a place, as a fraction of the growth of all those that grew; negative for one that became
     faster. The share of a family is split over its modules by their growth in the eager pass."""
+    layers: Count | None = None
+    """Largest number of layers that can have the added calls, if these are fewer than the layers of the model; null for
+    a module without a layer number, and where all layers may have changed."""
 
     @property
     def growth_s(self) -> float:
@@ -43,6 +46,9 @@ class CallsChange(msgspec.Struct, frozen=True, kw_only=True):
     """Name of a kernel, of an op of torch, or of a function of the CUDA runtime."""
     module: str | None = None
     """Module of the model whose number of calls changed most; null if it is not known."""
+    layers: Count | None = None
+    """Largest number of layers that can have the added calls, if these are fewer than the layers of the model; null for
+    a module without a layer number, and where all layers may have changed."""
     before: Count
     """Number of calls in the baseline."""
     after: Count

@@ -32,7 +32,7 @@ from pytest_llmgpu.report.large_file import StoredRows
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdict
-from pytest_llmgpu.report.work import CollectiveWork, RankWork, Work, WorkRow
+from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, Work, WorkRow
 from pytest_llmgpu.store.references import resolve
 
 _ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half> >(int)"
@@ -116,11 +116,14 @@ class _Program:
         )
 
 
-def _measured(*programs: _Program, launches: int = 1, noise: float = 0.0, seed: int = 0) -> Measured:
+def _measured(
+    *programs: _Program, launches: int = 1, noise: float = 0.0, seed: int = 0, layers: int | None = None
+) -> Measured:
     """Return the work passes of a report whose ranks run the programs."""
     chance = random.Random(seed)
     names: dict[str, int] = {}
     works = []
+    size = None if layers is None else ModelSize(parameters=1, weights_bytes=2, layers=layers, attention_width=4)
     for _ in range(launches):
         ranks = [program.recorded(names, lambda s: s * chance.gauss(1.0, noise)) for program in programs]
         transfer_s = min(
@@ -128,7 +131,7 @@ def _measured(*programs: _Program, launches: int = 1, noise: float = 0.0, seed: 
             for program in programs
         )
         collective = CollectiveWork(collective="all_reduce", calls=64, transfer_s=[transfer_s] * 3, wait_s=[0.0] * 3)
-        works.append(Work(batches=[0, 2], passes=3, collectives=[collective], ranks=ranks))
+        works.append(Work(batches=[0, 2], passes=3, collectives=[collective], ranks=ranks, model=size))
     return Measured(works, list(names))
 
 
@@ -194,6 +197,41 @@ def test_the_cause_of_more_flops_names_a_module(ops: dict[str, int], flops: dict
     before = _Program(kernels={}, ops={"aten::mm": 7}, flops_by_module={_MLP: 100, _PROJECTION: 100})
     after = _Program(kernels={}, ops={"aten::mm": 7, **ops}, flops_by_module=flops)
     assert cause.describe(_found("flops", [before], [after])) == words
+
+
+@pytest.mark.parametrize(
+    ("added", "layers", "words"),
+    [
+        (1, 32, "(elementwise, 1 layer)"),
+        (3, 32, "(elementwise, at most 3 layers)"),
+        (32, 32, "(elementwise)"),
+        (3, None, "(elementwise)"),
+    ],
+)
+def test_calls_that_fewer_than_all_layers_can_have_name_their_number(
+    added: int, layers: int | None, words: str
+) -> None:
+    """The numbers of layers are folded in the name of a module: one more kernel can be in one layer or in several."""
+    forwards = 2
+    # The eager pass runs half of the kernels of a pass.
+    after = _HEALTHY_PROGRAM.more(_MLP, _CAST.replace("copy", "cast"), 2 * forwards * added, 0.01)
+    before, after_ = (_measured(program, layers=layers) for program in (_HEALTHY_PROGRAM, after))
+    found = cause.find("device_time", before, after_)
+    assert found is not None
+    assert cause.describe(found).endswith(f"in {_MLP} {words}")
+    limit = added if layers is not None and added < layers else None
+    assert [change.layers for change in found.modules] == [limit]
+    assert [change.layers for change in found.kernels] == [limit]
+
+
+def test_kernels_that_take_longer_come_first_and_views_last() -> None:
+    """The number of calls says nothing about the cost of an op."""
+    after = _HEALTHY_PROGRAM.more("lm_head", "nvjet_hsh_large", 2, 0.1).more(_MLP, _ADD, 64, 0.001)
+    found = _found("device_time", [_HEALTHY_PROGRAM], [after])
+    assert [change.name for change in found.kernels] == ["nvjet_hsh_large", _ADD]
+    ops = {"aten::view": 96, "aten::mul": 32, "aten::mm": 1}
+    found = _found("flops", [_Program(kernels={}, ops={"aten::add": 1})], [_Program(kernels={}, ops=ops)])
+    assert [change.name for change in found.ops] == ["aten::mm", "aten::mul", "aten::view", "aten::add"]
 
 
 def test_the_parts_add_up_to_the_difference() -> None:
