@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
+from support.hurried_clock import hurry
 
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
@@ -42,13 +43,18 @@ _MISBEHAVING = """
             if what == "die":
                 os.kill(os.getpid(), signal.SIGSEGV)
             if what == "hang":
+                open(HUNG, "w").close()
                 threading.Event().wait()
             if what.startswith("SIG"):
                 os.kill(os.getppid(), getattr(signal, what))
             raise ValueError("the layer is broken")
         loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
 
+    HUNG = os.path.abspath("hung")
+
     def test_hellaswag(llm, hellaswag, batch_size, measure):
+        if os.path.exists(HUNG):
+            os.remove(HUNG)
         if what := {what}.get(batch_size):
             llm.run(misbehave, what, {rows})
         measure(llm, hellaswag, batch_size)
@@ -170,13 +176,16 @@ def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, faked: F
 
 
 @pytest.mark.slow
-def test_a_failed_case_fails_and_the_next_runs_on_new_processes(pytester: pytest.Pytester, run: Run) -> None:
+def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crash, a timeout or an error fails its own case only, with what its rank wrote."""
+    hurry(monkeypatch, while_exists=pytester.path / "hung")
     pytester.makepyfile(test_it=_misbehave({1: "die", 2: "hang", 4: "error"}))
-    result = run("--llmgpu-timeout=2", sizes="1,2,4,8")
+    result = run("--llmgpu-timeout=300", sizes="1,2,4,8")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*3 failed, 1 passed*"])
-    complaints = ["*signal SIGSEGV*", "*no finished batch for 2 s*", "*ValueError: the layer is broken*"]
+    complaints = ["*signal SIGSEGV*", "*no finished batch for 300 s*", "*ValueError: the layer is broken*"]
     result.stdout.fnmatch_lines_random(complaints)
     # The tracebacks of the ranks, and none of this process.
     sections = result.stdout.get_lines_after("*= FAILURES =*")
@@ -663,8 +672,11 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     result.stdout.fnmatch_lines([f"FAILED *: No space left on device; the report is {kept}"])
 
 
-def test_a_rank_that_stops_between_cases_is_a_time_out(pytester: pytest.Pytester, run: Run) -> None:
+def test_a_rank_that_stops_between_cases_is_a_time_out(
+    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What happens between cases has the time limit of a case, not that of loading a model."""
+    hurry(monkeypatch, while_exists=pytester.path / "stopped")
     pytester.makepyfile(
         test_it="""
         import os, signal
@@ -676,9 +688,10 @@ def test_a_rank_that_stops_between_cases_is_a_time_out(pytester: pytest.Pytester
             measure(llm, hellaswag, batch_size)
             if batch_size == 1:
                 os.kill(llm.run(process_id)[0], signal.SIGSTOP)
+                open("stopped", "w").close()
         """
     )
-    assert run("--llmgpu-timeout=5", sizes="1,4").ret == 1
+    assert run("--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", sizes="1,4").ret == 1
     assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "timeout"}
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from support import rank_functions as ranks
+from support.hurried_clock import hurry
 
-from pytest_llmgpu.ranks import group
+from pytest_llmgpu.ranks import group, local
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
@@ -27,33 +28,38 @@ def pair(tmp_path: Path) -> Iterator[RankGroup]:
 
 def test_results_are_in_the_order_of_the_ranks(pair: RankGroup) -> None:
     """A command runs on every rank, with one result each."""
-    assert pair.ask(ranks.variable, "RANK", phase="forward", timeout_s=60) == ["0", "1"]
+    assert pair.ask(ranks.variable, "RANK", phase="forward", timeout_s=300) == ["0", "1"]
 
 
 @pytest.mark.slow
 def test_a_failed_rank_is_reported_while_the_other_one_hangs(pair: RankGroup) -> None:
     """The failure has the number, the phase and the message of the rank that failed."""
     with pytest.raises(RankFailedError) as caught:
-        pair.ask(ranks.hang_on_rank_0_fail_on_rank_1, phase="load", timeout_s=60)
+        pair.ask(ranks.hang_on_rank_0_fail_on_rank_1, phase="load", timeout_s=300)
     assert caught.value.outcome == "error"
     assert caught.value.failure.rank == 1
     assert caught.value.failure.phase == "load"
     assert caught.value.failure.message == "ValueError: the layer is broken"
 
 
-def test_a_time_limit_has_the_stacks_of_the_ranks(pair: RankGroup) -> None:
+def test_a_time_limit_has_the_stacks_of_the_ranks(
+    pair: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A time limit without a finished batch is an outcome of its own, with the stacks of every rank."""
-    assert pair.ask(ranks.add, 1, 1, phase="forward", timeout_s=60) == [2, 2]
+    begun = tmp_path / "begun"
+    hurry(monkeypatch, while_exists=begun)
+    monkeypatch.setattr(local, "_STACKS_S", 300)
+    assert pair.ask(ranks.add, 1, 1, phase="forward", timeout_s=300) == [2, 2]
     with pytest.raises(RankFailedError) as caught:
-        pair.ask(ranks.hang_in_a_collective, phase="forward", timeout_s=0.5)
+        pair.ask(ranks.hang_in_a_collective, str(begun), phase="forward", timeout_s=300)
     assert caught.value.outcome == "timeout"
-    assert caught.value.failure.message == "no finished batch for 0.5 s"
+    assert caught.value.failure.message == "no finished batch for 300 s"
     assert "hang_in_a_collective" in (caught.value.failure.log_tail or "")
 
 
 def test_a_stopped_rank_is_a_time_out_whatever_is_sent_to_it(pair: RankGroup) -> None:
     """A dataset is more than a pipe holds: sending it must not wait for the rank."""
-    identities = pair.ask(ranks.identity, phase="forward", timeout_s=60)
+    identities = pair.ask(ranks.identity, phase="forward", timeout_s=300)
     os.kill(identities[1][0], signal.SIGSTOP)
     with pytest.raises(RankFailedError) as caught:
         pair.ask(ranks.add, b"1" * 2**22, b"", phase="forward", timeout_s=0.5)
@@ -84,15 +90,15 @@ def test_progress_is_the_number_of_finished_and_planned_batches(pair: RankGroup,
             pipe.write_bytes(b"")
         reported.append((done, planned))
 
-    pair.ask(ranks.finish_batches_then_wait, 7, str(pipe), phase="forward", timeout_s=60, tick=tick)
+    pair.ask(ranks.finish_batches_then_wait, 7, str(pipe), phase="forward", timeout_s=300, tick=tick)
     assert reported == sorted(reported)
     assert reported[-1] == (7, 10)
 
 
 def test_each_command_starts_without_batches(pair: RankGroup) -> None:
     """The columns of a case have no batch of the case before it."""
-    pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=60)
-    pair.ask(ranks.finish_batches, 2, phase="forward", timeout_s=60)
+    pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=300)
+    pair.ask(ranks.finish_batches, 2, phase="forward", timeout_s=300)
     pair.kill()
     assert len(pair.batches().latency_s) == 2
 

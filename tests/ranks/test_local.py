@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import rank_functions as ranks
 
-from pytest_llmgpu.ranks import oom
+from pytest_llmgpu.ranks import local, oom
 from pytest_llmgpu.ranks.futures import ProcessRank
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.protocol import FinishedBatch, RankFailedError
@@ -138,13 +138,13 @@ def test_finished_batches_of_a_rank_that_dies_are_kept(tmp_path: Path) -> None:
     rank.close()
 
 
-def test_stacks_show_where_a_rank_hangs(rank: ProcessRank) -> None:
+def test_stacks_show_where_a_rank_hangs(rank: ProcessRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stacks of a rank that waits for ever have the function."""
-    assert _answer(rank.submit(ranks.add, 1, 1)) == 2
-    rank.submit(ranks.hang_in_a_collective)
-    for _ in range(50):  # The command may not have arrived yet.
-        if "hang_in_a_collective" in rank.stacks():
-            break
+    monkeypatch.setattr(local, "_STACKS_S", _ANSWER_S)
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    rank.submit(ranks.hang_in_a_collective, str(begun))
+    begun.read_bytes()
     assert "hang_in_a_collective" in rank.stacks()
 
 

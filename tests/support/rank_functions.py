@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_llmgpu.inference.models import ModelSource
@@ -106,15 +107,16 @@ def finish_batches_then_die(state: RankState, count: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang_in_a_collective(_state: RankState) -> None:
-    """Wait for a peer that never comes."""
+def hang_in_a_collective(_state: RankState, begun: str) -> None:
+    """Open a file or a named pipe for writing, then wait for a peer that never comes."""
+    Path(begun).write_bytes(b"")
     threading.Event().wait()
 
 
-def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
+def hang_on_rank_0_fail_on_rank_1(_state: RankState) -> None:
     """Behave as a strategy in which one rank fails."""
     if os.environ["RANK"] == "0":
-        hang_in_a_collective(state)
+        threading.Event().wait()
     raise ValueError("the layer is broken")
 
 
