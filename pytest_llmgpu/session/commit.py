@@ -10,7 +10,8 @@ from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous
 from pytest_llmgpu.store import git
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 60.0
+"""git reads every file of a large tree on a network disk, and a report needs its commit."""
 
 _NOT_STORED = ":(exclude,top,glob)**/.llmgpu/**"
 

@@ -33,9 +33,9 @@ def uuid(index: int) -> str:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may start and read a sampler slowly."""
-    monkeypatch.setattr(module, "_HEADER_S", 300.0)
-    monkeypatch.setattr(module, "_STREAM_S", 300.0)
+    """A busy machine may start, read and end a sampler slowly."""
+    for limit in ("_HEADER_S", "_STREAM_S", "_END_S"):
+        monkeypatch.setattr(module, limit, 300.0)
 
 
 @pytest.fixture
@@ -218,6 +218,7 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
         assert nvml.pid != first
         assert process.returncode == -signal.SIGKILL
         last = nvml.pid
+        monkeypatch.setattr(module, "_END_S", 0.05)
         nvml.close()
         nvml.start()
         assert nvml.pid == last
@@ -281,7 +282,7 @@ def test_polling_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> 
             figures = device.metrics[metric]
             assert (figures.method, figures.mean) == ("nvmlDeviceGetPcieThroughput", mean * (index + 1))
             assert figures.coverage == pytest.approx(profile.samples * 0.020 / profile.duration_s, abs=0.03)
-            assert figures.coverage == pytest.approx(0.12, abs=0.05)
+            assert 0 < (figures.coverage or 0) < 0.15, "a busy machine makes rounds rarer, never more frequent"
         assert device.metrics["utilization_pct"].method == "nvmlDeviceGetUtilizationRates"
         assert device.metrics["memory_used_bytes"].method == "nvmlDeviceGetMemoryInfo_v2"
         assert (device.metrics["utilization_pct"].coverage, device.energy_j) == (None, None)

@@ -121,7 +121,7 @@ def test_a_missing_git_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_hung_git_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that hangs costs a few seconds, not the run."""
+    """A file system that hangs costs a minute, not the run."""
     monkeypatch.setattr(commit_module, "_TIMEOUT_S", 0.1)
     _becomes(fake_git, "exec tail -f /dev/null")
     assert commit(fake_git.parent, {}).why["sha"].startswith("git did not finish within 0.1 s")

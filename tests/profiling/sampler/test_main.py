@@ -35,10 +35,20 @@ NOTHING = [None] * len(NEITHER)
 """Its values."""
 
 
+_MAIN = """
+import sys
+from pytest_llmgpu.profiling.sampler import __main__, sampling
+sampling._GIVE_UP_S = float(sys.argv.pop(1))
+sys.exit(__main__.main())
+"""
+
+
 @contextmanager
-def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.025) -> Iterator[subprocess.Popen[str]]:
-    """Run the sampler with a period of 25 ms."""
-    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", "--period", str(period_s), *arguments]
+def sampler(
+    environment: dict[str, str], *arguments: str, period_s: float = 0.025, give_up_s: float = 300.0
+) -> Iterator[subprocess.Popen[str]]:
+    """Run the sampler with a period of 25 ms; a busy machine may make a call that blocks last long."""
+    command = [sys.executable, "-c", _MAIN, str(give_up_s), "--period", str(period_s), *arguments]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rescue = threading.Timer(300, process.kill)  # a stream without output must fail the test
     rescue.start()
@@ -267,7 +277,7 @@ def test_nvlink_is_not_read_at_every_tick(nvml_stub: StubEnvironment, tmp_path: 
 def test_a_call_that_hangs_later_affects_its_metric_alone(nvml_stub: StubEnvironment) -> None:
     """After a second its values are null with the reason; other metrics and other devices continue."""
     settings = {"gpus": 2, "hang": f"{PCIE}:6@1"}
-    with sampler(nvml_stub(**settings)) as process:
+    with sampler(nvml_stub(**settings), give_up_s=1.0) as process:
         _, *stream = records(process, 12)
     assert column(stream[0], "pcie_tx_bytes_per_s", 1) == 2e6
     hung = next(tick for tick in stream if column(tick, "pcie_tx_bytes_per_s", 1) is None)

@@ -288,12 +288,15 @@ def test_the_charts_of_a_large_report_are_drawn_when_they_come_near(started: Any
 
 def test_an_injected_script_does_not_run(page: Any) -> None:
     """The content security policy permits the two scripts of the page only."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
     page.execute_script(
         "const script = document.createElement('script'); script.textContent = 'window.foreign = 1';"
         "document.body.append(script)"
     )
     assert page.execute_script("return window.foreign === undefined")
-    assert "Content Security Policy" in page.get_log("browser")[0]["message"]
+    entries = WebDriverWait(page, _WAIT_S).until(lambda it: it.get_log("browser"))
+    assert "Content Security Policy" in entries[0]["message"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
