@@ -101,25 +101,14 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
         outcome=worst.outcome,
         failure=worst.failure,
         launches=[launch for result in results for launch in result.launches],
-        inference_s=None,
-        sequences_per_s=None,
-        tokens_per_s=None,
-        first_token_s=None,
-        token_p50_s=None,
-        token_p95_s=None,
-        token_p99_s=None,
-        acc=None,
-        acc_norm=None,
-        energy_j_per_sequence=None,
-        energy_j_per_token=None,
         accuracy_check=_check(results),
         comparison=next((result.comparison for result in results if result.comparison is not None), None),
         traffic=traffic,
         findings=_findings(results),
         why=why if reason is None else {**why, "traffic": reason},
     )
-    merged.why = {name: text for name, text in merged.why.items() if getattr(merged, name, None) is None}
     derive(merged)
+    merged.why = {name: text for name, text in merged.why.items() if getattr(merged, name, None) is None}
     if merged.bound is not None and merged.inference_s:
         merged.bound = msgspec.structs.replace(merged.bound, share=merged.bound.bound_s / merged.inference_s)
     return merged

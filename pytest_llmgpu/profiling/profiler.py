@@ -165,11 +165,6 @@ class Profiler:
                 recording, marks = self.recording, self._marks
                 self._changed.wait_for(lambda: self._ended or recording.marks >= marks, _STREAM_S)
 
-    def cpu_s(self, start_s: float, end_s: float) -> float | None:
-        """Return the CPU seconds that the sampler used between two times; None if it was not sampling."""
-        with self._changed:
-            return None if self.recording is None else self.recording.cpu_s(start_s, end_s)
-
     def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 

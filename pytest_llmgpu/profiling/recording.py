@@ -86,14 +86,6 @@ class Recording:
         for marks, t_s, answered_s, counts, why in rows:
             marks.append(Mark(t_s, answered_s, counts, why, span_s))
 
-    def cpu_s(self, start_s: float, end_s: float) -> float | None:
-        """Return the CPU seconds of the sampler in a time, by the ticks inside; None with fewer than two ticks."""
-        inside = [reading for reading in self._inside(start_s, end_s) if reading.cpu_s is not None]
-        if not inside or inside[0] is inside[-1]:
-            return None
-        first, last = inside[0], inside[-1]
-        return ((last.cpu_s or 0.0) - (first.cpu_s or 0.0)) / (last.t_s - first.t_s) * (end_s - start_s)
-
     def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
         """Return whether later ticks cannot change the slice between these times.
 
@@ -152,7 +144,7 @@ class Recording:
                 self._device(place, device, readings, columns[place], start_s, end_s)
                 for place, device in enumerate(self.header.devices)
             ],
-            sampler_cpu_s=self.cpu_s(start_s, end_s),
+            sampler_cpu_s=_cpu_s(inside, end_s - start_s),
             series=_series(readings, columns, start_s),
             why=reasons,
         )
@@ -223,6 +215,15 @@ class Recording:
             counters=counts,
             why=reasons,
         )
+
+
+def _cpu_s(inside: Sequence[Reading], duration_s: float) -> float | None:
+    """Return the CPU seconds of the sampler in a window by the ticks inside; None with fewer than two."""
+    known = [(reading.t_s, reading.cpu_s) for reading in inside if reading.cpu_s is not None]
+    if len(known) < 2:  # noqa: PLR2004 - a difference
+        return None
+    (first_t_s, first_s), (last_t_s, last_s) = known[0], known[-1]
+    return (last_s - first_s) / (last_t_s - first_t_s) * duration_s
 
 
 def _spans(readings: Sequence[Reading], at: int) -> list[Span]:

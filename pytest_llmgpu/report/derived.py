@@ -30,6 +30,13 @@ _FEWEST_FOR_P99 = 100
 
 _P95 = 0.95
 
+_FIGURES = (
+    *("inference_s", "sequences_per_s", "tokens_per_s", "acc", "acc_norm"),
+    *("first_token_s", "token_p50_s", "token_p95_s", "token_p99_s"),
+    *("energy_j_per_sequence", "energy_j_per_token"),
+)
+"""Fields of a result that are derived."""
+
 _COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
 
@@ -65,6 +72,8 @@ def derive(result: CaseResult) -> None:
 
     A case that did not complete has none, because a total over some of the batches is not comparable.
     """
+    for name in _FIGURES:
+        setattr(result, name, None)
     launches = [launch for launch in result.launches if launch.batches.latency_s]
     if result.outcome != "completed" or not launches:
         return

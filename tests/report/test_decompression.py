@@ -4,8 +4,6 @@ import gzip
 import re
 import subprocess
 import sys
-import tracemalloc
-import zlib
 from pathlib import Path
 
 import pytest
@@ -59,18 +57,6 @@ def test_decompressed_data_up_to_the_limit_is_returned() -> None:
     assert decompression.unpack(data, limit_bytes=len(_DATA)) == _DATA
     with pytest.raises(ValueError, match=r"^decompresses to more than 9,999 bytes"):
         decompression.unpack(data, limit_bytes=len(_DATA) - 1)
-
-
-def test_a_decompression_bomb_does_not_fill_the_memory() -> None:
-    """A small file that decompresses to much more than the limit never takes more memory than the limit allows."""
-    zeros = zlib.compressobj(9, wbits=31)
-    bomb = b"".join(zeros.compress(bytes(2**20)) for _ in range(64)) + zeros.flush()
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="more than 1,000,000 bytes"):
-        decompression.unpack(bomb, limit_bytes=1_000_000)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak_bytes < 4_000_000
 
 
 def test_a_bomb_is_refused_with_little_memory(tmp_path: Path) -> None:

@@ -14,14 +14,6 @@ def test_inference_time_is_the_sum_of_the_batches() -> None:
     assert inference_s(launch) == 1.0
 
 
-def test_rates_divide_by_the_time_of_their_own_launch() -> None:
-    """Sequences and tokens of a launch are divided by the time of the same launch."""
-    result = make_result(2.0, sequences=32, batch_size=8)
-    assert result.inference_s == pytest.approx(2.0)
-    assert result.sequences_per_s == pytest.approx(32 / 2.0)
-    assert result.tokens_per_s == pytest.approx(3200 / 2.0)
-
-
 def test_figures_of_several_launches_are_medians() -> None:
     """One slow launch does not move the figure."""
     result = make_result(2.0, make_accuracy(0.8, items=10))

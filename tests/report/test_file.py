@@ -20,7 +20,6 @@ from support.report_factory import (
     make_full_report,
     make_report,
     make_result,
-    paper_results,
 )
 
 from pytest_llmgpu.report import decompression, file
@@ -356,10 +355,3 @@ def test_a_report_that_is_read_only_is_not_replaced(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ValueError, match="exists and is read-only"):
         check_writable(Path("report.json"))
-
-
-def test_a_large_report_is_read_as_written() -> None:
-    """Twenty results of four GPUs survive the file."""
-    report = make_report(paper_results())
-    dump(report, Path("report.json.gz"))
-    assert load(Path("report.json.gz")) == report

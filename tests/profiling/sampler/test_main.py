@@ -127,16 +127,6 @@ def test_a_metric_that_is_not_supported_is_null_with_its_reason(nvml_stub: StubE
     ]
 
 
-def test_an_unsupported_call_is_made_once(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """A call that NVML refused at the start costs nothing later."""
-    log = tmp_path / "calls"
-    with sampler(nvml_stub(unsupported="nvmlDeviceGetPowerUsage", log=log)) as process:
-        records(process, 5)
-    functions = [line.split()[4] for line in log.read_text().splitlines()]
-    assert functions.count("nvmlDeviceGetPowerUsage") == 1
-    assert functions.count("nvmlDeviceGetClockInfo") >= 4
-
-
 def test_a_gpu_lost_later_is_null_and_its_reason_is_written_once(nvml_stub: StubEnvironment) -> None:
     """Other devices continue, and the stream does not repeat the reason."""
     with sampler(nvml_stub(gpus=2, lost="1:40")) as process:
@@ -256,21 +246,6 @@ def test_nvlink_streams_every_byte(nvml_stub: StubEnvironment, tmp_path: Path) -
     for metric in ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"):
         streamed = column(after, metric) * column(after, metric, of="seconds")
         assert streamed == pytest.approx((last - first) * 1000 * 1024)
-
-
-def test_nvlink_is_not_read_at_every_tick(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """Its call is the most expensive one: it is made at the start, at a mark, and at the tick after it."""
-    log = tmp_path / "calls"
-    with sampler(nvml_stub(fields="138,139", log=log)) as process:
-        header, *stream = records(process, 6)
-        marks(process, 1)
-        (after,) = records(process, 1)
-    assert methods(header)["nvlink_tx_bytes_per_s"] == "nvmlDeviceGetFieldValues [138, 139]"
-    assert [column(tick, "nvlink_tx_bytes_per_s") for tick in stream] == [None] * 5
-    assert column(after, "nvlink_tx_bytes_per_s") > 0
-    functions = [line.split()[4] for line in log.read_text().splitlines()]
-    before = functions[: functions.index("nvmlDeviceGetTotalEnergyConsumption")]
-    assert before.count("nvmlDeviceGetFieldValues") <= 4  # two at the start, two at the mark
 
 
 @pytest.mark.slow
@@ -488,14 +463,6 @@ def test_polling_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, t
     assert methods(header)["pcie_tx_bytes_per_s"] == PCIE
 
 
-def test_polling_never_makes_up_for_a_late_round(nvml_stub: StubEnvironment) -> None:
-    """Rounds begin a period apart or more, also after a late round."""
-    with sampler(nvml_stub(gpus=2, pcie_us=1000), "--method", "polling") as process:
-        _, *stream = records(process, 25)
-    starts_s = [tick["t_s"] for tick in stream]
-    assert min(after - before for before, after in pairwise(starts_s)) >= 0.025 - 1e-6
-
-
 @pytest.mark.parametrize(
     ("settings", "period_s", "smallest"),
     [({"gpm": 1}, 0.09, "0.1 s"), ({}, 0.024, "0.025 s"), ({"gpm": 1, "gpm_refused": "20"}, 0.05, "0.1 s")],
@@ -534,24 +501,6 @@ def test_byte_counters_allow_a_shorter_period(nvml_stub: StubEnvironment) -> Non
     environment = nvml_stub(init=9)
     script = "from pytest_llmgpu.profiling.sampler.devices import check_period; check_period(1e-9)"
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-
-
-def test_ticks_have_the_cpu_seconds_of_the_sampler(nvml_stub: StubEnvironment) -> None:
-    """Every tick has the CPU seconds used so far, which only grow."""
-    with sampler(nvml_stub()) as process:
-        _, *stream = records(process, 5)
-    spent = [tick["cpu_s"] for tick in stream]
-    assert spent == sorted(spent)
-    assert 0 < spent[0] < spent[-1] < 60
-
-
-def test_devices_are_in_the_requested_order(nvml_stub: StubEnvironment) -> None:
-    """Only the requested GPUs are read, in that order."""
-    wanted = [f"GPU-{index:08d}-0000-0000-0000-000000000000" for index in (2, 0)]
-    with sampler(nvml_stub(gpus=3), "--uuids", ",".join(wanted)) as process:
-        header, tick = records(process, 2)
-    assert [device["uuid"] for device in header["devices"]] == wanted
-    assert [values[0] for values in tick["values"]] == [42, 40]
 
 
 @pytest.mark.parametrize(
