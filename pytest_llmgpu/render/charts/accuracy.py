@@ -67,15 +67,13 @@ def _row(entry: Entry, metric: str) -> Spec | None:
 def _spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
     colour, offset = axes.curves(panel), axes.offset(panel)
     low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
-    tooltip = [
-        axes.text("s", "strategy"),
-        axes.number("b", "batch size"),
+    tooltip = axes.tooltip(
         axes.number("v", f"{metric} (%)"),
         axes.number("l", "95 % CI from (%)"),
         axes.number("h", "to (%)"),
         axes.number("i", "items"),
         axes.number("f", "answers that differ from mp"),
-    ]
+    )
     differing = {
         "transform": [{"filter": "datum.f > 0"}],
         "mark": {"type": "text", "style": "note", "dy": -9, "fontWeight": "bold"},

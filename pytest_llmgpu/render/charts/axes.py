@@ -49,6 +49,11 @@ def number(field: str, title: str | None = None) -> Spec:
     return {"field": field, "type": "quantitative", "title": title, "format": _NUMBER}
 
 
+def tooltip(*figures: Spec) -> list[Spec]:
+    """Return the entries of a tooltip: strategy and batch size of the case, then its figures."""
+    return [text("s", "strategy"), number("b", "batch size"), *figures]
+
+
 def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int | Spec = HEIGHT, **encoding: Spec) -> Spec:
     """Return a specification of layers over common data and channels, as wide as its container."""
     data = {"values": list(rows)}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
+from pytest_llmgpu.render.charts.batch_sweeps import row_of
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
 from pytest_llmgpu.render.charts.panels import Panel, device_means, memory_of
 from pytest_llmgpu.render.time_table import Entry
@@ -63,10 +64,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
             ),
             spec=_spec(panel, f"{figure.axis} ({figure.unit})", rows, before),
             headers=["strategy", "batch size", *(f"GPU {index} ({figure.unit})" for index in devices)],
-            rows=[
-                [entry.title, str(entry.batch_size), *(formatted(values.get(index)) for index in devices)]
-                for entry, values in several
-            ],
+            rows=[row_of(entry, map(values.get, devices)) for entry, values in several],
         )
 
 
@@ -81,12 +79,7 @@ def _rows(found: Sequence[tuple[Entry, dict[int, float]]]) -> list[Spec]:
 def _spec(panel: Panel, title: str, rows: list[Spec], before: list[Spec]) -> Spec:
     shared = {"color": axes.curves(panel), "xOffset": axes.offset(panel)}
     value = {"field": "v", "type": "quantitative"}
-    tooltip = [
-        axes.text("s", "strategy"),
-        axes.number("b", "batch size"),
-        axes.number("g", "GPU"),
-        axes.number("v", title),
-    ]
+    tooltip = axes.tooltip(axes.number("g", "GPU"), axes.number("v", title))
     layers: list[Spec] = [
         {
             "mark": {"type": "rule", "strokeWidth": 1.5},

@@ -63,7 +63,7 @@ def curves_of(
     then = [point for point in points(panel.before, figures) if point.kind in kinds and (point.value > 0 or not log)]
     before = [_row(point, several=several) for point in then]
     dash: Spec = {}
-    tooltip = [axes.text("s", "strategy"), axes.number("b", "batch size"), axes.number("v", title)]
+    tooltip = axes.tooltip(axes.number("v", title))
     if several:
         dash = {"strokeDash": {**axes.text("k"), "scale": {"domain": kinds}}}
         tooltip.insert(1, axes.text("k", "curve"))
@@ -88,6 +88,11 @@ def curves_of(
 def _row(point: Point, *, several: bool) -> Spec:
     row = {"s": point.entry.title, "b": point.entry.batch_size, "v": rounded(point.value)}
     return {**row, "k": point.kind} if several else row
+
+
+def row_of(entry: Entry, values: Iterable[float | None]) -> list[str]:
+    """Return a row of a table with one case per row: strategy, batch size, and these figures."""
+    return [entry.title, str(entry.batch_size), *map(formatted, values)]
 
 
 def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list[str]]]:

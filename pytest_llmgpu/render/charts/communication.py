@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points, table
+from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points, row_of, table
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, device_means, fmean, link_rates
 from pytest_llmgpu.render.time_table import Entry
@@ -36,10 +36,8 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         return f"{title}: {'there was none' if found else 'it was not counted'}."
     headers = ["strategy", "batch size", *(f"{way}, mean over the GPUs (GB/s)" for way in figures)]
     headers += [f"{way}, largest GPU (GB/s)" for way in figures]
-    rows = [
-        [entry.title, str(entry.batch_size), *(formatted(figure(entry)) for figure in [*figures.values(), *largest])]
-        for entry in panel.completed
-    ]
+    columns = [*figures.values(), *largest]
+    rows = [row_of(entry, (figure(entry) for figure in columns)) for entry in panel.completed]
     sent = {
         one: [point.value for point in drawn if (point.entry.title, point.kind) == (one, "TX")] for one in panel.titles
     }
@@ -128,7 +126,7 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
             summary=f"Mean over the GPUs, in order of batch size: {' to '.join(ends)}{_not_counted(panel, strategy)}.",
             spec=_path(panel, drawn, then, sent),
             headers=["strategy", "batch size", "GPU utilisation (%)", sent],
-            rows=[[strategy, str(entry.batch_size), formatted(busy), formatted(rate)] for entry, busy, rate in rows],
+            rows=[row_of(entry, (busy, rate)) for entry, busy, rate in rows],
         )
 
 
@@ -145,12 +143,7 @@ def _utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
 def _path(panel: Panel, rows: list[Spec], before: list[Spec], sent: str) -> Spec:
     batch_size = {"field": "b", "type": "quantitative"}
     colour = {**axes.curves(panel), "legend": None}
-    tooltip = [
-        axes.text("s", "strategy"),
-        axes.number("b", "batch size"),
-        axes.number("u", "GPU utilisation (%)"),
-        axes.number("v", sent),
-    ]
+    tooltip = axes.tooltip(axes.number("u", "GPU utilisation (%)"), axes.number("v", sent))
     layers: list[Spec] = [
         *axes.with_baseline(
             [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points
+from pytest_llmgpu.render.charts.batch_sweeps import Figure, curves_of, points, row_of
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted
 from pytest_llmgpu.render.charts.panels import Panel, fmean, memory_of
 from pytest_llmgpu.render.time_table import Entry
@@ -53,13 +53,7 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
             "outcome",
         ],
         rows=[
-            [
-                entry.title,
-                str(entry.batch_size),
-                *(formatted(figure(entry)) for figure in figures.values()),
-                formatted(capacity),
-                entry.result.outcome,
-            ]
+            [*row_of(entry, [*(figure(entry) for figure in figures.values()), capacity]), entry.result.outcome]
             for entry in panel.entries
         ],
     )
