@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from support.prose import Prose
 from support.report_factory import GIB, make_failed, make_memory, make_result
@@ -80,12 +79,6 @@ def test_each_series_has_its_own_largest_batch_size() -> None:
     assert [(each.strategy, each.largest_fit, each.smallest_oom) for each in found] == [("mp", 1, 2), ("tp", 1, None)]
 
 
-def test_a_capacity_is_part_of_a_report() -> None:
-    """It is the same after it was written as JSON and read."""
-    found = _capacity(*map(_fits, (1, 2)), _oom(64))
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Capacity) == found
-
-
 def _probed(low: int, high: int, predicted: int | None, limit: int) -> tuple[list[int], int]:
     tried: list[int] = []
     while (size := next_probe(low, high, predicted)) is not None:
@@ -104,11 +97,6 @@ def test_the_limit_is_found_with_any_prediction() -> None:
                 tried, found = _probed(low, high, predicted, limit)
                 assert found == limit
                 assert len(tried) <= allowed, (low, high, limit, predicted, tried)
-
-
-def test_a_right_prediction_takes_two_probes() -> None:
-    """The first probe is the predicted size, the second the size above it."""
-    assert _probed(32, 64, 47, limit=47) == ([47, 48], 47)
 
 
 def test_a_prediction_that_is_a_little_off_takes_fewer_probes_than_halving() -> None:
