@@ -115,14 +115,12 @@ def unfit(candidate: Report, policy: Policy) -> list[Objection]:
     return found + [Objection(kind, values) for kind, values in cases.items() if values]
 
 
-def disturbed_times(candidate: Report, policy: Policy) -> list[str]:
-    """Return the cases whose times alone were disturbed, each with the reason, if the policy gates none of them."""
+def disturbed_times(candidate: Report) -> list[str]:
+    """Return the cases whose times alone were disturbed, each with the reason: no objection if none is gated."""
     return [
         f"{one.id} ({cause})"
         for one in candidate.cases
-        if not _gates_times(one, policy)
-        and _disturbed(one, timed=False) is None
-        and (cause := _disturbed(one, timed=True)) is not None
+        if _disturbed(one, timed=False) is None and (cause := _disturbed(one, timed=True)) is not None
     ]
 
 

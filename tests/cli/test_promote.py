@@ -129,7 +129,9 @@ def test_disturbed_times_are_no_objection_where_no_time_is_gated(
         make_invalid(launch, f"{why}: rank 0")
     arguments = ["--to", str(TARGET), "--policy", "policy.toml"]
     assert _promote(on_h200([case]), "--to", str(TARGET)) == 1
-    assert f"invalid: mp-bs1 ({why}: rank 0)" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert f"invalid: mp-bs1 ({why}: rank 0)" in refused
+    assert ("gate = false in [tool.llmgpu.gate.time]" in refused) == passes
     assert (_promote(on_h200([case]), *arguments) == 0) == passes
     assert (f"gates none of them: mp-bs1 ({why}: rank 0)" in capsys.readouterr().out) == passes
 

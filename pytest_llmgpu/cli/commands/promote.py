@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 HELP = "make a report the baseline unless it is dirty, failed, invalid, undecided or worse"
 
 _REFUSED = 1
+_REMEDY = "remove the cause and measure again, or pass --force REASON, which the baseline keeps"
+_TIMES_REMEDY = "disturbed times are no objection if the policy gates no time: gate = false in [tool.llmgpu.gate.time]"
 _SHOWN = 10
 """Most objections that are printed."""
 
@@ -68,8 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
         verdicts = trial.verdicts
         counted = promotion.counted(verdicts)
         replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
+    disturbed = listed(promotion.disturbed_times(candidate), promotion.NAMED)
     if objections and arguments.force is None:
-        return _refuse(arguments.report, objections, remedies)
+        remedies = remedies or [_REMEDY]
+        return _refuse(arguments.report, objections, remedies + [_TIMES_REMEDY] * bool(disturbed))
     forced = Promotion(reason=arguments.force, objections=objections) if objections else None
     try:
         path = promotion.keep(candidate, verdicts, path=arguments.to, store=store, promotion=forced)
@@ -79,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     unsure = "note: the report does not record whether the working tree had uncommitted changes"
     far_apart = launch_findings.far_apart(candidate.cases)
     overruled = "" if forced is None else f"by force, in spite of: {listed(objections, _SHOWN)}"
-    disturbed = listed(promotion.disturbed_times(candidate, policy), promotion.NAMED)
-    times = f"note: times were disturbed, and the policy gates none of them: {disturbed}" if disturbed else ""
+    ungated = f"note: times were disturbed, and the policy gates none of them: {disturbed}"
+    times = ungated if disturbed and not objections else ""
     lines = [f"promoted: {arguments.report} is the baseline {path}", overruled, replaced, times, far_apart]
     show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
     return 0
@@ -120,6 +124,6 @@ def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
         complain(f"{name} is not promoted: {text}")
     if len(objections) > _SHOWN:
         complain(f"and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
-    for line in remedies or ["remove the cause and measure again, or pass --force REASON, which the baseline keeps"]:
+    for line in remedies:
         complain(line)
     return _REFUSED
