@@ -172,7 +172,8 @@
     root.dataset.ready = "yes";
     if (specs.size > FEW) return;
     for (const place of [...specs.keys()]) {
-      await new Promise((done) => (window.requestIdleCallback || setTimeout)(done)); // Safari has no idle callback
+      // Safari has no idle callback, and a busy browser may never be idle.
+      await new Promise((done) => (window.requestIdleCallback ? requestIdleCallback(done, { timeout: 500 }) : setTimeout(done)));
       if (place.isConnected) await draw(place);
     }
     root.dataset.whole = "yes";
