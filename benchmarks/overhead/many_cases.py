@@ -79,7 +79,7 @@ class Rank:
     def submit(self, fn: Callable[..., Any], /, *_: Any) -> Future[Any]:
         """Return the answer."""
         future: Future[Any] = Future()
-        future.set_result(_answer(fn.__name__, self.rank))
+        future.set_result(answer(fn.__name__, self.rank))
         return future
 
     def stacks(self) -> str:
@@ -103,7 +103,7 @@ def pytest_configure() -> None:
     patch.setattr(LocalLauncher, "start", lambda _, environments, __: [Rank(one) for one in range(len(environments))])
     patch.setattr(Profiler, "start", lambda _: None)
     patch.setattr(Profiler, "mark", lambda _, **__: None)
-    patch.setattr(Profiler, "slice", _profile)
+    patch.setattr(Profiler, "slice", profile)
     dump = file.dump
 
     def timed(*arguments: Any) -> None:
@@ -137,7 +137,8 @@ def pytest_unconfigure() -> None:
     Path(os.environ[RESULT]).write_text(json.dumps(found), encoding="utf-8")
 
 
-def _answer(name: str, rank: int) -> Any:
+def answer(name: str, rank: int) -> Any:
+    """Return what a rank answers to a command."""
     from pytest_llmgpu.ranks.device_memory import DeviceUse
     from pytest_llmgpu.ranks.host_use import RankHostUse
     from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
@@ -225,7 +226,8 @@ def _work(rank: int) -> Any:
     return work.WorkReply(batches=[0, 1, 2], eager_batches=[1], work=of_rank, rows=rows, collective_s=[{}] * PASSES)
 
 
-def _profile(_: object, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Any:
+def profile(_: object, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Any:
+    """Return the profile of a node."""
     from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
     del held_bytes
