@@ -30,7 +30,7 @@ from pytest_llmgpu.ranks.world import JOIN_S, World
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import plural
 
-_REPLY_S = 10.0
+_REPLY_S = 20.0
 """A process that needs longer to reply is lost: it is stopped, or its node is gone."""
 _KILL_S, _CLOSE_S = 30.0, 50.0
 """The same while it ends its rank."""

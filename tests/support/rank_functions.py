@@ -229,6 +229,12 @@ def fail_on_rank_1(_state: RankState) -> None:
         raise ValueError("the layer is broken")
 
 
+def hang_on_rank_1(_state: RankState) -> None:
+    """Wait for ever on one rank."""
+    if os.environ["RANK"] == "1":
+        threading.Event().wait()
+
+
 def die_on_rank(_state: RankState, rank: int) -> None:
     """End one rank by a signal."""
     if os.environ["RANK"] == str(rank):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,8 +25,6 @@ except ValueError as error:
     sys.exit(str(error))
 """
 _JOB = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP)_.*|MASTER_.*|SLURM_.*|LLMGPU_(KEY|PORT)")
-_PORTS = itertools.count(20_000 + os.getpid() % 12_000)
-"""Ports below those that the kernel gives to connections."""
 
 
 def torchrun(rank: int, size: int, *, per_node: int, port: int | None = None) -> dict[str, str]:
@@ -60,8 +58,10 @@ def srun(rank: int, size: int, *, per_node: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that no other test of this process uses."""
-    return next(_PORTS)
+    """Return a port that the kernel gave to nobody else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
