@@ -35,6 +35,33 @@ class _Cache:
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
 
+class LayerCache(_Cache):
+    """The keys and values of one layer. All its layers look alike to torch.compile, which compiles one for all."""
+
+    def __init__(
+        self, keys_BHTD: torch.Tensor, values_BHTD: torch.Tensor, *, numbers: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Keep the tensors of a layer, all on its device; `numbers` are 0, 1, 2 and so on."""
+        self.keys, self.values = keys_BHTD, values_BHTD
+        self._numbers, self._positions = numbers, positions
+        self.prefilling = False
+        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
+
+    def update(
+        self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values and return those that their queries attend to (called by transformers)."""
+        rows, tokens = key_BHSD.shape[0], key_BHSD.shape[2]
+        if self.prefilling:
+            self.keys[:rows, :, :tokens].copy_(key_BHSD)
+            self.values[:rows, :, :tokens].copy_(value_BHSD)
+            return key_BHSD, value_BHSD
+        keys, values = self.keys[:rows], self.values[:rows]
+        places = self._numbers[:rows], slice(None), self._positions[:rows]
+        keys[places], values[places] = key_BHSD[:, :, 0], value_BHSD[:, :, 0]
+        return keys, values
+
+
 class StaticCache(_Cache):
     """The keys and values of all layers, in the interface that the models of transformers call.
 
@@ -51,10 +78,10 @@ class StaticCache(_Cache):
         """
         import torch
 
+        self.layers: dict[int, LayerCache] = {}
+        """The part of each layer that has read a prompt."""
         self.prefilling = False
-        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
         self._rows, self._slots = rows, slots
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # On every device: a copy from one device to another in each layer would be traffic.
         self._positions = {device: torch.zeros(rows, dtype=torch.int64, device=device) for device in devices}
         self._numbers = {device: torch.arange(max(rows, slots), device=device) for device in devices}
@@ -62,7 +89,18 @@ class StaticCache(_Cache):
     @property
     def bytes(self) -> int:
         """The size of all keys and values."""
-        return sum(part.numel() * part.element_size() for layer in self._layers.values() for part in layer)
+        return sum(part.nbytes for layer in self.layers.values() for part in (layer.keys, layer.values))
+
+    @property
+    def prefilling(self) -> bool:
+        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
+        return self._prefilling
+
+    @prefilling.setter
+    def prefilling(self, value: bool) -> None:
+        self._prefilling = value
+        for layer in self.layers.values():
+            layer.prefilling = value
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -103,7 +141,7 @@ class StaticCache(_Cache):
 
     def clear(self) -> None:
         """Free the memory of all layers."""
-        self._layers.clear()
+        self.layers.clear()
 
     def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the arguments of a decode step: the position of each row and its mask.
@@ -125,20 +163,15 @@ class StaticCache(_Cache):
         self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of a layer and return those that its queries attend to (called by transformers)."""
-        rows, heads, tokens = key_BHSD.shape[:3]
-        if layer_idx not in self._layers:
+        if layer_idx not in self.layers:
+            heads, device = key_BHSD.shape[1], key_BHSD.device
             # A query attends to no slot that was not written, but a masked score of NaN would be NaN.
-            self._layers[layer_idx] = tuple(
+            keys, values = (
                 part.new_zeros(self._rows, heads, self._slots, part.shape[-1]) for part in (key_BHSD, value_BHSD)
-            )  # type: ignore[assignment]
-        keys, values = (part[:rows] for part in self._layers[layer_idx])
-        if self.prefilling:
-            keys[:, :, :tokens].copy_(key_BHSD)
-            values[:, :, :tokens].copy_(value_BHSD)
-            return key_BHSD, value_BHSD
-        places = self._numbers[keys.device][:rows], slice(None), self._positions[keys.device][:rows]
-        keys[places], values[places] = key_BHSD[:, :, 0], value_BHSD[:, :, 0]
-        return keys, values
+            )
+            layer = LayerCache(keys, values, numbers=self._numbers[device], positions=self._positions[device])
+            self.layers[layer_idx], layer.prefilling = layer, self.prefilling
+        return self.layers[layer_idx].update(key_BHSD, value_BHSD)
 
 
 class KernelCache(_Cache):

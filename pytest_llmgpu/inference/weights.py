@@ -104,7 +104,7 @@ def filled_in_turn(
                 assert replaced is not None
                 keep(replaced)
 
-    stacks = dict(_layer_stacks(model))
+    stacks = dict(layer_stacks(model))
     inside = [f"{place}." for place in stacks]
     for place, module in model.named_modules():
         if place not in stacks and not place.startswith(tuple(inside)):
@@ -147,7 +147,7 @@ def _keeper(model: torch.nn.Module, device: torch.device) -> Callable[[torch.nn.
     return keep
 
 
-def _layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
+def layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
     """Yield the outermost lists of modules with their names: the layers of the decoder and of an encoder."""
     import torch
 

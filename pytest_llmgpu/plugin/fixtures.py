@@ -104,7 +104,7 @@ class LLM:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn(loaded, *args)` on every rank and return a list with the result of each, in their order.
 
-        mp has one rank, tp and iok have one for each device. Results are pickled. An exception of `fn` is raised here
+        mp has one rank, the others have one for each device. Results are pickled. An exception of `fn` is raised here
         again, with its class if that is imported here; the ranks are then ended. Out of memory ends the test as OOM.
 
         Args:

@@ -37,6 +37,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Padding to few shapes adds this fraction of time (`batching.cost`)."""
     detail: str = ""
     """For `excluded`, this is the cause; for `not_recorded`, the operation with its error."""
+    compiled: bool = False
+    """The layers are compiled."""
 
     @property
     def recorded_tokens(self) -> int:
@@ -44,9 +46,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return {"requested": sys.maxsize, "small": MOST_TOKENS}.get(self.reason, 0)
 
     @property
-    def execution(self) -> Literal["eager", "cuda_graphs"]:
-        """Return how the forwards run."""
-        return "cuda_graphs" if self.reason in ("requested", "small") else "eager"
+    def execution(self) -> Literal["eager", "cuda_graphs", "compile"]:
+        """Return how the forwards run; compiled ones that are recorded are `cuda_graphs`."""
+        if self.reason in ("requested", "small"):
+            return "cuda_graphs"
+        return "compile" if self.compiled else "eager"
 
 
 def decide(
@@ -75,17 +79,23 @@ def decide(
         exclusion = (
             "the kernels of the strategy count the tokens of a text on the host, so that a graph repeats one step"
         )
-    if large or loaded.devices[0].type != "cuda" or workload == logits.FULL_LOGITS:
-        if exclusion is not None:
-            return Decision(reason="excluded", plan=own, detail=exclusion)
-        return Decision(reason="large", plan=own)
-    few = plan(requests, batch_size, few_shapes=True)
-    padding = _cost(few) / _cost(own) - 1
+    compiled = loaded.compiled is not None
+    own_widths = large or loaded.devices[0].type != "cuda" or workload == logits.FULL_LOGITS
+    chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True)
+    reason: Reason = "requested" if requested == "on" else "small"
     if exclusion is not None:
-        return Decision(reason="excluded", plan=few, padding=padding, detail=exclusion)
-    if not_recorded is not None:
-        return Decision(reason="not_recorded", plan=few, padding=padding, detail=not_recorded)
-    return Decision(reason="requested" if requested == "on" else "small", plan=few, padding=padding)
+        reason = "excluded"
+    elif large:
+        reason = "large"
+    elif not_recorded is not None:
+        reason = "not_recorded"
+    return Decision(
+        reason=reason,
+        plan=chosen,
+        padding=_cost(chosen) / _cost(own) - 1,
+        detail=exclusion or not_recorded or "",
+        compiled=compiled,
+    )
 
 
 def generator(loaded: Loaded, plan: Plan, *, recorded_tokens: int = 0) -> Generator:
@@ -110,12 +120,13 @@ def describe(decision: Decision) -> str:
         f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, "
         f"padding adds {percent(decision.padding)} of time"
     )
+    eager, graphs = ("compiled", "compiled, CUDA graphs") if decision.compiled else ("eager", "CUDA graphs")
     sentences: dict[Reason, str] = {
-        "requested": f"CUDA graphs: they were requested; {recorded}",
-        "small": f"CUDA graphs: {largest}, at most {MOST_TOKENS:,}; {recorded}",
-        "excluded": f"eager: {decision.detail}",
-        "large": f"eager: {largest}, more than {MOST_TOKENS:,}: the GPU is the limit",
-        "not_recorded": f"eager: the forwards cannot be recorded as CUDA graphs: {decision.detail}",
+        "requested": f"{graphs}: they were requested; {recorded}",
+        "small": f"{graphs}: {largest}, at most {MOST_TOKENS:,}; {recorded}",
+        "excluded": f"{eager}: {decision.detail}",
+        "large": f"{eager}: {largest}, more than {MOST_TOKENS:,}: the GPU is the limit",
+        "not_recorded": f"{eager}: the forwards cannot be recorded as CUDA graphs: {decision.detail}",
     }
     return sentences[decision.reason]
 

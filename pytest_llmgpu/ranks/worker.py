@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import kv_cache, model_files, models, scoring, tasks
+from pytest_llmgpu.inference import compiled_layers, kv_cache, model_files, models, scoring, tasks
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests, encode_prompts
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
@@ -46,11 +46,13 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float
     """The last batch ended at this time of CLOCK_MONOTONIC."""
     warmup_s: float
-    """The preparation of the case and its warm-up took this many seconds."""
+    """The preparation of the case and its warm-up took this many seconds, without `compile_s`."""
+    compile_s: float | None = None
+    """Compiling the layers took this many seconds; None if they were not compiled."""
     plan_sha256: str
     """This hash identifies the batches and their order."""
     execution: str
-    """The forwards ran as `eager` or as `cuda_graphs`."""
+    """The forwards ran as `eager`, `cuda_graphs` or `compile`."""
     execution_choice: str
     """This sentence gives the reason for `execution`."""
     batches: Batches
@@ -97,6 +99,7 @@ class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     items: Sequence[Item]
     warmup_s: float
+    compile_s: float | None
     generator: Generator | None
 
 
@@ -279,12 +282,17 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
             if decoder is not None:
                 execution.check_answers(loaded, plan, decoder, case.dtype)
         state.graphs = graphs.pop_all()
+    compile_s = None
+    if loaded.compiled is not None:
+        loaded.compiled.check()
+        compile_s = loaded.compiled.compile_s
     state.warmed_up = _WarmedUp(
         decision=decision,
         workspace=workspace,
         task=task,
         items=items,
-        warmup_s=time.monotonic() - began_s,
+        warmup_s=time.monotonic() - began_s - (compile_s or 0.0),
+        compile_s=compile_s,
         generator=generator,
     )
 
@@ -324,6 +332,7 @@ def measure(state: RankState) -> ScoreReply:
         started_s=started_s,
         ended_s=ended_s,
         warmup_s=warmed_up.warmup_s,
+        compile_s=warmed_up.compile_s,
         plan_sha256=decision.plan.sha256,
         execution=decision.execution,
         execution_choice=execution.describe(decision),
@@ -351,14 +360,16 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     case, loaded, prompts = state.case, state.loaded, state.plan.requests
 
     def score_again(tokens: str) -> str:
-        values = score_texts(
-            loaded.model,
-            prompts,
-            _split(decode_tokens(tokens).tolist(), prompts.new_tokens),
-            case.batch_size,
-            input_device=loaded.input_device,
-            devices=loaded.devices,
-        )
+        # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
+        with compiled_layers.suspended():
+            values = score_texts(
+                loaded.model,
+                prompts,
+                _split(decode_tokens(tokens).tolist(), prompts.new_tokens),
+                case.batch_size,
+                input_device=loaded.input_device,
+                devices=loaded.devices,
+            )
         return encode(value for row in values for value in row)
 
     return msgspec.structs.replace(
@@ -383,10 +394,11 @@ def account(state: RankState) -> TrafficReply:
         # The counted forwards have more rows than the workspace of this case has room for.
         state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
     try:
-        if state.case.generates:
-            total, step = traffic.of_generation(loaded, plan)
-            return TrafficReply(collectives=total, step=step)
-        return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
+        with compiled_layers.suspended():
+            if state.case.generates:
+                total, step = traffic.of_generation(loaded, plan)
+                return TrafficReply(collectives=total, step=step)
+            return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
     except ValueError as error:
         return TrafficReply(collectives=None, why=str(error))
 
@@ -421,10 +433,10 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
     if not state.case.generates:
-        with work.scoring_forward(loaded, state.case.workload) as forward:
+        with work.scoring_forward(loaded, state.case.workload) as forward, compiled_layers.suspended():
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
     steps, prefills = state.passes
-    with execution.generator(loaded, plan) as generator:
+    with execution.generator(loaded, plan) as generator, compiled_layers.suspended():
         return [
             work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False),
             work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch),
@@ -462,7 +474,8 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     assert state.loaded is not None
     state.phase = "forward"
     state.graphs.close()
-    return fn(state.loaded, *args)
+    with compiled_layers.suspended():  # the function may run any number of shapes
+        return fn(state.loaded, *args)
 
 
 def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:

@@ -26,7 +26,7 @@ LEGEND: dict[str, tuple[str, str]] = {
 }
 """The mark on the page and its meaning: one entry per kind of cell, and one for `graphs`."""
 
-_USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed"}
+_USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed", "compile": "transformers"}
 """The title of a column names the backend only if it is not the usual one."""
 
 _MINUTES_FROM_S = 600  # times are written in minutes if the smallest one is at least this long

@@ -30,7 +30,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement: a model under a strategy, which scores a dataset, or generates text, at one batch size."""
 
     strategy: str
-    """Name of the strategy: `mp`, `tp`, `iok`, or a registered one."""
+    """Name of the strategy: `mp`, `tp`, `iok`, `compile`, or a registered one."""
     backend: str | None = None
     """Library that implements the strategy, such as `accelerate` for mp."""
     strategy_options: dict[str, str | int | float | bool | None] = {}

@@ -25,8 +25,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_formula_bytes: Count | None = None
     """Size of the KV cache by the formula: 2 x layers x KV heads x size of a head x sequences of the largest batch x
     tokens of a sequence x bytes of a number. Null if the config of the model lacks one of these."""
-    compile_s: Seconds | None = None
-    """Time that compiling the model took; null if it was not compiled."""
     tokens: str
     """Generated tokens of all prompts, prompt by prompt, as Base64 of little-endian int32."""
     loglikelihoods: str

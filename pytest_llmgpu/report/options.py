@@ -66,7 +66,7 @@ class Options:
         "mp",
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
-        "kernels), a registered strategy, or module:attribute",
+        "kernels), compile (tp with torch.compile, also on one GPU), a registered strategy, or module:attribute",
         flag="--strategy",
     )
     model: str = _option(

@@ -212,7 +212,10 @@ class Launch(msgspec.Struct, kw_only=True):
     load_s: Seconds | None = None
     """Time from the start of the processes until the model is loaded."""
     warmup_s: Seconds | None = None
-    """Time of the warm-up."""
+    """Time of the warm-up, without `compile_s`."""
+    compile_s: Seconds | None = None
+    """Time that torch.compile took in the warm-up; null if nothing is compiled. It is shorter where torch finds earlier
+    results in its cache folder."""
     wall_s: Seconds | None = None
     """Time from the request to the answer, including warm-up and tokenization."""
     plan_sha256: str | None = None

@@ -545,6 +545,7 @@ def _loglikelihoods(reply: worker.ScoreReply) -> str:
 def _fill(launch: Launch, replies: Sequence[worker.ScoreReply]) -> None:
     """Fill a launch with what its ranks measured: the slowest rank counts, and the smallest workspace."""
     launch.warmup_s = max(reply.warmup_s for reply in replies)
+    launch.compile_s = max((reply.compile_s for reply in replies if reply.compile_s is not None), default=None)
     launch.plan_sha256 = replies[0].plan_sha256
     launch.batches = slowest([reply.batches for reply in replies])
     launch.accuracy = replies[0].accuracy

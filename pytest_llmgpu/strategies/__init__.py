@@ -11,6 +11,7 @@ BUILT_IN = {
     "mp": "pytest_llmgpu.strategies.mp:LayerParallel",
     "tp": "pytest_llmgpu.strategies.tp:TensorParallel",
     "iok": "pytest_llmgpu.strategies.iok:KernelInjection",
+    "compile": "pytest_llmgpu.strategies.compile:Compiled",
 }
 """Name to `module:attribute`: a strategy is imported only when it is chosen."""
 

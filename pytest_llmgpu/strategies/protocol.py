@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from pytest_llmgpu.inference.compiled_layers import CompiledLayers
+
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that a strategy reserves for one batch size, outside torch's allocator."""
@@ -54,6 +56,9 @@ class Loaded:
     dispatched: bool = True
     """True if the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
     and FLOPs cannot be counted."""
+    compiled: CompiledLayers | None = None
+    """These layers are compiled at the first forward of each shape; None if nothing is. Batches are then padded to few
+    shapes. Only the forwards of a case are compiled: passes that count, and functions of the user, run eagerly."""
 
 
 class Strategy(Protocol):

@@ -115,6 +115,8 @@ _STRATEGIES = [
     pytest.param("mp", 2, "accelerate", id="mp on two GPUs", marks=_TWO_GPUS),
     pytest.param("tp", 2, "transformers", id="tp", marks=_TWO_GPUS),
     pytest.param("tp", 2, "deepspeed", id="tp by DeepSpeed", marks=_TWO_GPUS),
+    pytest.param("compile", 1, "transformers", id="compile on one GPU"),
+    pytest.param("compile", 2, "transformers", id="compile on two GPUs", marks=_TWO_GPUS),
     pytest.param("iok", 1, "deepspeed", id="iok on one GPU", marks=_KERNELS),
     pytest.param("iok", 2, "deepspeed", id="iok on two GPUs", marks=[_TWO_GPUS, _KERNELS]),
 ]
@@ -142,7 +144,9 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
         for cuda_graphs in ("off", "on"):
             result, reply = ranks.generate(cuda_graphs, mp=mp)
             graphed = cuda_graphs == "on" and (strategy, devices) != ("mp", 2) and strategy != "iok"
-            assert reply.execution == ("cuda_graphs" if graphed else "eager"), reply.execution_choice
+            launched = "compile" if strategy == "compile" else "eager"
+            assert reply.execution == ("cuda_graphs" if graphed else launched), reply.execution_choice
+            assert (reply.compile_s is not None) == (strategy == "compile")
             decision = generation_check.decide(result, mp)
             assert decision is not None
             print(strategy, devices, backend, reply.execution, generation_check.describe(decision))

@@ -229,7 +229,7 @@ def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are iok, mp, tp*"),
+        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are compile, iok, mp, tp*"),
         (["--llmgpu-model=lama-7b"], "--llmgpu-model=lama-7b: model 'lama-7b' is unknown (did you mean llama-7b?)*"),
         (["--llmgpu-dataset=nowhere.jsonl"], "--llmgpu-dataset=nowhere.jsonl: dataset * is unknown*"),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),

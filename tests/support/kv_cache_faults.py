@@ -8,26 +8,27 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.inference.kv_cache import KernelCache, StaticCache
+from pytest_llmgpu.inference.kv_cache import KernelCache, LayerCache, StaticCache
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState, ScoreReply
 from pytest_llmgpu.report.case import Case
 
-_arguments, _update = StaticCache.arguments, StaticCache.update
+_arguments, _update = StaticCache.arguments, LayerCache.update
 
 
-def _stale(cache: StaticCache, key: Any, value: Any, layer_idx: int, *others: Any, **named: Any) -> Any:
+def _stale(layer: LayerCache, key: Any, value: Any, *_: Any) -> Any:
     """Keep the prompts of the first batch for all batches."""
-    if cache.prefilling and layer_idx in cache._layers:
+    if layer.prefilling and bool(getattr(layer, "filled", False)):
         return key, value
-    return _update(cache, key, value, layer_idx, *others, **named)
+    layer.filled = True  # type: ignore[attr-defined]  # a mark of this fault
+    return _update(layer, key, value)
 
 
-def _of_other_rows(cache: StaticCache, key: Any, value: Any, layer_idx: int, *others: Any, **named: Any) -> Any:
+def _of_other_rows(layer: LayerCache, key: Any, value: Any, *_: Any) -> Any:
     """Write the prompt of each row to the next row."""
-    if not cache.prefilling:
-        return _update(cache, key, value, layer_idx, *others, **named)
-    _update(cache, key.roll(1, 0), value.roll(1, 0), layer_idx, *others, **named)
+    if not layer.prefilling:
+        return _update(layer, key, value)
+    _update(layer, key.roll(1, 0), value.roll(1, 0))
     return key, value
 
 
@@ -45,24 +46,24 @@ def _last_token_hidden(cache: StaticCache, *given: Any) -> dict[str, Any]:
     return arguments | {"attention_mask": mask.scatter(-1, last, hidden)}
 
 
-FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "stale": ("update", _stale),
-    "of other rows": ("update", _of_other_rows),
-    "position": ("arguments", _next_position),
-    "mask": ("arguments", _last_token_hidden),
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "stale": (LayerCache, "update", _stale),
+    "of other rows": (LayerCache, "update", _of_other_rows),
+    "position": (StaticCache, "arguments", _next_position),
+    "mask": (StaticCache, "arguments", _last_token_hidden),
 }
-"""Name of a fault to the method that it replaces and the replacement."""
+"""Name of a fault to the class and the method that it replaces, and the replacement."""
 
 
 @contextmanager
 def injected(name: str) -> Iterator[None]:
     """While entered, every KV cache of this process has a fault."""
-    method, replacement = FAULTS[name]
-    setattr(StaticCache, method, replacement)
+    owner, method, replacement = FAULTS[name]
+    setattr(owner, method, replacement)
     try:
         yield
     finally:
-        StaticCache.arguments, StaticCache.update = _arguments, _update  # type: ignore[method-assign]
+        StaticCache.arguments, LayerCache.update = _arguments, _update  # type: ignore[method-assign]
 
 
 def generate(state: RankState, case: Case, fault: str | None, reference: worker.ReferenceTexts | None) -> ScoreReply:

@@ -15,6 +15,7 @@ from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.strategies.compile import Compiled
 from pytest_llmgpu.strategies.protocol import Loaded
 from pytest_llmgpu.strategies.tp import TensorParallel
 
@@ -35,6 +36,13 @@ class RaisesWhenUnpickled:
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickle by a call that fails."""
         return int, ("not a number",)
+
+
+def graphs(state: RankState) -> int:
+    """Return the number of graphs that were compiled for the latest case."""
+    assert state.loaded is not None
+    assert state.loaded.compiled is not None
+    return state.loaded.compiled.graphs
 
 
 def add(_state: RankState, first: int, second: int) -> int:
@@ -175,6 +183,12 @@ class UncompiledTensorParallel(TensorParallel):
 
             ops.__compatible_ops__["deepspeed_shm_comm"] = False
         return super().load(case, source)
+
+
+class Traced(Compiled):
+    """Strategy compile with layers that torch traces; the graphs run eagerly, since inductor takes seconds for each."""
+
+    compiler = "eager"
 
 
 # Functions of `llm.run`, which get the loaded model.

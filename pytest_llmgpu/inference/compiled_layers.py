@@ -1,0 +1,157 @@
+"""The layers of a decoder, compiled by torch: once per shape for all layers, which are alike.
+
+A layer is compiled as one graph. What cannot be compiled is an error: a part of a model that ran eagerly would be
+measured as if it were compiled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_llmgpu.inference import weights
+from pytest_llmgpu.inference.kv_cache import StaticCache
+from pytest_llmgpu.report.text import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_GRAPHS = 64
+"""Most graphs of one kind of layer in a case. A case has one for each shape of its batches, and of its decode steps."""
+
+_REMEDIES = {
+    "InvalidCxxCompiler": "install a C++ compiler such as g++, or name one in the environment variable CXX",
+    "TritonMissing": "install triton, which comes with torch for CUDA",
+    "FailOnRecompileLimitHit": f"a case may have at most {MOST_GRAPHS} graphs: choose fewer or other batch sizes",
+}
+"""Name of an error of torch to what helps against it."""
+
+
+class CompileError(RuntimeError):
+    """The layers could not be compiled; the message is one line."""
+
+
+class CompiledLayers:
+    """Replaces the forwards of a decoder's layers by compiled ones; the first forward of each shape compiles."""
+
+    def __init__(self, model: Any, compiler: str = "inductor") -> None:
+        """Prepare to compile the layers of a model.
+
+        Args:
+            model: A causal language model of transformers, in eval mode.
+            compiler: The name of a backend of torch.compile.
+
+        Raises:
+            ValueError: The decoder has no list of layers.
+        """
+        import torch
+
+        stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(model.get_decoder())]
+        if not stacks:
+            raise ValueError(f"{type(model).__name__} has no list of layers, which strategy compile needs")
+        self.compile_s = 0.0
+        """The time that compiling took since the latest `reset`, on the host clock."""
+        self.graphs = 0
+        """The number of graphs that were compiled since then."""
+        # With the default of torch, 8, further shapes could not be compiled.
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS  # noqa: SLF001 - the place of the setting
+        torch._dynamo.config.accumulated_recompile_limit = 4 * MOST_GRAPHS  # noqa: SLF001
+        self._compiler = compiler
+        compiled: dict[type, Callable[..., Any]] = {}
+        longest = max(stacks, key=len)
+        for index, layer in enumerate(longest):
+            kind = type(layer)
+            if kind not in compiled:
+                compiled[kind] = torch.compile(kind.forward, backend=self._compile, dynamic=False, fullgraph=True)
+            layer.forward = _forward(self, layer, index, compiled[kind])
+
+    def reset(self) -> None:
+        """Forget all graphs: a case has the same time, memory and number of graphs alone and in a sweep."""
+        import torch
+
+        torch.compiler.reset()
+        self.compile_s, self.graphs = 0.0, 0
+
+    def check(self) -> None:
+        """Refuse a warm-up in which nothing was compiled.
+
+        Raises:
+            CompileError: No forward was compiled.
+        """
+        if not self.graphs:
+            raise CompileError(
+                "torch.compile compiled nothing: unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
+            )
+
+    def run(self, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a compiled function; if the call compiles, count its time.
+
+        Raises:
+            CompileError: The function cannot be compiled.
+        """
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        before, began_s = self.graphs, time.perf_counter()
+        try:
+            result = compiled(*arguments, **named)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise _described(error) from error
+        if self.graphs > before:
+            # With the first launch, in which triton chooses the configuration of its kernels.
+            self.compile_s += time.perf_counter() - began_s
+        return result
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+
+        self.graphs += 1
+        return lookup_backend(self._compiler)(graph, inputs)
+
+
+def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compiled: Callable[..., Any]) -> Any:
+    """Return the forward of one layer, with arguments that look alike for all layers."""
+    import torch
+
+    unmasked = False
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        nonlocal unmasked
+        cache = named.get("past_key_values")
+        if isinstance(cache, StaticCache):
+            if index not in cache.layers:
+                with suspended():
+                    compiled(layer, *arguments, **named)  # allocates the part of this layer
+            named["past_key_values"] = cache.layers[index]
+        if "attention_mask" in named:
+            # transformers makes a mask while a CUDA graph is recorded, where it makes none before: the layer would be
+            # compiled again, which a recording does not allow.
+            if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+                unmasked = named["attention_mask"] is None
+            elif unmasked:
+                named["attention_mask"] = None
+        return layers.run(compiled, layer, *arguments, **named)
+
+    return forward
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Return a context manager in which nothing is compiled and compiled functions run eagerly."""
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _described(error: Exception) -> Exception:
+    """Return the error that torch.compile met, in one line; out of memory stays what it is."""
+    import torch
+
+    inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, torch.OutOfMemoryError):
+        return inner
+    name = type(inner).__name__
+    remedy = _REMEDIES.get(name, "measure another strategy")
+    return CompileError(f"torch.compile failed: {name}: {first_line(inner)}: {remedy}")

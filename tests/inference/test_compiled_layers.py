@@ -1,0 +1,182 @@
+"""Compiled layers, mostly without inductor, which takes seconds for each graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_model
+from transformers import LlamaForCausalLM
+
+from pytest_llmgpu.inference import compiled_layers
+from pytest_llmgpu.inference.batching import Request, Requests, plan
+from pytest_llmgpu.inference.compiled_layers import CompiledLayers, CompileError
+from pytest_llmgpu.inference.generation import Generated, Generator
+
+_CPU = torch.device("cpu")
+_NEW_TOKENS = 4
+
+
+_compiled = functools.partial(CompiledLayers, compiler="eager")
+"""Layers that are traced as for inductor, and whose graphs run eagerly."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the imports of inductor
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs() -> Iterator[None]:
+    """Drop the graphs after each test."""
+    yield
+    torch.compiler.reset()
+
+
+def _model(layers: int = 2, **fields: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model: LlamaForCausalLM = LlamaForCausalLM(tiny_model.sensitive_config(num_hidden_layers=layers, **fields)).eval()
+    return model
+
+
+def _ids(rows: int, tokens: int = 9) -> torch.Tensor:
+    return torch.randint(0, 300, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def _score(model: Any, rows: int = 2) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=_ids(rows), use_cache=False).logits
+        return logits
+
+
+def _generate(model: Any, rows: int = 2) -> Generated:
+    requests = Requests(
+        item_ids=tuple(map(str, range(2 * rows))),
+        endings=(1,) * 2 * rows,
+        requests=tuple(
+            Request(tokens=(*(5 + row, 7, 11)[: 2 + row % 2], 0), ending=1) for row in reversed(range(2 * rows))
+        ),
+        max_length=9,
+        new_tokens=_NEW_TOKENS,
+    )
+    batches = plan(requests, rows, few_shapes=True)
+    with Generator(model, batches, input_device=_CPU, devices=[_CPU]) as generator:
+        generator.warm_up()
+        return generator.generate()
+
+
+@pytest.mark.parametrize(("attention", "count"), [("sdpa", 4), ("eager", 2)])
+def test_one_graph_serves_all_layers(attention: str, count: int) -> None:
+    """A forward of a shape compiles one graph, however many layers there are; so do prefill and decode step."""
+    model = _model(count, attn_implementation=attention)
+    expected, texts = _score(model), _generate(model)
+    layers = _compiled(model)
+    for _ in range(2):  # a shape is compiled once
+        torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
+        assert layers.graphs == 1
+    assert layers.compile_s > 0
+    generated = _generate(model)
+    assert generated.tokens == texts.tokens
+    torch.testing.assert_close(
+        torch.tensor(generated.loglikelihoods), torch.tensor(texts.loglikelihoods), atol=1e-5, rtol=1e-5
+    )
+    assert layers.graphs == 3, "two batches of one shape: a prefill and a decode step"
+
+
+def test_a_case_does_not_use_the_graphs_of_the_case_before() -> None:
+    """After a reset a forward is compiled again, and its time counts alone."""
+    model = _model(1)
+    layers = _compiled(model)
+    for _ in range(2):
+        layers.reset()
+        assert (layers.graphs, layers.compile_s) == (0, 0.0)
+        _score(model)
+        assert layers.graphs == 1
+
+
+def test_suspended_forwards_run_eagerly() -> None:
+    """They compile nothing, whatever their shape, and compute the same."""
+    model = _model()
+    expected = _score(model, rows=3)
+    layers = _compiled(model)
+    with compiled_layers.suspended():
+        assert torch.equal(_score(model, rows=3), expected)
+    assert layers.graphs == 0
+
+
+def test_more_shapes_than_torch_keeps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default torch runs a ninth shape eagerly, without an error."""
+    monkeypatch.setattr(compiled_layers, "MOST_GRAPHS", 2)
+    model = _model()
+    layers = _compiled(model)
+    for rows in range(1, 3):
+        _score(model, rows)
+    assert layers.graphs == 2
+    with pytest.raises(CompileError, match="fewer or other batch sizes") as raised:
+        _score(model, 3)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_layer_that_cannot_be_compiled_whole_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that ran eagerly would be measured as compiled."""
+    model = _model()
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+
+    def broken(self: Any, *arguments: Any, **named: Any) -> Any:
+        torch._dynamo.graph_break()
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(layer, "forward", broken)
+    _compiled(model)
+    with pytest.raises(CompileError, match=r"^torch.compile failed: \w+: .*measure another strategy$"):
+        _score(model)
+
+
+def test_a_missing_compiler_is_named() -> None:
+    """One line has what is missing and what to do."""
+    model = _model()
+    CompiledLayers(model)
+    import torch._inductor.config as inductor
+
+    with (
+        inductor.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
+        pytest.raises(CompileError, match=r"no-such-compiler.*install a C\+\+ compiler") as raised,
+    ):
+        _score(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_compiler_that_is_switched_off_is_an_error() -> None:
+    """The forwards of a case would run eagerly, without an error."""
+    model = _model()
+    layers = _compiled(model)
+    with compiled_layers.suspended():
+        _score(model)
+    with pytest.raises(CompileError, match="TORCHDYNAMO_DISABLE"):
+        layers.check()
+    _score(model)
+    layers.check()
+
+
+def test_a_decoder_without_a_list_of_layers_is_refused() -> None:
+    """The message names the class of the model."""
+    model = _model()
+    model.model.layers = torch.nn.Sequential(*model.model.layers)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no list of layers"):
+        _compiled(model)
+
+
+def test_a_mask_that_only_a_recording_makes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of transformers is made while a CUDA graph is recorded; the layer would be compiled again there."""
+    model = _model()
+    expected = _score(model)
+    layers = _compiled(model)
+    _score(model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
+    assert layers.graphs == 1
