@@ -29,6 +29,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     has_plan: bool
     """True if transformers can split the layers over devices by tensor parallelism."""
+    has_sdpa: bool = True
+    """True if transformers has attention by `torch.nn.functional.scaled_dot_product_attention`, which it then chooses."""
     counts: dict[str, int] = {}
     """Those of `SPLIT_COUNTS` that the decoder has, also where its config leaves them to its class."""
     refusal: str | None = None
@@ -60,7 +62,7 @@ def _of_directory(directory: str) -> ModelFacts:
 
 def _facts(directory: str) -> ModelFacts:
     """Return the facts of the model in a directory. This runs in the child process."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -70,10 +72,13 @@ def _facts(directory: str) -> ModelFacts:
             _check_quantization(quantization)
     except (ImportError, OSError, ValueError) as error:
         return ModelFacts(has_plan=False, refusal=" ".join(str(error).split())[:500])
+    classes = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - transformers looks the class up there, too
+    model_class = classes[type(config)] if type(config) in classes else None
     counts = {name: getattr(decoder, name, None) for name in SPLIT_COUNTS}
     return ModelFacts(
         # The plan of a class alone splits the output head and no layer.
         has_plan=bool(config.base_model_tp_plan or decoder.base_model_tp_plan),
+        has_sdpa=bool(getattr(model_class, "_supports_sdpa", True)),
         counts={name: count for name, count in counts.items() if isinstance(count, int)},
     )
 

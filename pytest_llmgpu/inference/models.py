@@ -41,6 +41,8 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """The directory of the tokenizer."""
     tokenizer_sha256: str
     """The hash of the tokenizer's files."""
+    attention: str | None = None
+    """The attention of transformers; None for the one that it chooses itself."""
 
 
 class TokenizerError(ValueError):
@@ -175,7 +177,9 @@ def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     else:
         config = AutoConfig.from_pretrained(source.directory, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
+        )
     # init_empty_weights replaces parameters one by one, which unties them.
     model.tie_weights()
     model.eval()
@@ -209,6 +213,7 @@ def checkpoint(
     model, loading = from_pretrained(
         source.directory,
         dtype=dtype,
+        attn_implementation=source.attention,
         device_map=None if device_map is None else dict(device_map),
         distributed_config=distributed_config,
         use_safetensors=True,

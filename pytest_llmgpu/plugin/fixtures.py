@@ -233,14 +233,14 @@ def tasks_of(item: pytest.Item, known: Collection[str]) -> list[str]:
 
 
 def workloads_of(item: pytest.Item) -> set[str]:
-    """Return the workloads of a test, `score` and `generate`, as far as its options and fixtures decide."""
+    """Return the workloads of a test, as far as its options and fixtures decide: both, if it has its own items."""
     chosen = options_of(item).workload
     if chosen is not None:
         return {chosen}
     from pytest_llmgpu.inference import tasks
 
     used = {"generate" if name == tasks.PROMPTS else "score" for name in tasks_of(item, tasks.BUILT_IN)}
-    return used or {"score"}
+    return used or {"score", "generate"}
 
 
 def _task_fixture(name: str) -> object:

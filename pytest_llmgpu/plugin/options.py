@@ -170,12 +170,17 @@ def check_workload_flags(config: pytest.Config, workloads: Collection[str]) -> N
         pytest.UsageError: The message has the first such flag.
     """
     for field in _given_flags(config):
-        owner = next((workload for workload, names in _OF_WORKLOAD.items() if field.name in names), None)
-        if owner is not None and owner not in workloads:
+        if owner := other_workload(field.name, workloads):
             raise pytest.UsageError(
                 f"{flag_of(field)}: this is an option of workload {owner}, and no test has it: remove the flag, or add "
                 f"--llmgpu-workload={owner}"
             )
+
+
+def other_workload(name: str, workloads: Collection[str]) -> str | None:
+    """Return the workload that an option belongs to if it is none of these; else None."""
+    owner = next((workload for workload, names in _OF_WORKLOAD.items() if name in names), None)
+    return None if owner in workloads else owner
 
 
 def _given_flags(config: pytest.Config) -> list[dataclasses.Field[Any]]:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from pytest_llmgpu.plugin import fixtures
+from pytest_llmgpu.plugin import fixtures, options
 from pytest_llmgpu.plugin.fixtures import BatchSize, StrategyName
 from pytest_llmgpu.report.options import Options
 
@@ -82,9 +82,11 @@ def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool])
 
 
 def idle_marker(item: pytest.Item) -> str | None:
-    """Return an error if a marker chooses strategies or batch sizes where it has no effect: in a `pytest.param`.
+    """Return an error if a marker of a test has no effect.
 
-    pytest makes the parameters of a test from the markers of its function, before it looks at those of a parameter.
+    In a `pytest.param` it cannot choose strategies or batch sizes: pytest makes the parameters of a test from the markers
+    of its function, before it looks at those of a parameter. Options of the other workload are accepted in the marker of
+    a class or a module, which can have tests of both.
     """
     chosen = fixtures.options_of(item)
     strategy, size = parameter(item, "llm"), parameter(item, "batch_size")
@@ -96,6 +98,13 @@ def idle_marker(item: pytest.Item) -> str | None:
             return (
                 f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "
                 f"{value}: put the marker on the test function"
+            )
+    workloads = fixtures.workloads_of(item)
+    for name in (name for marker in item.own_markers if marker.name == "llmgpu" for name in marker.kwargs):
+        if owner := options.other_workload(name, workloads):
+            return (
+                f"marker llmgpu({name}=...): this is an option of workload {owner}, and the test has workload "
+                f"{', '.join(sorted(workloads))}: remove it, or add workload={owner!r}"
             )
     return None
 

@@ -138,6 +138,7 @@ def find(
         )
     except ValueError as error:
         _refuse(f"{error} (--model DIR gives its place)")
+    source = msgspec.structs.replace(source, attention=case.attention)
     for what, found, measured in (
         ("dataset", items.sha256, case.dataset_sha256),
         ("tokenizer", source.tokenizer_sha256, case.tokenizer_sha256),

@@ -15,7 +15,11 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import gib, plural
 
-_DEFAULT_WORDS = {"gpu_memory_bytes": "no memory limit", "workload": "logits of the endings only"}
+_DEFAULT_WORDS = {
+    "gpu_memory_bytes": "no memory limit",
+    "workload": "logits of the endings only",
+    "attention": "attention chosen by transformers",
+}
 """A caption leaves these defaults out. They are written where another block has another value."""
 
 _FULL_LOGITS = "loglikelihood_full_logits"  # its value in `inference/logits.py`, which a page does not load
@@ -112,6 +116,7 @@ def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
         "dataset": dataset(case),
         "gpu_memory_bytes": "" if limit_bytes is None else f"memory limit {gib(limit_bytes, 1)} per GPU",
         "workload": _workload(case),
+        "attention": "" if case.attention is None else f"{case.attention} attention",
     }
 
 

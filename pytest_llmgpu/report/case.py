@@ -81,6 +81,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Number of items scored, from the start of the dataset; null for all items."""
     task: str = DEFAULT_TASK
     """Name of the task whose items are scored."""
+    attention: str | None = None
+    """Attention of transformers: `eager`; null for the one that transformers itself chooses, which is `sdpa` if the
+    architecture has it. It is also null where `--llmgpu-attention` names that one."""
     prompt_tokens: Positive | None = None
     """Number of tokens that are kept of each prompt, the last ones; null for a case that scores."""
     new_tokens: Positive | None = None

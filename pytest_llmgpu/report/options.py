@@ -138,7 +138,8 @@ class Options:
         option_values.whole,
         None,
         "N",
-        "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64)",
+        "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64); the argument "
+        "new_tokens of measure wins over it",
     )
     batch_sizes: tuple[int, ...] = _option(
         option_values.batch_sizes,
@@ -166,6 +167,13 @@ class Options:
         "{lean,harness}",
         "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as in "
         "lm-evaluation-harness, which needs more memory and excludes CUDA graphs",
+    )
+    attention: str | None = _option(
+        option_values.one_of("sdpa", "eager"),
+        None,
+        "{sdpa,eager}",
+        "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
+        "compute it themselves",
     )
     work: str = _option(
         option_values.one_of("on", "off"),

@@ -115,6 +115,11 @@ class Planner:
         backend, strategy_options = _backend_and_options(strategy, options)
         chosen_by = f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
         _check_library(backend, chosen_by)
+        if options.attention is not None and getattr(strategy, "own_attention", False):
+            raise ValueError(
+                f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
+                "themselves: measure it without this option"
+            )
         chosen, limit = self._items(options, items, task)
         task_place, its_task = self._task(chosen.task)
         generates = _generates(options, chosen, new_tokens)
@@ -160,6 +165,7 @@ class Planner:
                 add_bos=_ADD_BOS[options.add_bos],
                 limit=limit,
                 task=chosen.task,
+                attention=source.attention,
                 prompt_tokens=(options.prompt_tokens or _PROMPT_TOKENS) if generates else None,
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
@@ -243,10 +249,11 @@ class Planner:
                 )
 
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
-        wanted = (options.model, options.revision, options.tokenizer, options.load_format, dataset.sha256)
+        chosen = (options.model, options.revision, options.tokenizer, options.load_format, options.attention)
+        wanted = (*chosen, dataset.sha256)
         if wanted not in self._sources:
             try:
-                self._sources[wanted] = models.resolve(
+                source = models.resolve(
                     options.model,
                     revision=options.revision,
                     tokenizer=options.tokenizer,
@@ -256,6 +263,7 @@ class Planner:
                 )
             except ValueError as error:
                 raise ValueError(f"{_flag_of(error, options)}: {error}") from None
+            self._sources[wanted] = _with_attention(source, options.attention)
         return self._sources[wanted]
 
     def _check_device(self, options: Options, machine: Machine) -> None:
@@ -328,6 +336,22 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
             f"{tasks.PROMPTS}, or pass --llmgpu-workload=generate"
         )
     return False
+
+
+def _with_attention(source: ModelSource, attention: str | None) -> ModelSource:
+    """Return the source of a model with the attention of `--llmgpu-attention`; refuse one that transformers lacks.
+
+    The one that transformers chooses anyway stays None: with the option or without, it is the same measurement.
+    """
+    if attention is None:
+        return source
+    has_sdpa = model_facts.ask(source).has_sdpa
+    if attention == "sdpa" and not has_sdpa:
+        raise ValueError(
+            f"--llmgpu-attention=sdpa: transformers does not have it for the architecture of {source.name} "
+            f"({source.config.get('model_type')}): allowed: eager"
+        )
+    return msgspec.structs.replace(source, attention="eager" if attention == "eager" and has_sdpa else None)
 
 
 def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:

@@ -37,6 +37,8 @@ class KernelInjection:
 
     name = "iok"
     backend = "deepspeed"
+    own_attention = True
+    """The attention of transformers is not used (an option of transformers' attention is refused)."""
 
     def __init__(self) -> None:
         self._min_tokens: int | None = None

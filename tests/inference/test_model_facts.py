@@ -49,6 +49,12 @@ def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_an_architecture_without_sdpa_is_known(tmp_path: Path) -> None:
+    """`--llmgpu-attention=sdpa` is refused for it before it is loaded."""
+    assert not model_facts.ask(_source(tmp_path, model_type="codegen")).has_sdpa
+
+
+@pytest.mark.slow
 def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> None:
     """The decoder of a model of images and text is planned in its own config."""
     text = {"model_type": "gemma3_text", "num_attention_heads": 6}

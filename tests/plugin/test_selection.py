@@ -41,15 +41,38 @@ def test_what_a_marker_cannot_have_stops_its_own_test_alone(
         def test_few(llm, hellaswag, batch_size, measure):
             measure(llm, hellaswag, batch_size)
 
+        @pytest.mark.llmgpu(new_tokens=5)
+        def test_score(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+
         @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.llmgpu(batch_sizes=[3])), 2])
         def test_parameters(llm, hellaswag, batch_size, measure, x):
             measure(llm, hellaswag, batch_size)
         """
     )
     result = pytester.runpytest_inprocess("--llmgpu-dataset=items.jsonl", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1, errors=2)
-    few, parameters = (line for line in result.stdout.lines if line.startswith("test_it.py::"))
+    result.assert_outcomes(passed=1, errors=3)
+    few, score, parameters = (line for line in result.stdout.lines if line.startswith("test_it.py::"))
     assert few.startswith("test_it.py::test_few[mp-bs8]: marker llmgpu(limit=1): batch size 8 is more than")
+    assert "marker llmgpu(new_tokens=...): this is an option of workload generate, and the test has workload" in score
     assert "marker llmgpu(batch_sizes=...)" in parameters
     assert "on the test function" in parameters
     assert [case.nodeid for case in runs.report().cases] == ["test_it.py::test_parameters[mp-bs8-2]"]
+
+
+def test_a_marker_of_a_class_may_have_options_of_both_workloads(pytester: pytest.Pytester) -> None:
+    """Each test takes those of its own workload."""
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.llmgpu(new_tokens=5, accuracy_tolerance=0.02)
+        class TestBoth:
+            def test_score(self, llm, hellaswag, batch_size, measure): ...
+            def test_generate(self, llm, prompts, batch_size, measure): ...
+            def test_own(self, llm, batch_size, measure): ...
+        """
+    )
+    result = pytester.runpytest_inprocess("--llmgpu-device=cpu", "--llmgpu-batch-sizes=1", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["llmgpu: *; workloads score, generate; strategy mp; *"])

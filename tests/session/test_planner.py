@@ -9,11 +9,14 @@ import pytest
 from support import tiny_model
 
 from pytest_llmgpu import processes, strategies
+from pytest_llmgpu.inference import model_facts
+from pytest_llmgpu.inference.model_facts import ModelFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.planner import Planner
+from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
 
 _GIB = 2**30
@@ -442,3 +445,31 @@ def test_what_a_workload_does_not_have_is_refused(
     planner, options = _planner(tmp_path), choose(**fields)
     with pytest.raises(ValueError, match=complaint):
         planner.request(options, "mp", 1, planner.dataset(options, task), new_tokens=new_tokens)
+
+
+def test_the_attention_is_part_of_the_case_where_transformers_would_not_choose_it(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old baselines still match; the model that is loaded has the attention of the case."""
+    planner = _planner(tmp_path)
+    plain, sdpa, eager = (planner.request(choose(attention=value), "mp", 4) for value in (None, "sdpa", "eager"))
+    assert [one.case.attention for one in (plain, sdpa, eager)] == [None, None, "eager"]
+    assert plain.case.key == sdpa.case.key != eager.case.key
+    assert plain.case.loading != eager.case.loading
+    assert eager.source.attention == "eager"
+    monkeypatch.setattr(model_facts, "ask", lambda _: ModelFacts(has_plan=True, has_sdpa=False))
+    other = _planner(tmp_path)
+    assert other.request(choose(attention="eager"), "mp", 4).case.attention is None
+    with pytest.raises(ValueError, match=r"^--llmgpu-attention=sdpa: .* of tiny \(llama\): allowed: eager$"):
+        other.request(choose(attention="sdpa"), "mp", 4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_kernels_with_an_attention_of_their_own_refuse_the_option(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """It would have no effect."""
+    monkeypatch.setattr(KernelInjection, "backend", "accelerate")  # an installed library
+    monkeypatch.setitem(_KNOWN, "iok", strategies.BUILT_IN["iok"])
+    with pytest.raises(ValueError, match=f"^--llmgpu-attention={attention}: the kernels of strategy iok"):
+        _planner(tmp_path).request(choose(attention=attention), "iok", 4)

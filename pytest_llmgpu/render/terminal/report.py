@@ -43,6 +43,9 @@ def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]
         parts += unique(model(case) for case in cases)
         parts.append(", ".join(unique(case.dtype for case in cases)))
         parts += unique(dataset(case) for case in cases)
+        workloads = unique("generate" if case.generates else "score" for case in cases)
+        if workloads != ["score"]:
+            parts.append(("workload " if len(workloads) == 1 else "workloads ") + ", ".join(workloads))
         strategies = unique(case.strategy for case in cases)
         parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
     if sizes := sorted(set(batch_sizes)):
