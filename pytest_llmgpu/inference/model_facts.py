@@ -30,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_plan: bool
     """True if transformers can split the layers over devices by tensor parallelism."""
     has_sdpa: bool = True
-    """True if transformers has attention by `torch.nn.functional.scaled_dot_product_attention`, which it then chooses."""
+    """True if transformers has attention by torch's `scaled_dot_product_attention`, which it then chooses."""
     counts: dict[str, int] = {}
     """Those of `SPLIT_COUNTS` that the decoder has, also where its config leaves them to its class."""
     refusal: str | None = None
@@ -72,8 +72,7 @@ def _facts(directory: str) -> ModelFacts:
             _check_quantization(quantization)
     except (ImportError, OSError, ValueError) as error:
         return ModelFacts(has_plan=False, refusal=" ".join(str(error).split())[:500])
-    classes = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - transformers looks the class up there, too
-    model_class = classes[type(config)] if type(config) in classes else None
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - no public look-up
     counts = {name: getattr(decoder, name, None) for name in SPLIT_COUNTS}
     return ModelFacts(
         # The plan of a class alone splits the output head and no layer.

@@ -84,9 +84,9 @@ def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool])
 def idle_marker(item: pytest.Item) -> str | None:
     """Return an error if a marker of a test has no effect.
 
-    In a `pytest.param` it cannot choose strategies or batch sizes: pytest makes the parameters of a test from the markers
-    of its function, before it looks at those of a parameter. Options of the other workload are accepted in the marker of
-    a class or a module, which can have tests of both.
+    In a `pytest.param` it cannot choose strategies or batch sizes: pytest makes the parameters of a test from the
+    markers of its function, before it looks at those of a parameter. Options of the other workload are accepted in the
+    marker of a class or a module, which can have tests of both.
     """
     chosen = fixtures.options_of(item)
     strategy, size = parameter(item, "llm"), parameter(item, "batch_size")

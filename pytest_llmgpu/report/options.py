@@ -138,8 +138,8 @@ class Options:
         option_values.whole,
         None,
         "N",
-        "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64); the argument "
-        "new_tokens of measure wins over it",
+        "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64); the "
+        "argument new_tokens of measure wins over it",
     )
     batch_sizes: tuple[int, ...] = _option(
         option_values.batch_sizes,

@@ -32,6 +32,7 @@ _CHANGES: dict[str, Any] = {
     "add_bos": False,
     "limit": 10,
     "task": "another",
+    "attention": "eager",
     "prompt_tokens": 8,
     "new_tokens": 4,
 }
