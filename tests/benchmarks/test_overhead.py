@@ -321,6 +321,25 @@ def _timed(factor: float) -> Any:
     return make_report([result])
 
 
+@pytest.mark.slow
+def test_generation_is_compared_with_bare_forwards_and_with_transformers(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each piece is a line when it is finished, and each arm has a time."""
+    generation = script("generation")
+    sizes = ("--batch-sizes=1,2", "--prefill-batch-sizes=2", "--prompt-tokens=9", "--prefill-tokens=12")
+    monkeypatch.setattr(sys, "argv", ["generation.py", "--strategies=mp", *sizes, "--new-tokens=3", "--repeats=1"])
+    generation.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["piece"] for row in rows] == ["settings", "load", "generate", "generate", "prefill"]
+    assert [row.get("batch_size") for row in rows[2:]] == [1, 2, 2]
+    for row in rows[2:]:
+        assert min(row[f"{arm}_batch_ms"] for arm in ("ours", "bare", "peer")) > 0
+        assert (row["execution"], row["compile_s"]) == ("eager", None)
+    layers, hidden = 2, 256  # of the bundled model, in float32
+    assert [row["kv_cache_bytes"] for row in rows[2:4]] == [2 * layers * hidden * (9 + 3) * 4 * size for size in (1, 2)]
+
+
 def test_sessions_with_and_without_work_passes_are_compared(script: Callable[[str], ModuleType]) -> None:
     """The share is of the median sessions, and a case has the times of all its launches."""
     seconds = {"on": [12.0, 11.0, 50.0], "off": [10.0, 10.0, 9.0]}
