@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from support.ending import ends
 
+from pytest_llmgpu.profiling import counter_deltas
 from pytest_llmgpu.profiling import profiler as module
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.report import disturbances
@@ -33,9 +34,10 @@ def uuid(index: int) -> str:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may start, read and end a sampler slowly."""
-    for limit in ("_HEADER_S", "_STREAM_S", "_END_S"):
+    """A busy machine may start, read, mark and end a sampler slowly."""
+    for limit in ("_HEADER_S", "_STREAM_S", "_END_S", "_FRESH_S"):
         monkeypatch.setattr(module, limit, 300.0)
+    monkeypatch.setattr(counter_deltas, "_MARK_NEAR_S", 300.0)
 
 
 @pytest.fixture
@@ -136,13 +138,12 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     assert device.throttled_s > 0
 
 
-@pytest.mark.slow
 def test_a_slice_marks_the_end_of_a_window_that_has_just_ended(nvml_stub: StubEnvironment) -> None:
     """A caller that marks the start and takes a slice at the end has the counters."""
     with profiler(nvml_stub()) as nvml:
         nvml.mark()
         start_s = time.monotonic()
-        wait_for_ticks(nvml, 300)
+        wait_for_ticks(nvml, 3)
         assert nvml.slice(start_s, time.monotonic()).devices[0].energy_j == 5.0
 
 
@@ -168,11 +169,10 @@ def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPat
     assert metric.coverage == pytest.approx(1.0)
 
 
-@pytest.mark.slow
 def test_a_window_has_the_disturbances_of_its_profile(nvml_stub: StubEnvironment) -> None:
     """An empty list means no disturbance; the number of own programs is not known here."""
     with profiler(nvml_stub(ecc="0:1", xid="0:1", processes="5")) as nvml, nvml.window() as window:
-        wait_for_ticks(nvml, 300)
+        wait_for_ticks(nvml, 3)
     assert window.profile is not None
     assert [sentence.partition(":")[0] for sentence in window.profile.invalid] == [
         disturbances.TITLES["ecc"],
@@ -180,7 +180,6 @@ def test_a_window_has_the_disturbances_of_its_profile(nvml_stub: StubEnvironment
     ]
 
 
-@pytest.mark.slow
 def test_a_sampler_that_died_is_replaced_at_the_next_start(nvml_stub: StubEnvironment) -> None:
     """Its death affects one case, and held bytes of ranks that are still alive remain known."""
     with profiler(nvml_stub()) as nvml:
@@ -195,7 +194,7 @@ def test_a_sampler_that_died_is_replaced_at_the_next_start(nvml_stub: StubEnviro
         assert outer.profile is not None
         assert outer.profile.why["sampler"] == "the sampler ended with signal 9 (SIGKILL)"
         with nvml.window() as window:
-            wait_for_ticks(nvml, 300)
+            wait_for_ticks(nvml, 3)
         assert nvml.pid != first
         assert nvml.why is None
     assert window.profile is not None
@@ -446,6 +445,7 @@ def test_a_sampler_that_hangs_at_the_start_does_not_block_start(
 
 PARENT = """
 import sys
+from pytest_llmgpu.profiling import counter_deltas
 from pytest_llmgpu.profiling import profiler as module
 module._HEADER_S = 300
 profiler = module.Profiler(0.025)
