@@ -218,7 +218,7 @@ def keep(
     kept = storage.save(promoted, store, NAME)
     # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
     for one in before:
-        one.path.rename(one.path.with_name(one.path.name.replace(f"_{NAME}.json", ".json")))
+        one.path.rename(storage.unnamed(one))
     return kept
 
 

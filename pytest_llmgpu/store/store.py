@@ -10,6 +10,7 @@ import datetime
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -106,7 +107,8 @@ def stored(storage: Path) -> list[Stored]:
 def save(report: Report, storage: Path, name: str | None = None, *, compressed: bool = False) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
-    A session that was continued replaces its earlier report of the same name.
+    A session that was continued replaces its earlier report of the same name, and one that did not complete loses its
+    name to a later one.
 
     Args:
         report: the report.
@@ -130,6 +132,8 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     if earlier:
         file.write(earlier[0], [data])
         return earlier[0]
+    if name is not None:
+        _release(folder, name)
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:
@@ -137,6 +141,19 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     finally:
         claim.unlink()
     return target
+
+
+def _release(folder: Path, name: str) -> None:
+    """Take a name from runs that did not complete. They keep their number."""
+    for one in list(_stored_in(folder)):
+        with suppress(ValueError):  # a file that cannot be read keeps its name
+            if one.name == name and not file.load(one.path).session.complete:
+                one.path.rename(unnamed(one))
+
+
+def unnamed(one: Stored) -> Path:
+    """Return the path of a report in the store without its name."""
+    return one.path.with_name(one.path.name.replace(f"_{one.name}.json", ".json"))
 
 
 def _claim(folder: Path) -> tuple[int, Path]:

@@ -58,6 +58,14 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(tmp_path: Path) -> No
     assert kept.whereabouts() == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
 
 
+@pytest.mark.parametrize(("interrupted", "names"), [(True, [None, "base"]), (False, ["base", "base"])])
+def test_a_run_that_did_not_complete_loses_its_name(tmp_path: Path, interrupted: bool, names: list[str | None]) -> None:
+    """The next run of that name gets it, or the name would be ambiguous after Ctrl-C; a complete run keeps it."""
+    _finished(tmp_path, Options(save="base"), interrupted=interrupted)
+    _finished(tmp_path, Options(save="base"))
+    assert [(one.number, one.name) for one in store.stored(tmp_path / "store")] == list(enumerate(names, 1))
+
+
 @pytest.mark.parametrize(("exit_status", "interrupted"), [(1, False), (2, True)])
 def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     tmp_path: Path, exit_status: int, interrupted: bool
