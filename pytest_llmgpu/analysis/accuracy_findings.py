@@ -65,10 +65,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """A case of the same model that answers better, for `accuracy-collapsed`."""
     not_finite: int = 0
     """Number of log-likelihoods that are not finite, for `accuracy-collapsed`."""
-    tokens_granted: int | None = None
-    """Tokens that the smallest workspace held, where it was too small; None where it was not."""
-    tokens_requested: int | None = None
-    """Tokens that this workspace needed."""
     no_reference: str | None = None
     """Why there is no reference, for `unverified`."""
 
@@ -82,15 +78,10 @@ def decide(result: CaseResult, earlier: Sequence[CaseResult]) -> Decision:
     """
     accuracy, check = measured(result), result.accuracy_check
     if accuracy is None or check is None:
-        found = Decision()
-    elif result.case.load_format == "dummy":
-        found = _decide_dummy(result, check, earlier)
-    else:
-        found = _decide_answers(result, accuracy, check, earlier)
-    clamp = _clamp(result)
-    if clamp is None:
-        return found
-    return msgspec.structs.replace(found, tokens_granted=clamp[0], tokens_requested=clamp[1])
+        return Decision()
+    if result.case.load_format == "dummy":
+        return _decide_dummy(result, check, earlier)
+    return _decide_answers(result, accuracy, check, earlier)
 
 
 def _decide_answers(
@@ -179,7 +170,7 @@ def describe(decision: Decision, result: CaseResult) -> list[Finding]:
     A workspace that is too small is the cause of any failure, so that a failure begins with it.
     """
     found = []
-    clamp = _describe_clamp(decision, result)
+    clamp = _describe_clamp(result)
     if decision.code is not None:
         clamped = clamp and decision.fails
         found.append(
@@ -217,7 +208,7 @@ def _text(decision: Decision, result: CaseResult) -> str:
     text = f"{check.text}{_describe_lost(result)}"
     if decision.code == "accuracy-collapsed":
         text += f". Guessing gives {percent(_chance(accuracy), 0)}"
-        if decision.tokens_granted is None:  # else the workspace is the cause
+        if _clamp(result) is None:  # else the workspace is the cause
             text += f": {_describe_cause(decision, result, check, accuracy)}"
     return text
 
@@ -255,14 +246,14 @@ def _describe_lost(result: CaseResult) -> str:
     )
 
 
-def _describe_clamp(decision: Decision, result: CaseResult) -> str:
+def _describe_clamp(result: CaseResult) -> str:
     """Return what a workspace that is too small does, without a full stop; empty where none is too small."""
-    if decision.tokens_granted is None:
+    if (clamp := _clamp(result)) is None:
         return ""
     owner = "DeepSpeed" if result.case.strategy == _DEEPSPEED_STRATEGY else capital(result.case.strategy)
     return (
-        f"{owner}'s workspace held {decision.tokens_granted:,} of {decision.tokens_requested:,} tokens, so keys and "
-        "values of neighbouring heads overlap"
+        f"{owner}'s workspace held {clamp[0]:,} of {clamp[1]:,} tokens, so keys and values of neighbouring heads "
+        "overlap"
     )
 
 
