@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pytest_llmgpu.analysis import memory_model
+from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.report.capacity import Capacity, Prediction
 from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.result import CaseResult
@@ -19,10 +20,7 @@ def capacities(results: Sequence[CaseResult], gpus: Sequence[Gpu]) -> list[Capac
         results: The cases of a report, in the order in which they ran.
         gpus: The devices of its environment.
     """
-    by_series: dict[tuple[object, ...], list[CaseResult]] = {}
-    for result in results:
-        by_series.setdefault(result.case.series_fields, []).append(result)
-    return [_capacity(members, gpus) for members in by_series.values()]
+    return [_capacity(series, gpus) for series in by_series(results)]
 
 
 def search(results: Sequence[CaseResult], gpus: Sequence[Gpu], probe: Callable[[int], CaseResult | None]) -> None:

@@ -11,7 +11,7 @@ from pytest_llmgpu.analysis.traffic_path import AGREE
 from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.profile_figures import of_window
-from pytest_llmgpu.report.result import CaseResult, Finding, Launch, Metric, Profile
+from pytest_llmgpu.report.result import CaseResult, Finding, Launch
 from pytest_llmgpu.report.text import GIB, plural
 
 _MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
@@ -23,13 +23,11 @@ _ABOVE_GIB = 1.0
 """A smaller difference from the median is an output layer, an embedding or a context that only one device has."""
 
 _ABOVE_PCT = 10
-"""A smaller difference, in points of utilisation, is not seen in a short case: a driver may sample once per second."""
+"""A smaller difference, in points of utilisation, is not seen: a driver may sample once per second."""
 
-_READINGS = 30
-"""A mean of fewer readings is not compared: a mean of ten readings of 0 or 100 % has an error of 13 points."""
-
-_WHOLE = 0.9
-"""A mean that covers this part of a window counts for all of it."""
+_SAMPLES = 60
+"""Devices are not compared by their utilisation in a window with fewer samples, of 10 s by default: readings are of up
+to a second, and those of two devices do not begin and end at the same time."""
 
 _SLOWER = 1.05
 """A rank is reported if its device time is above this many times the median of all ranks. Between GPUs of one kind the
@@ -120,25 +118,15 @@ def imbalance(launch: Launch) -> Iterator[Finding]:
     """
     times_s = device_times_s(launch) or []
     yield from _largest("slower-rank", dict(enumerate(times_s)), above=_SLOWER)
-    if (profile := launch.profile) is not None and len(times_s) <= 1:
+    if (profile := launch.profile) is not None and profile.samples >= _SAMPLES and len(times_s) <= 1:
         metrics = {device.index: of_window(profile, device, "utilization_pct") for device in profile.devices}
-        busy = {
-            index: None if isinstance(metric, str) or _few(metric, profile) else metric.mean
-            for index, metric in metrics.items()
-        }
-        # The readings of two devices do not begin and end at the same time.
-        apart_pct = _ABOVE_PCT + 200 * profile.period_s / profile.duration_s if profile.duration_s else 100
-        yield from _largest("imbalanced-work", busy, least=apart_pct)
+        busy = {index: None if isinstance(metric, str) else metric.mean for index, metric in metrics.items()}
+        yield from _largest("imbalanced-work", busy, least=_ABOVE_PCT)
     full, kind = {memory.index: memory.nvml_used_max_bytes for memory in launch.memory}, "in use"
     if None in full.values():
         full, kind = {memory.index: memory.peak_reserved_bytes for memory in launch.memory}, "reserved by torch"
     sizes = {index: None if size is None else size / GIB for index, size in full.items()}
     yield from _largest("imbalanced-memory", sizes, least=_ABOVE_GIB, kind=kind)
-
-
-def _few(metric: Metric, profile: Profile) -> bool:
-    """Return whether a mean has too few readings to compare devices, and does not cover the whole window."""
-    return profile.samples < _READINGS and (metric.coverage or 0.0) < _WHOLE
 
 
 def _largest(

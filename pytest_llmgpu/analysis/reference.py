@@ -7,7 +7,7 @@ with itself, so it is compared with mp, not only with its own other cases.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from pytest_llmgpu.analysis.sign_test import mcnemar
@@ -75,6 +75,14 @@ def missing(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
     if _of_reference_strategy(result.case, earlier):
         return f"no case of {REFERENCE_STRATEGY} completed in this run"
     return f"{REFERENCE_STRATEGY} was not measured in this run"
+
+
+def by_series(results: Iterable[CaseResult]) -> list[list[CaseResult]]:
+    """Return the results of each series, in the order in which they appear."""
+    found: dict[tuple[object, ...], list[CaseResult]] = {}
+    for result in results:
+        found.setdefault(result.case.series_fields, []).append(result)
+    return list(found.values())
 
 
 def same_series(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:

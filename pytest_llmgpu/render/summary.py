@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.gate import cause_groups, headline
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status
 from pytest_llmgpu.gate.headline import Headline
@@ -159,10 +160,7 @@ def _cases(conclusion: Conclusion, *, explained: bool) -> str:
 
 def _unfit(report: Report) -> list[_Unfit]:
     """Return the series without a batch size that fits, if tests failed; a test that expects this does not fail."""
-    by_series: dict[str, list[CaseResult]] = {}
-    for result in report.cases:
-        by_series.setdefault(result.case.series, []).append(result)
-    unfit = [found for found in by_series.values() if {result.outcome for result in found} <= OUT_OF_MEMORY]
+    unfit = [found for found in by_series(report.cases) if {result.outcome for result in found} <= OUT_OF_MEMORY]
     return [_memory_finding(found) for found in unfit] if report.session.exit_status == 1 else []
 
 

@@ -46,21 +46,11 @@ def _busy(*values: float | None) -> Profile:
     return profile
 
 
-def test_devices_are_not_compared_by_few_readings() -> None:
-    """Ten readings of 0 or 100 % show no imbalance, unless they cover the whole window."""
-    few = msgspec.structs.replace(_busy(34.0, 16.0, 15.0, 17.0), samples=10)
-    assert _imbalance(Launch(profile=few)) == []
-    for device in few.devices:
-        device.metrics["utilization_pct"] = msgspec.structs.replace(device.metrics["utilization_pct"], coverage=1.0)
-    assert _imbalance(Launch(profile=few)) == ["imbalanced-work"]
-
-
-def test_devices_whose_readings_end_at_other_times_are_not_compared() -> None:
-    """In two seconds a reading of a sixth of a second is 8 points: 78 and 95 % do not differ."""
-    short = msgspec.structs.replace(_busy(78.0, 95.0, 95.0, 95.0), duration_s=2.0, samples=12)
-    for device in short.devices:
-        device.metrics["utilization_pct"] = msgspec.structs.replace(device.metrics["utilization_pct"], coverage=1.0)
-    assert _imbalance(Launch(profile=short)) == []
+def test_devices_are_not_compared_in_a_short_window() -> None:
+    """A reading of up to a second may lie beyond the window of one device: less than 10 s show no imbalance."""
+    profile = _busy(34.0, 16.0, 15.0, 17.0)
+    assert _imbalance(Launch(profile=profile)) == ["imbalanced-work"]
+    assert _imbalance(Launch(profile=msgspec.structs.replace(profile, samples=59))) == []
 
 
 def _full(*gib: float) -> list[DeviceMemory]:
@@ -130,9 +120,9 @@ def test_the_busiest_device_is_a_finding() -> None:
 @pytest.mark.parametrize(
     ("values", "differs"),
     [
-        ([20.0, 20.0, 20.0, 30.7], True),
+        ([20.0, 20.0, 20.0, 30.1], True),
         ([10.0, 20.0, 20.0, 20.0], False),
-        ([20.0, 20.0, 20.0, 30.5], False),
+        ([20.0, 20.0, 20.0, 30.0], False),
         ([80.0, 80.0, 80.0, 95.0], False),
         ([5.0, 5.0, 14.0], False),
         ([50.0, 90.0], True),
@@ -206,13 +196,6 @@ def test_links_that_carried_other_bytes_than_were_sent_are_a_finding(result: Cas
 def test_the_links_of_a_series_are_reported_once() -> None:
     """The other batch sizes of the series have no finding."""
     assert _codes([_going("pcie", [0.0, 0.0], 0.0, size) for size in (1, 2)]) == [["traffic-off-nvlink"], []]
-
-
-def test_devices_are_not_compared_without_samples() -> None:
-    """The nearest reading is of another moment."""
-    profile = msgspec.structs.replace(_busy(20.0, 60.0), samples=0)
-    assert _imbalance(Launch(profile=profile)) == []
-    assert _imbalance(Launch()) == []
 
 
 def test_the_fullest_device_is_a_finding() -> None:

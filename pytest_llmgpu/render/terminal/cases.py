@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.render.device_columns import (
     COMMUNICATION,
     MEMORY,
@@ -51,7 +52,7 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
     cells = {cell.id: cell for _, row in table.rows for cell in row}
     shown = entries(cases)
     if most is not None and len(shown) > most:
-        fastest = {id(best) for best in _fastest_of_series([entry.result for entry in shown])}
+        fastest = {id(max(found, key=_rank)) for found in by_series(entry.result for entry in shown)}
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
     shown_cells = [cells[entry.result.id] for entry in shown]
     rate, *others = [(column, [column.value(entry.result) for entry in shown]) for column in SUMMARY]
@@ -75,13 +76,9 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
     return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(shown)
 
 
-def _fastest_of_series(results: Sequence[CaseResult]) -> Iterator[CaseResult]:
-    """Yield the case with the largest throughput of each series; the first case of a series without one."""
-    by_series: dict[str, list[CaseResult]] = {}
-    for result in results:
-        by_series.setdefault(result.case.series, []).append(result)
-    for found in by_series.values():
-        yield max(found, key=lambda result: (not result.has_wrong_answers, result.sequences_per_s or 0.0))
+def _rank(result: CaseResult) -> tuple[bool, float]:
+    """Return the sort key by which the best case of a series is the last one."""
+    return not result.has_wrong_answers, result.sequences_per_s or 0.0
 
 
 def work_table(cases: Sequence[CaseResult]) -> str:
