@@ -103,21 +103,13 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
             words = {"oom": "OOM", "skipped": "-"}
             return Cell(id=result.id, kind=kind, word=words.get(kind, result.outcome))
         if result.case.generates:
-            return Cell(
-                id=result.id,
-                kind=kind,
-                time=_milliseconds(result.token_p50_s),
-                second=_milliseconds(result.first_token_s),
-                graphs=result.case.execution == "cuda_graphs",
-            )
-        value = result.acc if metric == "acc" else result.acc_norm
-        return Cell(
-            id=result.id,
-            kind=kind,
-            time="done" if result.inference_s is None else show_s(result.inference_s),
-            second="" if value is None or random_weights else percent(value),
-            graphs=result.case.execution == "cuda_graphs",
-        )
+            time, second = _milliseconds(result.token_p50_s), _milliseconds(result.first_token_s)
+        else:
+            value = result.acc if metric == "acc" else result.acc_norm
+            time = "done" if result.inference_s is None else show_s(result.inference_s)
+            second = "" if value is None or random_weights else percent(value)
+        graphs = result.case.execution == "cuda_graphs"
+        return Cell(id=result.id, kind=kind, time=time, second=second, graphs=graphs)
 
     body = [(_row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
     found = [cell for _, cells in body for cell in cells]
