@@ -117,8 +117,8 @@ def test_what_transformers_has_read_is_given_once(written: ModelSource, monkeypa
     monkeypatch.setattr(models, "checkpoint", watched)
     model = _empty(written)
     read = weights.reader(model, written, _CPU, seed=0)
+    gc.collect()
     for name, empty in model.named_parameters():
-        gc.collect()
         assert kept[name]() is not None
         read(name, empty)
         assert kept[name]() is None
