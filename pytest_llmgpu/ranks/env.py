@@ -35,6 +35,8 @@ _REPLY_S = 20.0
 _KILL_S, _CLOSE_S = 30.0, 50.0
 """The same while it ends its rank."""
 _GOODBYE_S = 5.0
+_LATE_S = 5.0
+"""A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
 
 class OwnPlace:
@@ -113,10 +115,12 @@ class Peer:
         result: Future[Any] = Future()
 
         def done(reply: Future[bytes]) -> None:
-            if (error := reply.exception()) is not None:
-                result.set_exception(error)
-            else:
+            try:
                 result.set_result(pickle.loads(reply.result()))  # noqa: S301 - written by our own process
+            except (ValueError, ConnectionError) as error:
+                result.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - unpickling may raise anything
+                result.set_exception(ValueError(f"the answer does not unpickle: {error}"))
 
         self.request("call", pickle.dumps((fn, args))).add_done_callback(done)
         return result
@@ -245,6 +249,7 @@ class Peers:
         self._joined: dict[int, Peer] = {}
         self._refused: str | None = None
         self._changed = threading.Condition()
+        self._waited = False
         self._listener: socket.socket | None = None
         if world.size > 1:
             self._listener = wire.listen(world)
@@ -253,6 +258,7 @@ class Peers:
     def wait(self, limit_s: float) -> None:
         """See `nodes.Nodes`; the limit is at most that of the processes which join."""
         limit_s = min(limit_s, JOIN_S)
+        self._waited = True
         with self._changed:
             everybody = self.world.size - 1
             self._changed.wait_for(lambda: self._refused or len(self._joined) == everybody, limit_s)
@@ -283,6 +289,9 @@ class Peers:
 
     def close(self) -> None:
         """Let all processes end."""
+        with self._changed:
+            if self._listener is not None and not self._waited:
+                self._changed.wait_for(lambda: self._refused or len(self._joined) == self.world.size - 1, _LATE_S)
         self._stop_listening()
         with self._changed:
             joined = list(self._joined.values())

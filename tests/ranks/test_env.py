@@ -35,6 +35,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stops for some seconds loses no process."""
     for limit in ("_REPLY_S", "_KILL_S", "_CLOSE_S"):
         monkeypatch.setattr(env, limit, _LIMIT_S)
+    monkeypatch.setattr(env, "_LATE_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +257,17 @@ def test_a_process_that_does_not_belong_here_is_refused_at_once(
             peers.wait(_LIMIT_S)
         assert processes[1].wait(_LIMIT_S) == 1
     peers.close()
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_at_once_says_goodbye(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that join late end with it, and do not look for it until their time limit."""
+    monkeypatch.setattr(env, "_LATE_S", _LIMIT_S)
+    port = worlds.free_port()
+    peers = Peers(worlds.world_of(worlds.torchrun(0, 2, per_node=2, port=port)))
+    with worlds.served(tmp_path, {1: worlds.torchrun(1, 2, per_node=2, port=port)}) as processes:
+        peers.close()
+        assert processes[1].wait(_LIMIT_S) == 0
 
 
 def test_nobody_joins_without_the_secret() -> None:
