@@ -93,6 +93,13 @@ stock_binding() {
   python3 benchmarks/gate/end_to_end.py stock --gpus="${GPUS:-0}" --rounds=2 --launches=1 --calibrating=2 \
     --keep="$out/stock" -- "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-batch-sizes=8 >"$out/end-to-end-stock-gpu.json"
 }
+# Generation and prefill of the plain model and compiled: beside bare replays and transformers, then as whole jobs.
+generation() {
+  python3 benchmarks/overhead/generation.py --model llama-7b --device cuda --dtype float16 >"$out/generation-1xH200.jsonl"
+  dummy generate-llama-7b-1xH200 llama-7b --strategy=mp,compile --llmgpu-devices=1 --llmgpu-workload=generate \
+    --llmgpu-limit=128 --llmgpu-batch-sizes=1,64
+  width_104 w104-llama-7b-1xH200 llama-7b --strategy=mp,compile --llmgpu-devices=1 --llmgpu-batch-sizes=1,32
+}
 8b() {
   dummy llama-3-8b-1xH200 llama-3-8b --strategy=mp,iok --llmgpu-dtype=bfloat16 --llmgpu-devices=1
 }
