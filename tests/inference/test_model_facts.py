@@ -36,22 +36,16 @@ def test_a_llama_needs_no_child_process(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> None:
-    """Heads are found whatever the config calls them, and where it leaves them to its class."""
-    source = _source(tmp_path, model_type="gpt2", n_head=3)
-    assert model_facts.ask(source) == ModelFacts(has_plan=False, counts={"num_attention_heads": 3})
+    """Heads are found whatever the config calls them, and where it leaves them to its class; and what it lacks."""
+    source = _source(tmp_path, model_type="codegen", n_head=3)
+    assert model_facts.ask(source) == ModelFacts(has_plan=False, has_sdpa=False, counts={"num_attention_heads": 3})
     case = make_case(strategy="tp", backend="transformers", device="cpu", devices=3)
-    with pytest.raises(ValueError, match=r"--llmgpu-model=theirs: .*no tensor-parallel plan .*\(gpt2\)"):
+    with pytest.raises(ValueError, match=r"--llmgpu-model=theirs: .*no tensor-parallel plan .*\(codegen\)"):
         TensorParallel().check(case, source)
     autotp = msgspec.structs.replace(case, backend="deepspeed", dtype="float32")
     TensorParallel().check(autotp, source)
     with pytest.raises(ValueError, match="cannot split the 3 attention heads of theirs"):
         TensorParallel().check(msgspec.structs.replace(autotp, devices=2), source)
-
-
-@pytest.mark.slow
-def test_an_architecture_without_sdpa_is_known(tmp_path: Path) -> None:
-    """`--llmgpu-attention=sdpa` is refused for it before it is loaded."""
-    assert not model_facts.ask(_source(tmp_path, model_type="codegen")).has_sdpa
 
 
 @pytest.mark.slow
