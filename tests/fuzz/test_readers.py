@@ -55,7 +55,7 @@ _EXAMPLES = os.environ.get("LLMGPU_FUZZ_EXAMPLES")
 fuzz = settings(
     max_examples=int(_EXAMPLES or 200),
     derandomize=_EXAMPLES is None,  # a search has other examples each time
-    deadline=5000,  # milliseconds: no example may take long
+    deadline=60_000,  # milliseconds: no example may take long, on a loaded machine either
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
