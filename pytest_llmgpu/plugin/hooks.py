@@ -6,6 +6,7 @@ uses the model.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
@@ -63,7 +64,17 @@ def pytest_llmgpu_tasks() -> Mapping[str, str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With --llmgpu-launcher=env, join the other processes: pytest runs in rank 0's, and in no other one."""
-    if hasattr(config, "workerinput") or options.resolve(config).launcher != "env":
+    if hasattr(config, "workerinput"):
+        return None
+    chosen = options.resolve(config)
+    if chosen.launcher == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise pytest.UsageError("--llmgpu-launcher=ray needs ray: pip install 'pytest-llmgpu[ray]'")
+        from pytest_llmgpu.ranks.ray_places import RayPlaces
+
+        config.stash[_NODES] = places = RayPlaces(chosen.ray_address, chosen.device, chosen.devices)
+        config.add_cleanup(places.close)
+    if chosen.launcher != "env":
         return None
     from pytest_llmgpu.ranks import env, join, world
     from pytest_llmgpu.session.run_folder import RunFolder

@@ -106,11 +106,18 @@ class Options:
         option_values.whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)"
     )
     launcher: str = _option(
-        option_values.one_of("local", "env"),
+        option_values.one_of("local", "env", "ray"),
         "local",
-        "{local,env}",
+        "{local,env,ray}",
         "local: start the ranks on this machine; env: start one rank for each process that torchrun or srun started, "
-        "on one or several nodes",
+        "on one or several nodes; ray: the same by actors of a Ray cluster (requires the extra `ray`)",
+        marker=False,
+    )
+    ray_address: str = _option(
+        option_values.text,
+        "auto",
+        "ADDRESS",
+        "Ray cluster of the launcher ray: host:port, or auto for the one of this node",
         marker=False,
     )
     dataset: str = _option(

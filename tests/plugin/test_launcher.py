@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,15 @@ def test_a_world_that_cannot_work_is_refused_before_the_collection(
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-launcher=env: {message.replace('[', '[[]')}*"])
     result.stdout.no_fnmatch_line("*collected*")
+
+
+def test_ray_is_an_extra(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the line has the command that installs it."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
+    result = pytester.runpytest_inprocess("--llmgpu-launcher=ray")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --llmgpu-launcher=ray needs ray: pip install 'pytest-llmgpu[[]ray]'"])
 
 
 @pytest.mark.slow
