@@ -16,6 +16,7 @@ from support.prose import Prose, ProseFiles
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.profiling import counter_deltas, profiler
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 
@@ -59,6 +60,14 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> StubEnvironment:
         return {**clean, "LD_LIBRARY_PATH": str(folder), **stub}
 
     return environment
+
+
+@pytest.fixture
+def patient_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy or stops for seconds may start, read, mark and end a sampler slowly."""
+    for limit in ("_HEADER_S", "_STREAM_S", "_END_S", "_FRESH_S"):
+        monkeypatch.setattr(profiler, limit, 300.0)
+    monkeypatch.setattr(counter_deltas, "_MARK_NEAR_S", 300.0)
 
 
 @pytest.fixture(scope="session")

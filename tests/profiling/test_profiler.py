@@ -17,27 +17,19 @@ from pathlib import Path
 import pytest
 from support.ending import ends
 
-from pytest_llmgpu.profiling import counter_deltas
 from pytest_llmgpu.profiling import profiler as module
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.report import disturbances
 
 GIB = 1 << 30
 PERIOD_S = 0.025
+pytestmark = pytest.mark.usefixtures("patient_profiler")
 StubEnvironment = Callable[..., dict[str, str]]
 
 
 def uuid(index: int) -> str:
     """Return the UUID the stub gives that device."""
     return f"GPU-{index:08d}-0000-0000-0000-000000000000"
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may start, read, mark and end a sampler slowly."""
-    for limit in ("_HEADER_S", "_STREAM_S", "_END_S", "_FRESH_S"):
-        monkeypatch.setattr(module, limit, 300.0)
-    monkeypatch.setattr(counter_deltas, "_MARK_NEAR_S", 300.0)
 
 
 @pytest.fixture
@@ -445,7 +437,6 @@ def test_a_sampler_that_hangs_at_the_start_does_not_block_start(
 
 PARENT = """
 import sys
-from pytest_llmgpu.profiling import counter_deltas
 from pytest_llmgpu.profiling import profiler as module
 module._HEADER_S = 300
 profiler = module.Profiler(0.025)

@@ -33,7 +33,7 @@ class _Started(NamedTuple):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stops for some seconds loses no process."""
-    for limit in ("_REPLY_S", "_KILL_S", "_CLOSE_S"):
+    for limit in ("_REPLY_S", "_KILL_S", "_CLOSE_S", "_GOODBYE_S"):
         monkeypatch.setattr(env, limit, _LIMIT_S)
     monkeypatch.setattr(env, "_LATE_S", 0.0)
 

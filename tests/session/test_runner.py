@@ -230,6 +230,7 @@ def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails(recorded:
     ]
 
 
+@pytest.mark.usefixtures("patient_profiler")
 @pytest.mark.parametrize("failing", [worker.load, worker.measure])
 def test_a_failed_case_has_the_disturbances_of_its_window(
     nvml_stub: Callable[..., dict[str, str]], recorded: list[CaseResult], failing: Callable[..., Any]

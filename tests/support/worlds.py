@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -57,11 +58,16 @@ def srun(rank: int, size: int, *, per_node: int) -> dict[str, str]:
     }
 
 
+_ports = iter(range(10_000 + os.getpid() * 101 % 10_000, 30_000))
+"""Linux gives none of them to programs that ask for any port. Each process of the test run begins elsewhere."""
+
+
 def free_port() -> int:
-    """Return a port that the kernel gave to nobody else."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Return a port that no program has, and that this process has not returned before."""
+    for port in _ports:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
