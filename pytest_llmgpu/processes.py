@@ -84,6 +84,15 @@ def die_with_parent(parent: int) -> None:
         sys.exit(f"process {parent}, which started this process, has ended")
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler of its own for a signal; False if it has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines():
+            if line.startswith("SigCgt:"):  # proc(5): the mask of caught signals
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def end_marked(mark: str) -> None:
     """Kill every process that has a variable in its environment, such as `NAME=value`.
 

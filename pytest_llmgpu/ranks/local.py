@@ -44,6 +44,7 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 programs. NVLink, PCIe and shared memory do not depend on them. NCCL takes a name without `=` as the start of one."""
 _CLOSE_S = 10.0
 _STACKS_S = 1.0
+_PAUSE_S = 0.05
 _MOST_BYTES = 2**29
 """An answer is at most this long. Text that a library writes to the pipe by mistake would be a longer one."""
 _FULL_BYTES = 2**16
@@ -188,14 +189,17 @@ class LocalProcess:
     def stacks(self) -> str:
         """Make the process write the stack of each of its threads, and return the end of its log.
 
-        This works while the process is in native code: faulthandler writes from the handler of SIGUSR1 itself.
+        This works while the process is in native code: faulthandler writes from the handler of SIGUSR1 itself. Before
+        a process serves it has no handler, and the signal would end it.
         """
-        before = self._log.stat().st_size
-        with contextlib.suppress(ProcessLookupError):
+        size = before = self._log.stat().st_size
+        if processes.catches(self._process.pid, signal.SIGUSR1):
             self._process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACKS_S
-        while self._log.stat().st_size == before and self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+            deadline = time.monotonic() + _STACKS_S
+            # Until it has paused: the stacks are written line by line.
+            while (size == before or size != self._log.stat().st_size) and time.monotonic() < deadline and self.alive:
+                size = self._log.stat().st_size
+                time.sleep(_PAUSE_S)
         return self.log_tail()
 
     def take_output(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support import rank_functions as ranks
 
+from pytest_llmgpu import processes
 from pytest_llmgpu.ranks import local, oom
 from pytest_llmgpu.ranks.futures import ProcessRank
 from pytest_llmgpu.ranks.local import LocalLauncher
@@ -146,6 +147,21 @@ def test_stacks_show_where_a_rank_hangs(rank: ProcessRank, tmp_path: Path, monke
     rank.submit(ranks.hang_in_a_collective, str(begun))
     begun.read_bytes()
     assert "hang_in_a_collective" in rank.stacks()
+
+
+def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGUSR1 ends a process that has no handler for it yet."""
+    waiting = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    monkeypatch.setattr(processes, "command", lambda *_: waiting)
+    (rank,) = LocalLauncher(tmp_path).start([{}], lambda *_: None)
+    future = rank.submit(ranks.identity)
+    assert rank.stacks() == ""
+    rank.kill()
+    with pytest.raises(RankFailedError) as failed:
+        future.result(_ANSWER_S)
+    assert failed.value.failure.signal == signal.SIGKILL
 
 
 def test_close_waits_for_the_process(tmp_path: Path) -> None:
