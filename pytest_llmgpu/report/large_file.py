@@ -96,9 +96,9 @@ class Text:
         decoder = msgspec.json.Decoder(list[CaseResult])
         cases: list[CaseResult] = []
         try:
-            start, rest = at + len(_FIRST), b""
-            for part in self.parts(start):
-                whole, separator, rest = (rest + part).rpartition(_NEXT)
+            start, size = at + len(_FIRST), PART_BYTES
+            while part := self.read(start, size):
+                whole, separator, rest = part.rpartition(_NEXT)
                 if separator:
                     cases += self._cases(whole, start, decoder)
                     start += len(whole) + len(separator)
@@ -107,6 +107,10 @@ class Text:
                     cases += self._cases(last, start, decoder)
                     start += len(last) + len(end)
                     break
+                if len(part) < size:
+                    return None
+                # A case of any size is read in a time that is proportional to it.
+                size = PART_BYTES if separator else 2 * size
             else:
                 return None
             others = b'%b\n  "cases": []%b' % (first[:at], b"".join(self.parts(start)))

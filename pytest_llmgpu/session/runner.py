@@ -392,7 +392,7 @@ class Runner:
         began = time.monotonic()
         self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
         try:
-            if request.machine.node_of(case.devices - 1):
+            if len(set(map(request.machine.node_of, range(case.devices)))) > 1:
                 self._check_files(self._group, request)
             replies: list[list[DeviceUse]] = self._group.ask(
                 worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s

@@ -51,7 +51,7 @@ def _with_rows(report: Report) -> Report:
     return report
 
 
-@pytest.mark.parametrize("part_bytes", [5000, 5001, 7919, 2**22])
+@pytest.mark.parametrize("part_bytes", [16, 5000, 5001, 7919, 2**22])
 def test_rows_that_are_read_later_are_those_of_the_file(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All other fields are equal too, wherever the file is cut into parts."""
     dump(_report(), _PATH)
@@ -59,6 +59,24 @@ def test_rows_that_are_read_later_are_those_of_the_file(part_bytes: int, monkeyp
     found = _opened().report(rows=False)
     assert _with_rows(found) == load(_PATH)
     assert any(len(rank.rows or ()) for rank in found.cases[2].launches[0].work.ranks)  # type: ignore[union-attr]
+
+
+def test_a_case_of_many_parts_is_read_in_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is proportional to its size: a case of many ranks and launches can have hundreds of megabytes."""
+    dump(_report(1), _PATH)
+    monkeypatch.setattr(large_file, "PART_BYTES", 16)
+    opened, starts = _opened(), list[int]()
+    read = opened.read
+
+    def noted(start: int, length: int) -> bytes:
+        starts.append(start)
+        return read(start, length)
+
+    monkeypatch.setattr(opened, "read", noted)
+    assert len(opened.report(rows=False).cases) == 1
+    end = _PATH.read_bytes().index(b"\n    }\n  ]")
+    assert end > 100 * large_file.PART_BYTES
+    assert sum(start < end for start in starts) < 20
 
 
 def test_the_rows_of_a_compressed_report_are_decoded_when_they_are_used() -> None:

@@ -301,16 +301,22 @@ def test_a_rank_has_the_devices_of_its_node(recorded: list[CaseResult]) -> None:
     ]
 
 
-def test_files_that_differ_between_nodes_are_refused_before_loading(recorded: list[CaseResult]) -> None:
+@pytest.mark.parametrize("nodes", [[0, 0, 1], [0, 1, 0]], ids=["block", "cyclic"])
+def test_files_that_differ_between_nodes_are_refused_before_loading(
+    recorded: list[CaseResult], nodes: list[int]
+) -> None:
     """Ranks that load other weights would compute nonsense together, for hours."""
     asked: list[str] = []
-    answers = [{"config.json": "a"}, None, {"config.json": "b"}]
+    answers: list[dict[str, str] | None] = [{"config.json": "a"}, None, None]
+    answers[nodes.index(1)] = {"config.json": "b"}
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         asked.append(fn.__name__)
         return answers[len(asked) - 1] if fn is worker.file_hashes else _reply(fn, args)
 
-    result = _runner(_FakeLauncher(answer))[0].run(_on_two_nodes(_case(4, model="tiny")), recorded.append)
+    request = _on_two_nodes(_case(4, model="tiny"))
+    request = msgspec.structs.replace(request, machine=msgspec.structs.replace(_TWO_NODES, nodes=nodes))
+    result = _runner(_FakeLauncher(answer))[0].run(request, recorded.append)
     assert set(asked) == {"file_hashes"}
     assert (result.outcome, result.failure and result.failure.phase) == ("error", "load")
     assert result.failure is not None
