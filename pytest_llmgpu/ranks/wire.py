@@ -26,6 +26,7 @@ from pytest_llmgpu.ranks.futures import Answer, End
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.world import KEY, World
 
+_GREETING = b"pytest-llmgpu\n"
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 10.0
 _RETRY_S = 0.1
@@ -186,9 +187,12 @@ class Connection:
 
         Raises:
             PermissionError: The other end has another secret.
+            ConnectionError: The other end is another program, such as a scan of ports.
         """
         own = secrets.token_bytes(_NONCE_BYTES)
-        self._socket.sendall(own)
+        self._socket.sendall(_GREETING + own)
+        if self.exactly(len(_GREETING)) != _GREETING:
+            raise ConnectionError("another program answers")
         other = bytes(self.exactly(_NONCE_BYTES))
         # The end that listens proves itself last: who does not have the secret gets no proof to guess it from.
         nonces = own + other if listens else other + own

@@ -270,17 +270,29 @@ def test_a_run_that_ends_at_once_says_goodbye(tmp_path: Path, monkeypatch: pytes
         assert processes[1].wait(_LIMIT_S) == 0
 
 
-def test_nobody_joins_without_the_secret() -> None:
-    """Whatever a stranger sends, even a message in the right form, is closed unread; it learns no proof."""
+@pytest.mark.parametrize(
+    ("first", "limit_s", "message"),
+    [
+        (b"", 0.1, "1 process joined within"),
+        (b"GET / HTTP/1.1\r\n", 0.1, "1 process joined within"),
+        (b"pytest-llmgpu\n", _LIMIT_S, "another LLMGPU_KEY"),
+    ],
+    ids=["message", "scan", "greeting"],
+)
+def test_nobody_joins_without_the_secret(first: bytes, limit_s: float, message: str) -> None:
+    """What a stranger sends is closed unread, and it learns no proof; the run waits on where it is another program."""
     port = worlds.free_port()
     peers = Peers(worlds.world_of(worlds.torchrun(0, 2, per_node=1, port=port)))
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        connection = Connection(stranger)
-        connection.send(wire.Hello(env.version(), 1, 2, 0, 1))
-        stranger.sendall(bytes(256))
+        with contextlib.suppress(ConnectionError):  # it may be closed before everything is sent
+            stranger.sendall(first)
+            Connection(stranger).send(wire.Hello(env.version(), 1, 2, 0, 1))
+            stranger.sendall(bytes(256))
         received = b"".join(iter(lambda: stranger.recv(4096) if _open(stranger) else b"", b""))
-    assert len(received) == 32, "the number to prove with, and nothing after it"
+    assert len(received) == len(b"pytest-llmgpu\n") + 32, "the number to prove with, and nothing after it"
     assert peers._joined == {}
+    with pytest.raises(ValueError, match=message):
+        peers.wait(limit_s)
     peers.close()
 
 
