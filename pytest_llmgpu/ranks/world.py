@@ -42,7 +42,7 @@ def of_environment(environ: Mapping[str, str]) -> World:
     Raises:
         ValueError: A variable is missing or has no possible value.
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if "RANK" in environ:
         return _of_torchrun(environ)
     if "SLURM_PROCID" in environ:
         return _of_slurm(environ)
@@ -53,7 +53,7 @@ def of_environment(environ: Mapping[str, str]) -> World:
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> World:
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", least=1)
     local_size = _number(environ, "LOCAL_WORLD_SIZE", 1)
     return _world(
         environ,
@@ -76,7 +76,7 @@ def _of_slurm(environ: Mapping[str, str]) -> World:
     return _world(
         environ,
         rank=_number(environ, "SLURM_PROCID"),
-        size=_number(environ, size),
+        size=_number(environ, size, least=1),
         local_rank=_number(environ, "SLURM_LOCALID", 0),
         node=_number(environ, "SLURM_NODEID", 0),
         address=environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else None),
@@ -100,7 +100,11 @@ def _world(
         raise ValueError(f"rank {rank} of {size} processes: allowed are 0 to {size - 1}")
     port = _number(environ, _PORT, port)
     if size > 1 and not 1 <= port < 2**16:
-        raise ValueError(f"port {port}: set {_PORT} to a free port of the node of rank 0, the same for all processes")
+        source = f"{_PORT}={port}" if _PORT in environ else f"MASTER_PORT + 1 = {port}"
+        raise ValueError(
+            f"{source if port >= 0 else 'MASTER_PORT is not set'}: set {_PORT} to a free port of the node of rank 0, "
+            f"1 to 65535, the same for all processes"
+        )
     if size > 1 and not one_machine and not address:
         raise ValueError("MASTER_ADDR is not set: it names the node of rank 0")
     return World(
@@ -125,14 +129,14 @@ def _key(environ: Mapping[str, str]) -> bytes:
     return key
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
     text = environ.get(name)
     if text is None and default is not None:
         return default
     if text is None:
         raise ValueError(f"{name} is not set")
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ValueError(f"{name}={text!r}: a whole number is needed")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise ValueError(f"{name}={text!r}: a whole number of at least {least} is needed")
     return int(text)
 
 

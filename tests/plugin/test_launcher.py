@@ -23,10 +23,10 @@ def test_hellaswag(llm, hellaswag, batch_size, measure):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"RANK": ""}, "RANK='': a whole number is needed"),
+        ({"RANK": ""}, "RANK='': a whole number of at least 0 is needed"),
         ({"RANK": "7"}, "rank 7 of 2 processes: allowed are 0 to 1"),
         ({"LLMGPU_KEY": ""}, "LLMGPU_KEY is not set, and the processes of several nodes need a common secret"),
-        ({"LLMGPU_PORT": "99999"}, "port 99999: set LLMGPU_PORT to a free port"),
+        ({"LLMGPU_PORT": "99999"}, "LLMGPU_PORT=99999: set LLMGPU_PORT to a free port"),
     ],
 )
 def test_a_world_that_cannot_work_is_refused_before_the_collection(
