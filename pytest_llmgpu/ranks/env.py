@@ -156,9 +156,11 @@ class Peer:
         self._outbox.put(message)
 
     def _send(self) -> None:
-        with contextlib.suppress(OSError):  # `_receive` notices it, too
+        try:
             while (message := self._outbox.get()) is not None:
                 self._connection.send(message)
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread ends the connection
+            self.lose(str(error))
 
     def _receive(self) -> None:
         try:
@@ -166,7 +168,7 @@ class Peer:
                 self._take(self._connection.receive(wire.ToRankZero))
         except EOFError:
             self.lose("it ended")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread ends the connection
             self.lose(str(error))
 
     def _take(self, message: wire.ToRankZero) -> None:
@@ -271,12 +273,17 @@ class Peers:
             raise ValueError(
                 f"WORLD_SIZE={self.world.size}, but {plural(self.world.size - len(missing), 'process')} "
                 f"joined within {limit_s:g} s: rank {numbers} is missing. Rank 0 listens on "
-                f"{self.world.address}, port {self.world.port}"
+                f"{self.world.address}{self._resolved()}, port {self.world.port}"
             )
         self._stop_listening()
         numbers_of_nodes: dict[int, int] = {}
         for place in self.places:
             place.node = numbers_of_nodes.setdefault(place.node, len(numbers_of_nodes))
+
+    def _resolved(self) -> str:
+        """Return what the name of the address means here, which is loopback on some systems; empty if it is no name."""
+        address = "" if self._listener is None or self.world.key is None else self._listener.getsockname()[0]
+        return f" ({address})" if address not in {"", self.world.address} else ""
 
     @property
     def places(self) -> list[nodes.Place]:

@@ -418,7 +418,9 @@ class Runner:
         hashes: list[Mapping[str, str] | None] = group.ask(
             worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
         )
-        found = nodes.file_differences([of_node for of_node in hashes if of_node is not None])
+        # With one GPU in sight of each process, every rank is the first one of its node.
+        by_node = {request.machine.node_of(rank): files for rank, files in enumerate(hashes) if files is not None}
+        found = nodes.file_differences([files for _, files in sorted(by_node.items())])
         if found:
             message = f"the files of {request.case.model} differ: {listed(map(nodes.describe, found), _NAMED)}"
             raise RankFailedError("error", Failure(phase="load", message=message))

@@ -146,7 +146,8 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
 def _release(folder: Path, name: str) -> None:
     """Take a name from runs that did not complete. They keep their number."""
     for one in list(_stored_in(folder)):
-        with suppress(ValueError):  # a file that cannot be read keeps its name
+        # A file that cannot be read keeps its name; another run may have taken the name at the same moment.
+        with suppress(ValueError, OSError):
             if one.name == name and not file.load(one.path).session.complete:
                 one.path.rename(unnamed(one))
 

@@ -61,6 +61,23 @@ def test_rows_that_are_read_later_are_those_of_the_file(part_bytes: int, monkeyp
     assert any(len(rank.rows or ()) for rank in found.cases[2].launches[0].work.ranks)  # type: ignore[union-attr]
 
 
+def test_ranks_without_kernels_are_read_as_quickly() -> None:
+    """On a CPU the rows are an empty list: those of other ranks are left in the file all the same."""
+    report = _report()
+    for result in report.cases[::2]:
+        for rank in result.launches[0].work.ranks:  # type: ignore[union-attr]
+            msgspec.structs.force_setattr(rank, "rows", [])
+    dump(report, _PATH)
+    found = _opened().report(rows=False)
+    ranks = [rank for result in found.cases for rank in result.launches[0].work.ranks]  # type: ignore[union-attr]
+    assert {type(rank.rows) for rank in ranks} == {list, StoredRows}
+    assert [list(rank.rows or []) for rank in ranks] == [
+        rank.rows
+        for result in load(_PATH).cases
+        for rank in result.launches[0].work.ranks  # type: ignore[union-attr]
+    ]
+
+
 def test_a_case_of_many_parts_is_read_in_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is proportional to its size: a case of many ranks and launches can have hundreds of megabytes."""
     dump(_report(1), _PATH)

@@ -323,6 +323,21 @@ def test_files_that_differ_between_nodes_are_refused_before_loading(
     assert result.failure.message == "the files of tiny differ: config.json a on node 0, b on node 1"
 
 
+def test_nodes_are_compared_where_each_rank_is_the_first_one_in_its_own_sight(recorded: list[CaseResult]) -> None:
+    """Slurm's --gpus-per-task gives each rank the local number 0: the ranks of a node are one node all the same."""
+    files = [{"config.json": "a"}, {"config.json": "a"}, {"config.json": "b"}]
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return files.pop(0) if fn is worker.file_hashes else _reply(fn, args)
+
+    request = msgspec.structs.replace(
+        _on_two_nodes(_case(4, model="tiny")), machine=msgspec.structs.replace(_TWO_NODES, nodes=[0, 0, 1])
+    )
+    result = _runner(_FakeLauncher(answer))[0].run(request, recorded.append)
+    assert result.failure is not None
+    assert result.failure.message == "the files of tiny differ: config.json a on node 0, b on node 1"
+
+
 _SENT = Collective(collective="all_reduce", calls=3, payload_bytes=80, wire_bytes=120)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from support.stored_reports import H200, gpus, measured
 
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump, encode, load
 from pytest_llmgpu.report.option_values import check_name, check_name_is_free
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.store.store import hardware, save, stored
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -111,6 +112,21 @@ def test_a_writer_that_was_overtaken_takes_the_next_number(monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "scandir", overtaken)
     assert save(measured(), _STORE).name.startswith("0003_3b1f09ac")
+
+
+def test_two_runs_may_take_a_name_from_an_interrupted_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is second saves its report all the same."""
+    interrupted = measured()
+    interrupted.session = Session(complete=False)
+    save(interrupted, _STORE, "base")
+
+    def overtaken(path: Path) -> Report:
+        found = load(path)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(file, "load", overtaken)
+    assert save(measured(), _STORE, "base").name.endswith("_base.json")
 
 
 def test_the_unfinished_file_of_a_killed_writer_blocks_no_other() -> None:
