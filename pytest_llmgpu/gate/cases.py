@@ -125,7 +125,7 @@ class Comparison:
             reason = "There is no baseline." if nothing else "The baseline lacks this case."
             self._alone(head, rules, "NO_BASELINE" if nothing else "NEW", reason)
         elif differing or hardware:
-            text = "; ".join([*differing, *hardware][:_NAMED])
+            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
             self._alone(head, rules, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
         elif base.outcome in OUT_OF_MEMORY or head.outcome in OUT_OF_MEMORY:
             self._capacity(base, head, rules)

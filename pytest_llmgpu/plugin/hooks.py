@@ -87,7 +87,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
             return None
         folder = RunFolder()
         try:
-            return join.serve(here, folder.path)
+            return join.serve(here, folder.path, min(chosen.load_timeout, world.JOIN_S))
         finally:
             folder.remove()
     except ValueError as error:

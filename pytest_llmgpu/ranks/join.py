@@ -38,12 +38,13 @@ from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
 
 
-def serve(world: World, log_directory: Path) -> int:
+def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     """Join rank 0's process, and serve it until it says goodbye.
 
     Args:
         world: This process among the others.
         log_directory: Folder for the logs of the rank.
+        limit_s: Time limit until rank 0's process is found.
 
     Returns:
         The exit status: 0 after the goodbye, 1 if the connection was lost.
@@ -51,7 +52,7 @@ def serve(world: World, log_directory: Path) -> int:
     Raises:
         ValueError: Rank 0's process was not found, or refused this one.
     """
-    connection = wire.connect(world, JOIN_S)
+    connection = wire.connect(world, limit_s)
     # Ctrl-C reaches all processes of a terminal: rank 0's decides when the others end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)

@@ -67,6 +67,17 @@ def test_missing_processes_are_named_before_a_model_is_loaded(
     result.stderr.fnmatch_lines(["ERROR: WORLD_SIZE=3, but 1 process joined within 0.1 s: rank 1, 2 is missing.*"])
 
 
+def test_a_process_looks_for_rank_zero_within_the_time_limit_of_loading(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without rank 0 each other process ends by itself."""
+    for name, value in worlds.torchrun(1, 2, per_node=1, port=worlds.free_port()).items():
+        monkeypatch.setenv(name, value)
+    result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *rank 0 was not found at *, port * within 0.1 s: *"])
+
+
 @pytest.mark.slow
 def test_two_nodes_measure_what_one_machine_measures(pytester: pytest.Pytester) -> None:
     """Under two torchruns, predictions and traffic are those of the local launcher; only rank 0 prints."""
