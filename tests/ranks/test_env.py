@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -84,16 +83,6 @@ def _start(folder: Path, starter: Callable[..., dict[str, str]], *, per_node: in
             peers.close()
 
 
-def _gone(pid: int) -> bool:
-    """Wait for the end of a process."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        ended, _, _ = select.select([descriptor], [], [], _LIMIT_S)
-        os.close(descriptor)
-        return bool(ended)
-    return True
-
-
 @pytest.mark.slow
 def test_each_process_runs_its_rank(machine: _Started) -> None:
     """Every rank is a child of its process, has its own variables, and no secret; the end is exit status 0."""
@@ -158,7 +147,7 @@ def test_a_killed_process_is_a_crash_of_its_node(nodes: _Started) -> None:
     assert (caught.value.outcome, caught.value.failure.rank) == ("crashed", 2)
     assert "(node 2)" in caught.value.failure.message
     group.kill()
-    assert all(map(_gone, pids))
+    assert all(map(worlds.ends, pids))
     with pytest.raises(ConnectionError):
         nodes.peers.places[2].call(os.getpid).result(_LIMIT_S)
     with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
@@ -179,7 +168,7 @@ def test_a_stopped_process_is_a_crash_at_the_time_limit(nodes: _Started, monkeyp
     assert "no reply within 0.5 s (node 1)" in caught.value.failure.message
     group.kill()
     nodes.processes[1].send_signal(signal.SIGCONT)
-    assert _gone(pid)
+    assert worlds.ends(pid)
     assert nodes.processes[1].wait(_LIMIT_S) == 1
 
 
@@ -207,7 +196,7 @@ def test_a_process_ends_with_rank_0_and_by_sigterm(nodes: _Started) -> None:
     nodes.peers.places[1]._connection.close()  # type: ignore[attr-defined]  # as the kernel does for a killed process
     nodes.processes[2].terminate()
     assert [nodes.processes[rank].wait(_LIMIT_S) for rank in (1, 2)] == [1, 128 + signal.SIGTERM]
-    assert all(_gone(pid) for pid, _ in pids[1:])
+    assert all(worlds.ends(pid) for pid, _ in pids[1:])
 
 
 def test_a_place_runs_functions(shared: _Started) -> None:

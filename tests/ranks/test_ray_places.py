@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -59,16 +58,6 @@ def _group(cluster: Any, folder: Path, size: int) -> Iterator[tuple[RayPlaces, R
             group.kill()
     finally:
         places.close()
-
-
-def _ends(pid: int) -> bool:
-    """Wait for the end of a process."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        ended, _, _ = select.select([descriptor], [], [], _LIMIT_S)
-        os.close(descriptor)
-        return bool(ended)
-    return True
 
 
 def _pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -126,7 +115,7 @@ def test_a_killed_actor_is_a_crash_of_its_node(cluster: Any, tmp_path: Path) -> 
         assert (caught.value.outcome, caught.value.failure.rank) == ("crashed", 1)
         assert caught.value.failure.message.endswith("(node 1)")
         group.kill()
-        assert all(map(_ends, pids))
+        assert all(map(worlds.ends, pids))
         alone = RankGroup(places.launcher(tmp_path), [{"RANK": "0"}])
         assert alone.ask(ranks.add, 1, 1, phase="forward", timeout_s=_LIMIT_S) == [2]
         alone.kill()
@@ -146,4 +135,4 @@ def test_a_killed_raylet_is_a_crash_of_its_node(cluster: Any, tmp_path: Path) ->
         assert lost in (1, 2)
         assert caught.value.failure.message.endswith(f"(node {lost})")
         group.kill()
-        assert all(map(_ends, [*pids, actors[lost]]))
+        assert all(map(worlds.ends, [*pids, actors[lost]]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -106,3 +107,13 @@ def served(folder: Path, worlds: Mapping[int, Mapping[str, str]]) -> Iterator[di
 def world_of(variables: Mapping[str, str]) -> World:
     """Return the world of a process with these variables."""
     return of_environment(variables)
+
+
+def ends(pid: int, limit_s: float = 300) -> bool:
+    """Wait for the end of a process that is no child of this one."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        ended, _, _ = select.select([descriptor], [], [], limit_s)
+        os.close(descriptor)
+        return bool(ended)
+    return True
