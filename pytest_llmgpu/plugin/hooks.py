@@ -66,7 +66,13 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With --llmgpu-launcher=env, join the other processes: pytest runs in rank 0's, and in no other one."""
     if hasattr(config, "workerinput"):
         return None
-    chosen = options.resolve(config)
+    try:
+        chosen = options.resolve(config)
+    except pytest.UsageError:
+        launcher = config.getoption("llmgpu_launcher") or config.getini("llmgpu_launcher")
+        if launcher != "env" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            raise
+        return pytest.ExitCode.USAGE_ERROR  # rank 0's process has the same options, and prints the error
     if chosen.launcher == "ray":
         if importlib.util.find_spec("ray") is None:
             raise pytest.UsageError("--llmgpu-launcher=ray needs ray: pip install 'pytest-llmgpu[ray]'")

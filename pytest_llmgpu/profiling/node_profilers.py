@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,48 +34,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """See `Profiler`."""
 
 
-class NodeProfiler(Protocol):
-    """The profiler of one node. All times are of the CLOCK_MONOTONIC of that node."""
-
-    held_bytes: Mapping[str, int]
-    """UUID to the bytes that are subtracted from memory_used_bytes, unless a slice is given others."""
-
-    def start(self) -> None:
-        """Start the sampler (see `Profiler.start`)."""
-        ...
-
-    def now_s(self) -> float:
-        """Return the time of the node."""
-        ...
-
-    def mark(self, *, wait: bool = False) -> None:
-        """Request a reading of the cumulative counters (see `Profiler.mark`)."""
-        ...
-
-    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
-        """Return the profile between two times (see `Profiler.slice`)."""
-        ...
-
-    def used_bytes(self) -> Mapping[str, int]:
-        """Return the memory in use now by UUID (see `nvml.used_bytes`)."""
-        ...
-
-    def close(self) -> None:
-        """End the sampler."""
-        ...
-
-
 def profiler(settings: Settings) -> Profiler:
     """Return a profiler of this node."""
     return Profiler(settings.period_s, settings.uuids, method=settings.method)
 
 
 class RemoteProfiler:
-    """The profiler of another node, which its agent runs. A node that is lost has profiles without readings."""
+    """The profiler of another node, which its agent runs; a node that is lost has profiles without readings.
+
+    All times are of the CLOCK_MONOTONIC of that node.
+    """
 
     def __init__(self, call: Call, settings: Settings) -> None:
         self.held_bytes: Mapping[str, int] = {}
-        """See `NodeProfiler`."""
+        """See `Profiler`."""
         self._call = call
         self._settings = settings
         self._lost: str | None = None
@@ -145,21 +117,20 @@ def close_here() -> None:
 class NodeProfilers:
     """The profilers of all nodes of a run, in the order of the nodes."""
 
-    def __init__(self, profilers: Sequence[NodeProfiler], indices: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, profilers: Sequence[Profiler | RemoteProfiler], indices: Mapping[str, int] | None = None
+    ) -> None:
         """Join profilers; none is started.
 
         Args:
-            profilers: The profiler of each node.
+            profilers: The profiler of each node; the first is that of this process.
             indices: UUID to the index of a GPU among those of all nodes; None on one node.
         """
+        assert isinstance(profilers[0], Profiler)
+        self.here = profilers[0]
+        """The profiler of the node of this process."""
         self._profilers = profilers
         self._indices = indices or {}
-
-    @property
-    def here(self) -> Profiler:
-        """The profiler of the node of this process; one without GPUs if the node has no part in the run."""
-        nothing = profiler(Settings(period_s=1.0, uuids=()))
-        return next((one for one in self._profilers if isinstance(one, Profiler)), nothing)
 
     def hold(self, held_bytes: Mapping[str, int]) -> None:
         """Subtract these bytes, by UUID, from memory_used_bytes, unless a slice is given others."""
@@ -195,7 +166,7 @@ class NodeProfilers:
         """End the samplers."""
         self._each(lambda profiler, _: profiler.close())
 
-    def _each(self, do: Callable[[NodeProfiler, int], _Answer]) -> list[_Answer]:
+    def _each(self, do: Callable[[Profiler | RemoteProfiler, int], _Answer]) -> list[_Answer]:
         """Return what a call of each profiler returns; nodes are called at the same time."""
         if len(self._profilers) == 1:
             return [do(self._profilers[0], 0)]

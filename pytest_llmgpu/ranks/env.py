@@ -67,7 +67,7 @@ class Peer:
         self._outbox: queue.SimpleQueue[wire.FromRankZero | None] = queue.SimpleQueue()
         """Messages for the process, which may be stopped; None ends the connection."""
         self._numbers = itertools.count()
-        self._requests: dict[int, Future[bytes]] = {}
+        self._requests: dict[int, Future[Any]] = {}
         self._process: PeerProcess | None = None
         self._sender = threading.Thread(target=self._send, daemon=True)
         self._sender.start()
@@ -87,9 +87,9 @@ class Peer:
         """Send a command of the rank."""
         self._post(Command(command))
 
-    def request(self, what: wire.Asked, content: bytes = b"") -> Future[bytes]:
+    def request(self, what: wire.Asked, content: bytes = b"") -> Future[Any]:
         """Send a request; the future raises ValueError if it fails there, and ConnectionError if the peer is lost."""
-        future: Future[bytes] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             number, lost = next(self._numbers), self.lost
             if lost is None:
@@ -100,7 +100,7 @@ class Peer:
             future.set_exception(ConnectionError(lost))
         return future
 
-    def wait(self, future: Future[bytes], limit_s: float) -> bytes:
+    def wait(self, future: Future[Any], limit_s: float) -> Any:
         """Wait for the reply to a request; without one the peer is lost.
 
         Raises:
@@ -112,18 +112,7 @@ class Peer:
 
     def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """See `nodes.Place`."""
-        result: Future[Any] = Future()
-
-        def done(reply: Future[bytes]) -> None:
-            try:
-                result.set_result(pickle.loads(reply.result()))  # noqa: S301 - written by our own process
-            except (ValueError, ConnectionError) as error:
-                result.set_exception(error)
-            except Exception as error:  # noqa: BLE001 - unpickling may raise anything
-                result.set_exception(ValueError(f"the answer does not unpickle: {error}"))
-
-        self.request("call", pickle.dumps((fn, args))).add_done_callback(done)
-        return result
+        return self.request("call", pickle.dumps((fn, args)))
 
     def lose(self, reason: str) -> None:
         """End the connection: the process ends its rank when it notices."""
@@ -176,12 +165,8 @@ class Peer:
         if isinstance(message, Reply):
             with self._lock:
                 future = self._requests.pop(message.number, None)
-            if future is None:
-                return
-            if message.done:
-                future.set_result(message.content)
-            else:
-                future.set_exception(ValueError(message.content.decode()))
+            if future is not None:
+                _complete(future, message)
         elif isinstance(message, Batch | Answered | Ended) and process is not None and process.number == message.number:
             if isinstance(message, Batch):
                 process.listener.on_batch(message.batch)
@@ -212,10 +197,11 @@ class PeerProcess:
             RankFailedError: The process that started it does not answer.
         """
         try:
-            return self._peer.wait(self._peer.request("stacks"), _REPLY_S).decode()
+            stacks: str = self._peer.wait(self._peer.request("stacks"), _REPLY_S)
         except ConnectionError as error:
             failure = Failure(phase="forward", rank=self._peer.rank, message=f"{error} (node {self._peer.node})")
             raise RankFailedError("crashed", failure) from None
+        return stacks
 
     def close(self) -> None:
         """Let the process end by itself; kill it after a time limit."""
@@ -240,8 +226,8 @@ class PeerProcess:
 class Peers:
     """All processes that were started together, as rank 0's process sees them."""
 
-    def __init__(self, world: World) -> None:
-        """Listen for the other processes.
+    def __init__(self, world: World, listener: socket.socket | None = None) -> None:
+        """Listen for the other processes, on a socket that is open or at the address of the world.
 
         Raises:
             ValueError: The port is in use, or the address is not of this machine.
@@ -252,9 +238,8 @@ class Peers:
         self._refused: str | None = None
         self._changed = threading.Condition()
         self._waited = False
-        self._listener: socket.socket | None = None
-        if world.size > 1:
-            self._listener = wire.listen(world)
+        self._listener = wire.listen(world) if listener is None and world.size > 1 else listener
+        if self._listener is not None:
             threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def wait(self, limit_s: float) -> None:
@@ -271,14 +256,20 @@ class Peers:
         if missing:
             numbers = ", ".join(map(str, missing))
             raise ValueError(
-                f"WORLD_SIZE={self.world.size}, but {plural(self.world.size - len(missing), 'process')} "
+                f"{self.world.size_name}={self.world.size}, but {plural(self.world.size - len(missing), 'process')} "
                 f"joined within {limit_s:g} s: rank {numbers} is missing. Rank 0 listens on "
-                f"{self.world.address}{self._resolved()}, port {self.world.port}"
+                f"{self.world.where}{self._resolved()}"
             )
         self._stop_listening()
         numbers_of_nodes: dict[int, int] = {}
         for place in self.places:
             place.node = numbers_of_nodes.setdefault(place.node, len(numbers_of_nodes))
+
+    def fail(self, reason: str) -> None:
+        """Stop waiting for the others: the run is refused."""
+        with self._changed:
+            self._refused = self._refused or reason
+            self._changed.notify_all()
 
     def _resolved(self) -> str:
         """Return what the name of the address means here, which is loopback on some systems; empty if it is no name."""
@@ -328,7 +319,8 @@ class Peers:
             connection.authenticate(self.world.key, listens=True)
             hello: Hello = connection.receive(Hello)
         except PermissionError as error:
-            self._refuse(connection, f"a process tried to join, but {error.strerror}")
+            connection.close()
+            self.fail(f"a process tried to join, but {error.strerror}")
             return
         except (OSError, EOFError, ValueError):
             connection.close()  # a scan of ports, for example
@@ -340,22 +332,18 @@ class Peers:
                 self._joined[hello.rank] = Peer(connection, hello)
                 self._changed.notify_all()
                 return
-        self._refuse(connection, reason)
+        connection.close()
+        self.fail(reason)
 
     def _reason_against(self, hello: Hello) -> str | None:
         if hello.version != (own := version()):
             return f"rank {hello.rank} has pytest-llmgpu {hello.version}, rank 0 has {own}: install the same version"
         if hello.size != self.world.size:
-            return f"rank {hello.rank} has WORLD_SIZE={hello.size}, rank 0 has WORLD_SIZE={self.world.size}"
+            name = self.world.size_name
+            return f"rank {hello.rank} has {name}={hello.size}, rank 0 has {name}={self.world.size}"
         if hello.rank in {0, *self._joined} or not hello.rank < self.world.size:
             return f"two processes are rank {hello.rank}"
         return None
-
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        connection.close()
-        with self._changed:
-            self._refused = self._refused or reason
-            self._changed.notify_all()
 
 
 class EnvLauncher:
@@ -408,9 +396,21 @@ class EnvLauncher:
         output = self._local.take_output()
         for peer, future in asked:
             with contextlib.suppress(ConnectionError):
-                if text := peer.wait(future, _REPLY_S).decode():
+                if text := peer.wait(future, _REPLY_S):
                     output[peer.rank] = text
         return output
+
+
+def _complete(future: Future[Any], reply: Reply) -> None:
+    try:
+        content = pickle.loads(reply.content)  # noqa: S301 - written by our own process
+    except Exception as error:  # noqa: BLE001 - unpickling may raise anything
+        future.set_exception(ValueError(f"the answer does not unpickle: {error}"))
+    else:
+        if reply.done:
+            future.set_result(content)
+        else:
+            future.set_exception(ValueError(content))
 
 
 def version() -> str:

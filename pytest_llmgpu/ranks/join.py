@@ -34,7 +34,6 @@ from pytest_llmgpu.ranks.wire import (
     Start,
 )
 from pytest_llmgpu.ranks.world import JOIN_S, World
-from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
 
 
@@ -88,9 +87,10 @@ class _Served:
             self._start(message)
         elif isinstance(message, Request):
             try:
-                reply = Reply(message.number, done=True, content=self._reply(message))
+                reply = Reply(message.number, done=True, content=pickle.dumps(self._reply(message)))
             except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
-                reply = Reply(message.number, done=False, content=_bytes(str(error) or type(error).__name__))
+                text = str(error) or type(error).__name__
+                reply = Reply(message.number, done=False, content=pickle.dumps(text))
             self._connection.send(reply)
         elif self._process is not None:
             self._process.send(message.content)
@@ -113,15 +113,13 @@ class _Served:
             text = f"rank {message.rank} could not be started: {error}"
             listener.on_end(End(outcome="crashed", failure=Failure(phase="load", rank=message.rank, message=text)))
 
-    def _reply(self, request: Request) -> bytes:
+    def _reply(self, request: Request) -> Any:
         if request.what == "take_output":
-            return _bytes("\n".join(self._launcher.take_output().values()))
+            return "\n".join(self._launcher.take_output().values())
         if request.what == "call":
             fn, args = pickle.loads(request.content)  # noqa: S301 - written by rank 0's process, which has the secret
-            return pickle.dumps(fn(*args))
-        if self._process is None:
-            return b""
-        return _bytes(getattr(self._process, request.what)() or "")
+            return fn(*args)
+        return getattr(self._process, request.what)() if self._process is not None else ""
 
 
 class _Forwarder:
@@ -143,7 +141,3 @@ class _Forwarder:
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the main thread notices it, too, and ends the rank
             self._connection.send(message)
-
-
-def _bytes(text: str) -> bytes:
-    return excerpts.beginning(text, 2**20).encode("utf-8", "replace")

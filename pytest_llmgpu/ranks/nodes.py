@@ -150,8 +150,8 @@ def spread(devices: int | None, places: Sequence[Place], machines: Sequence[Mach
     wanted = devices or len(places)
     if wanted > len(places):
         raise ValueError(
-            f"--llmgpu-devices={wanted}, but WORLD_SIZE={len(places)}: start {wanted} processes, or pass at most "
-            f"{len(places)}"
+            f"--llmgpu-devices={wanted}, but {plural(len(places), 'process')}: start {wanted} processes, or pass at "
+            f"most {len(places)}"
         )
     first = machines[0]
     gpus = []

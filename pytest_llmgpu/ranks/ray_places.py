@@ -63,23 +63,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA_VISIBLE_DEVICES of rank 0; None on a CPU."""
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the actors find pytest."""
-
-    port: int
-    """pytest listens here."""
-    key: str
-    """The secret that all processes share."""
-
-
-class _RayPeers(Peers):
-    def fail(self, reason: str) -> None:
-        """Stop waiting for the others."""
-        with self._changed:
-            self._refused = self._refused or reason
-            self._changed.notify_all()
-
-
 class RayPlaces:
     """The places that Ray provides for ranks; it implements `nodes.Nodes`."""
 
@@ -92,10 +75,10 @@ class RayPlaces:
             devices: Value of `--llmgpu-devices`.
         """
         self._wanted = Wanted(address=address, device=device, devices=devices, limit_s=0)
-        self._peers: _RayPeers | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._watcher: threading.Thread | None = None
-        self._visible = os.environ.get(_VISIBLE)
+        self._peers: Peers | None = None
+        """The processes, once all of them are there."""
+        self._started = contextlib.ExitStack()
+        """What ends with the run."""
 
     @property
     def places(self) -> Sequence[nodes.Place]:
@@ -105,32 +88,52 @@ class RayPlaces:
 
     def wait(self, limit_s: float) -> None:
         """See `nodes.Nodes`."""
-        if self._peers is not None:
-            return
         limit_s = min(limit_s, JOIN_S)
-        child = self._child = subprocess.Popen(
+        child = subprocess.Popen(
             processes.command("pytest_llmgpu.ranks.ray_places", str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for pytest
         )
-        self._tell(msgspec.structs.replace(self._wanted, limit_s=limit_s))
+        assert child.stdout is not None
+        self._started.callback(child.stdout.close)
+        watched = self._started.enter_context(contextlib.ExitStack())
+        self._started.callback(_end, child)
+        _tell(child, msgspec.structs.replace(self._wanted, limit_s=limit_s))
         plan = self._plan(child, limit_s)
         if plan.error is not None:
             raise ValueError(plan.error)
         if plan.visible is not None:
-            os.environ[_VISIBLE] = plan.visible  # Ray may have given the other GPUs of this node to others
-        key, size = secrets.token_hex(32), len(plan.nodes)
-        with wire.bound(plan.address, 0) as free:
-            port: int = free.getsockname()[1]
-        self._peers = _RayPeers(
-            World(rank=0, size=size, local_rank=0, node=0, address=plan.address, port=port, key=key.encode())
+            self._started.callback(_set_visible, os.environ.get(_VISIBLE))
+            _set_visible(plan.visible)  # Ray may have given the other GPUs of this node to others
+        try:
+            listener = wire.bound(plan.address, 0)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(
+                f"pytest cannot listen on {plan.address}, the address of its node in Ray: {reason}"
+            ) from None
+        port: int = listener.getsockname()[1]
+        world = World(
+            rank=0,
+            size=len(plan.nodes),
+            size_name="--llmgpu-devices",
+            local_rank=0,
+            node=0,
+            address=plan.address,
+            port=port,
+            where=f"port {port} of {plan.address}",
+            key=secrets.token_hex(32).encode(),
         )
-        self._tell(Meeting(port=port, key=key))
-        self._watcher = threading.Thread(target=self._watch, args=(child, self._peers), daemon=True)
-        self._watcher.start()
-        self._peers.wait(limit_s)
+        peers = Peers(world, listener)
+        self._started.callback(peers.close)
+        _tell(child, world)
+        watcher = threading.Thread(target=_watch, args=(child, peers), daemon=True)
+        watcher.start()
+        watched.callback(watcher.join, _END_S)
+        peers.wait(limit_s)
+        self._peers = peers
 
     def launcher(self, log_directory: Path) -> Launcher:
         """See `nodes.Nodes`."""
@@ -139,32 +142,7 @@ class RayPlaces:
 
     def close(self) -> None:
         """End the actors and return the resources."""
-        if self._peers is not None:
-            self._peers.close()
-        if self._visible is None:
-            os.environ.pop(_VISIBLE, None)
-        else:
-            os.environ[_VISIBLE] = self._visible
-        if self._child is not None:
-            assert self._child.stdin is not None
-            with contextlib.suppress(OSError):
-                self._child.stdin.close()
-            try:
-                self._child.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
-            if self._watcher is not None:
-                self._watcher.join(_END_S)
-            assert self._child.stdout is not None
-            self._child.stdout.close()
-
-    def _tell(self, message: msgspec.Struct) -> None:
-        assert self._child is not None
-        assert self._child.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which is noticed when its answer is read
-            self._child.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._child.stdin.flush()
+        self._started.close()
 
     def _plan(self, child: subprocess.Popen[bytes], limit_s: float) -> Plan:
         where = f"the Ray cluster at {self._wanted.address}"
@@ -175,10 +153,36 @@ class RayPlaces:
             raise ValueError(f"{where} cannot be used: Ray ended with exit status {child.wait()}")
         return msgspec.json.decode(line, type=Plan)
 
-    def _watch(self, child: subprocess.Popen[bytes], peers: _RayPeers) -> None:
-        """Report an actor that cannot serve while its process is awaited; later its connection is lost."""
-        line = _line(child.stdout, None)
-        peers.fail(msgspec.json.decode(line, type=Plan).error or "" if line else "the connection to Ray was lost")
+
+def _tell(child: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended, which is noticed when its answer is read
+        child.stdin.write(msgspec.json.encode(message) + b"\n")
+        child.stdin.flush()
+
+
+def _watch(child: subprocess.Popen[bytes], peers: Peers) -> None:
+    """Report an actor that cannot serve while its process is awaited; later its connection is lost."""
+    line = _line(child.stdout, None)
+    peers.fail(msgspec.json.decode(line, type=Plan).error or "" if line else "the connection to Ray was lost")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):
+        child.stdin.close()
+    try:
+        child.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _set_visible(gpus: str | None) -> None:
+    if gpus is None:
+        os.environ.pop(_VISIBLE, None)
+    else:
+        os.environ[_VISIBLE] = gpus
 
 
 def _line(stream: IO[bytes] | None, limit_s: float | None) -> bytes | None:
@@ -233,7 +237,7 @@ def main(parent: int) -> None:
         return
     answer(plan)
     if line := sys.stdin.readline():
-        _serve(plan, msgspec.json.decode(line, type=Meeting), actors, answer)
+        _serve(plan, msgspec.json.decode(line, type=World), actors, answer)
     import ray
 
     ray.util.remove_placement_group(group)
@@ -321,21 +325,12 @@ def _actors(group: Any, bundles: Sequence[int], *, gpu: bool) -> list[Any]:
     ]
 
 
-def _serve(plan: Plan, meeting: Meeting, actors: Sequence[Any], answer: Callable[[Plan], None]) -> None:
+def _serve(plan: Plan, first: World, actors: Sequence[Any], answer: Callable[[Plan], None]) -> None:
     """Let the actors serve until pytest closes stdin; report the first that fails."""
     import ray
 
-    size = len(actors)
     worlds = [
-        World(
-            rank=rank,
-            size=size,
-            local_rank=rank - plan.nodes.index(node),
-            node=node,
-            address=plan.address,
-            port=meeting.port,
-            key=meeting.key.encode(),
-        )
+        msgspec.structs.replace(first, rank=rank, local_rank=rank - plan.nodes.index(node), node=node)
         for rank, node in enumerate(plan.nodes)
     ]
     served = [actor.serve.remote(world) for actor, world in zip(actors[1:], worlds[1:], strict=True)]

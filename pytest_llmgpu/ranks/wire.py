@@ -24,7 +24,7 @@ import msgspec
 
 from pytest_llmgpu.ranks.futures import Answer, End
 from pytest_llmgpu.ranks.protocol import FinishedBatch
-from pytest_llmgpu.ranks.world import KEY, World
+from pytest_llmgpu.ranks.world import KEY, PORT, World
 
 _GREETING = b"pytest-llmgpu\n"
 _NONCE_BYTES = 32
@@ -35,6 +35,10 @@ _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 _HEADER = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket (Linux: SO_PEERCRED, unix(7))."""
+_CANNOT_LISTEN = {
+    errno.EADDRINUSE: f"it is in use: set {PORT} to a free port, the same for all processes",
+    errno.EADDRNOTAVAIL: "it is no address of the machine of rank 0",
+}
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A node that is gone, without a last word, is noticed after 25 s."""
 
@@ -75,7 +79,7 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 
 Asked = Literal["stacks", "close", "kill", "take_output", "call"]
-"""A method of the process of the rank, or a call of a function in the process that started it."""
+"""A method of the process of the rank, its output, or a call of a function in the process that started it."""
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +132,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     done: bool
     """False if the request raised an exception."""
     content: bytes
-    """The text, the pickled result of a call, or the message of the exception."""
+    """The pickled result, or the pickled message of the exception."""
 
 
 FromRankZero = Start | Command | Request | Goodbye
@@ -155,8 +159,7 @@ class Connection:
         """
         content = msgspec.msgpack.encode(message)
         with self._lock:
-            self._socket.sendall(_HEADER.pack(len(content)))
-            self._socket.sendall(content)
+            self._socket.sendall(_HEADER.pack(len(content)) + content)
 
     def receive(self, kind: Any) -> Any:
         """Wait for a message of a kind (a record, or a union of records).
@@ -289,12 +292,8 @@ def listen(world: World) -> socket.socket:
             return listener
         return bound(world.address, world.port)
     except OSError as error:
-        where = f"port {world.port} of {world.address}"
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"{where} is in use: set LLMGPU_PORT to a free one, the same for all processes") from None
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ValueError(f"MASTER_ADDR={world.address} is no address of the machine of rank 0") from None
-        raise ValueError(f"rank 0 cannot listen on {where}: {error.strerror or error}") from None
+        reason = _CANNOT_LISTEN.get(error.errno or 0, error.strerror or error)
+        raise ValueError(f"rank 0 cannot listen on {world.where}: {reason}") from None
 
 
 def connect(world: World, limit_s: float) -> Connection:
@@ -304,34 +303,33 @@ def connect(world: World, limit_s: float) -> Connection:
         ValueError: It does not listen within the time limit, or one of both ends may not take part.
     """
     deadline_s = time.monotonic() + limit_s
-    where = "on this machine" if world.key is None else f"at {world.address}, port {world.port}"
     while True:
         try:
             connected = _connected(world)
         except OSError as error:
             if time.monotonic() > deadline_s:
                 reason = error.strerror or error
-                raise ValueError(f"rank 0 was not found {where} within {limit_s:g} s: {reason}") from None
+                raise ValueError(f"rank 0 was not found at {world.where} within {limit_s:g} s: {reason}") from None
             time.sleep(_RETRY_S)
             continue
         connection = Connection(connected)
         try:
             connection.authenticate(world.key, listens=False)
         except EOFError:
-            raise ValueError(f"rank 0 {where} refused rank {world.rank}: has it the same {KEY}?") from None
+            raise ValueError(f"rank 0 at {world.where} refused rank {world.rank}: has it the same {KEY}?") from None
         except OSError as error:
-            raise ValueError(f"rank 0 {where}: {error.strerror or error}") from None
+            raise ValueError(f"rank 0 at {world.where}: {error.strerror or error}") from None
         connection.wait_without_limit()
         return connection
 
 
 def _connected(world: World) -> socket.socket:
-    if world.key is None:
-        connected = socket.socket(socket.AF_UNIX)
-        try:
-            connected.connect(_unix_name(world))
-        except OSError:
-            connected.close()
-            raise
-        return connected
-    return socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
+    if world.key is not None:
+        return socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.connect(_unix_name(world))
+    except OSError:
+        connected.close()
+        raise
+    return connected

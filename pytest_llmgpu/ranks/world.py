@@ -9,12 +9,15 @@ import msgspec
 
 KEY = "LLMGPU_KEY"
 """This variable has the secret that the processes of several nodes share."""
+PORT = "LLMGPU_PORT"
+"""This variable has the port of rank 0 if another one than the default is needed."""
 JOIN_S = 300.0
 """The processes of a world start within this time: the first import from a network disk takes minutes."""
-_PORT = "LLMGPU_PORT"
 _LEAST_KEY_BYTES = 16
 _SLURM_PORTS = range(20_000, 32_000)
 """A job of Slurm takes one of these ports by its number; programs that connect get higher ones."""
+_COUNTS, _SIZES, _PORTS = range(10**9), range(1, 10**9), range(1, 2**16)
+_HOST = r"(?:[^,\[\]]|\[[0-9]+[0-9,-]*\])+"
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     """The number of this process."""
     size: int
     """This many processes were started."""
+    size_name: str
+    """The variable or the option that has this number."""
     local_rank: int
     """The number of this process among those of its node."""
     node: int
@@ -32,6 +37,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     """Name or address of the node of rank 0."""
     port: int
     """Rank 0 listens here."""
+    where: str
+    """Port and address in words, with the variables that they are from."""
     key: bytes | None
     """The secret of all processes; None if they run on one machine as one user, which the kernel checks."""
 
@@ -53,69 +60,75 @@ def of_environment(environ: Mapping[str, str]) -> World:
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> World:
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", least=1)
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", 1)
+    size = _number(environ, "WORLD_SIZE", allowed=_SIZES)
+    rank = _number(environ, "RANK", allowed=range(size))
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, allowed=range(1, size + 1))
+    local_ranks = range(local_size) if "LOCAL_WORLD_SIZE" in environ else _COUNTS
     return _world(
         environ,
         rank=rank,
         size=size,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
-        node=_number(environ, "GROUP_RANK", rank // max(local_size, 1)),
-        address=environ.get("MASTER_ADDR"),
-        # torch listens on MASTER_PORT itself.
-        port=_number(environ, "MASTER_PORT", -2) + 1,
+        size_name="WORLD_SIZE",
+        local_rank=_number(environ, "LOCAL_RANK", 0, allowed=local_ranks),
+        node=_number(environ, "GROUP_RANK", rank // local_size),
         one_machine=local_size == size,
     )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> World:
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    step = _number(environ, "SLURM_JOB_ID", 0) * 31 + _number(environ, "SLURM_STEP_ID", 0)
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
+    size = _number(environ, size_name, allowed=_SIZES)
     return _world(
         environ,
-        rank=_number(environ, "SLURM_PROCID"),
-        size=_number(environ, size, least=1),
-        local_rank=_number(environ, "SLURM_LOCALID", 0),
+        rank=_number(environ, "SLURM_PROCID", allowed=range(size)),
+        size=size,
+        size_name=size_name,
+        local_rank=_number(environ, "SLURM_LOCALID", 0, allowed=range(size)),
         node=_number(environ, "SLURM_NODEID", 0),
-        address=environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else None),
-        port=_SLURM_PORTS[step % len(_SLURM_PORTS)],
         one_machine=_number(environ, nodes, 1) == 1,
     )
 
 
 def _world(
-    environ: Mapping[str, str],
-    *,
-    rank: int,
-    size: int,
-    local_rank: int,
-    node: int,
-    address: str | None,
-    port: int,
-    one_machine: bool,
+    environ: Mapping[str, str], *, rank: int, size: int, size_name: str, local_rank: int, node: int, one_machine: bool
 ) -> World:
-    if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size} processes: allowed are 0 to {size - 1}")
-    port = _number(environ, _PORT, port)
-    if size > 1 and not 1 <= port < 2**16:
-        source = f"{_PORT}={port}" if _PORT in environ else f"MASTER_PORT + 1 = {port}"
-        raise ValueError(
-            f"{source if port >= 0 else 'MASTER_PORT is not set'}: set {_PORT} to a free port of the node of rank 0, "
-            f"1 to 65535, the same for all processes"
-        )
-    if size > 1 and not one_machine and not address:
-        raise ValueError("MASTER_ADDR is not set: it names the node of rank 0")
+    port, port_source = (0, "") if size == 1 else _port(environ)
+    address, address_source = ("localhost", "this machine") if one_machine else _address(environ)
     return World(
         rank=rank,
         size=size,
+        size_name=size_name,
         local_rank=local_rank,
         node=node,
-        address=address or "localhost",
+        address=address,
         port=port,
+        where=f"port {port} ({port_source}) of {address} ({address_source})",
         key=None if one_machine else _key(environ),
     )
+
+
+def _port(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the port of rank 0 and its source."""
+    if PORT in environ:
+        return _number(environ, PORT, allowed=_PORTS), PORT
+    if "RANK" in environ:
+        # torch listens on MASTER_PORT itself.
+        return _number(environ, "MASTER_PORT", allowed=range(_PORTS.stop - 1)) + 1, "MASTER_PORT + 1"
+    step = _number(environ, "SLURM_JOB_ID", 0) * 31 + _number(environ, "SLURM_STEP_ID", 0)
+    return _SLURM_PORTS[step % len(_SLURM_PORTS)], "by SLURM_JOB_ID"
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name or address of the node of rank 0 and its source."""
+    if address := environ.get("MASTER_ADDR"):
+        return address, "MASTER_ADDR"
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if "RANK" not in environ and (hosts := environ.get(name)):
+            if (host := first_host(hosts)) is None:
+                raise ValueError(f"{name}={hosts!r}: a list of hosts is needed, such as node[01-03,07],login")
+            return host, f"first of {name}"
+    raise ValueError("MASTER_ADDR is not set: it names the node of rank 0")
 
 
 def _key(environ: Mapping[str, str]) -> bytes:
@@ -129,19 +142,21 @@ def _key(environ: Mapping[str, str]) -> bytes:
     return key
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int | None = None, *, allowed: range = _COUNTS) -> int:
     text = environ.get(name)
     if text is None and default is not None:
         return default
     if text is None:
         raise ValueError(f"{name} is not set")
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise ValueError(f"{name}={text!r}: a whole number of at least {least} is needed")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) not in allowed:
+        bounded = f"from {allowed.start} to {allowed.stop - 1}"
+        bounds = f"of at least {allowed.start}" if allowed.stop == _COUNTS.stop else bounded
+        raise ValueError(f"{name}={text!r}: a whole number {bounds} is needed")
     return int(text)
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first host of a list in Slurm's notation, such as `node[01-03,07],login`."""
+def first_host(hosts: str) -> str | None:
+    """Return the first host of a list in Slurm's notation, such as `node[01-03,07],login`; None if it is no list."""
     # A comma outside of brackets ends the first part. Each pair of brackets begins with its first number.
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodelist)
+    found = re.fullmatch(rf"({_HOST})(,{_HOST})*", hosts)
+    return found and re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found[1])

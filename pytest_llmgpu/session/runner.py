@@ -160,7 +160,10 @@ class Runner:
                 raise
             bug = isinstance(error, Exception)
             result.outcome = "error" if bug else "interrupted"
-            message = f"{type(error).__name__}: {error}" if bug else f"interrupted by {type(error).__name__}"
+            name = type(error).__name__
+            # The message of a KeyboardInterrupt is the name of a signal that ends the run as Ctrl-C does.
+            cause = str(error) if isinstance(error, KeyboardInterrupt) and error.args else name
+            message = f"{name}: {error}" if bug else f"interrupted by {cause}"
             result.failure = Failure(phase=self._phase, message=message)
             self._keep_finished_part(request, launch, ())
             raise

@@ -17,7 +17,8 @@ from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfiler, NodeProfilers, RemoteProfiler, Settings
+from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
+from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.nodes import Devices, Nodes
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -251,7 +252,7 @@ class BenchmarkSession:
             own, *others = (
                 Settings(period_s=self._sample_period_s, uuids=uuids, method=self._profile_method) for uuids in wanted
             )
-            profilers: list[NodeProfiler] = [node_profilers.profiler(own)]
+            profilers: list[Profiler | RemoteProfiler] = [node_profilers.profiler(own)]
             if self._devices is not None:
                 calls = map(self._devices.call_on, range(1, len(wanted)))
                 profilers += map(RemoteProfiler, calls, others)

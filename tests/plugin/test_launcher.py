@@ -23,10 +23,10 @@ def test_hellaswag(llm, hellaswag, batch_size, measure):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"RANK": ""}, "RANK='': a whole number of at least 0 is needed"),
-        ({"RANK": "7"}, "rank 7 of 2 processes: allowed are 0 to 1"),
+        ({"RANK": ""}, "RANK='': a whole number from 0 to 1 is needed"),
+        ({"RANK": "7"}, "RANK='7': a whole number from 0 to 1 is needed"),
         ({"LLMGPU_KEY": ""}, "LLMGPU_KEY is not set, and the processes of several nodes need a common secret"),
-        ({"LLMGPU_PORT": "99999"}, "LLMGPU_PORT=99999: set LLMGPU_PORT to a free port"),
+        ({"LLMGPU_PORT": "99999"}, "LLMGPU_PORT='99999': a whole number from 1 to 65535 is needed"),
     ],
 )
 def test_a_world_that_cannot_work_is_refused_before_the_collection(
@@ -75,7 +75,23 @@ def test_a_process_looks_for_rank_zero_within_the_time_limit_of_loading(
         monkeypatch.setenv(name, value)
     result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *rank 0 was not found at *, port * within 0.1 s: *"])
+    result.stderr.fnmatch_lines(["ERROR: *rank 0 was not found at port * of * within 0.1 s: *"])
+
+
+def test_wrong_options_are_printed_by_rank_zero_only(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have the same options, and end with the same exit status."""
+    printed = []
+    for rank in range(2):
+        for name, value in worlds.torchrun(rank, 2, per_node=1).items():
+            monkeypatch.setenv(name, value)
+        result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-limit=few")
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        printed.append("".join(result.errlines + result.outlines))
+    assert "--llmgpu-limit: 'few' is not allowed" in printed[0]
+    assert printed[1] == ""
+    assert pytester.runpytest_inprocess("--llmgpu-limit=few").errlines, "without the launcher each process prints"
 
 
 @pytest.mark.slow

@@ -63,12 +63,14 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
         ({"WORLD_SIZE": None}, "^WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0': .* at least 1"),
         ({"RANK": "two"}, "RANK='two'"),
-        ({"RANK": "-1"}, "RANK='-1': .* at least 0"),
-        ({"RANK": "4"}, "rank 4 of 4 processes"),
+        ({"RANK": "-1"}, "RANK='-1': .* from 0 to 3"),
+        ({"RANK": "4"}, "RANK='4': .* from 0 to 3"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK='2': .* from 0 to 1"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE='5': .* from 1 to 4"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
-        ({"MASTER_PORT": None}, "^MASTER_PORT is not set: .*LLMGPU_PORT"),
-        ({"MASTER_PORT": "65535"}, r"^MASTER_PORT \+ 1 = 65536"),
-        ({"LLMGPU_PORT": "0"}, "^LLMGPU_PORT=0"),
+        ({"MASTER_PORT": None}, "^MASTER_PORT is not set"),
+        ({"MASTER_PORT": "65535"}, "^MASTER_PORT='65535': .* from 0 to 65534"),
+        ({"LLMGPU_PORT": "0"}, "^LLMGPU_PORT='0'"),
         ({"LLMGPU_KEY": None}, "LLMGPU_KEY is not set"),
         ({"LLMGPU_KEY": "short"}, "LLMGPU_KEY has 5 bytes"),
     ],
@@ -82,9 +84,29 @@ def test_bad_variables_are_refused_in_one_line(changed: dict[str, str | None], m
     assert "short" not in str(caught.value)
 
 
-def test_a_missing_variable_of_slurm_is_named() -> None:
-    """SLURM_PROCID alone is not enough."""
-    variables = srun(1, 4, per_node=2)
-    del variables["SLURM_STEP_NUM_TASKS"], variables["SLURM_NTASKS"]
-    with pytest.raises(ValueError, match="SLURM_NTASKS is not set"):
-        world.of_environment(variables)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": None}, "SLURM_NTASKS is not set"),
+        ({"SLURM_PROCID": "4"}, "SLURM_PROCID='4': .* from 0 to 3"),
+        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID='4': .* from 0 to 3"),
+        ({"SLURM_STEP_NODELIST": "n[01-02"}, r"SLURM_STEP_NODELIST='n\[01-02'"),
+        ({"SLURM_STEP_NODELIST": "n1,"}, "SLURM_STEP_NODELIST='n1,'"),
+        ({"SLURM_STEP_NODELIST": None}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_bad_variables_of_slurm_are_refused_by_their_names(changed: dict[str, str | None], message: str) -> None:
+    """No variable of torchrun is named but the one that can be set in their place."""
+    variables = {**srun(1, 4, per_node=2), **changed}
+    with pytest.raises(ValueError, match=message):
+        world.of_environment({name: value for name, value in variables.items() if value is not None})
+
+
+def test_port_and_address_have_their_sources() -> None:
+    """Messages show where to change them."""
+    torch, slurm = torchrun(1, 4, per_node=2), srun(1, 4, per_node=2)
+    assert world.of_environment(torch).where == "port 29501 (MASTER_PORT + 1) of 127.0.0.1 (MASTER_ADDR)"
+    changed = world.of_environment({**torch, "LLMGPU_PORT": "4000"})
+    assert changed.where == "port 4000 (LLMGPU_PORT) of 127.0.0.1 (MASTER_ADDR)"
+    assert "(by SLURM_JOB_ID) of localhost (first of SLURM_STEP_NODELIST)" in world.of_environment(slurm).where
+    assert (changed.size_name, world.of_environment(slurm).size_name) == ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
