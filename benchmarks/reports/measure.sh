@@ -97,7 +97,7 @@ stock_binding() {
 generation() {
   python3 benchmarks/overhead/generation.py --model llama-7b --device cuda --dtype float16 >"$out/generation-1xH200.jsonl"
   dummy generate-llama-7b-1xH200 llama-7b --strategy=mp,compile --llmgpu-devices=1 --llmgpu-workload=generate \
-    --llmgpu-limit=128 --llmgpu-batch-sizes=1,64
+    --llmgpu-limit=64 --llmgpu-batch-sizes=1,64
   width_104 w104-llama-7b-1xH200 llama-7b --strategy=mp,compile --llmgpu-devices=1 --llmgpu-batch-sizes=1,32
 }
 8b() {

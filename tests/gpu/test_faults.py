@@ -166,7 +166,9 @@ def test_ranks_listen_on_the_loopback_interface_only(pair: _Pair, monkeypatch: p
     """Nobody on the network can connect to a rank, although a cluster sets an interface for other programs."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")
-    answers = pair.start().ask(rank_faults.listening, pair.case, phase="load", timeout_s=_WAIT_S)
+    ranks = pair.start()
+    answers = ranks.ask(rank_faults.listening, pair.case, phase="load", timeout_s=_WAIT_S)
+    ranks.kill()
     assert all(answers), "gloo and NCCL listen"
     assert {address for addresses in answers for address in addresses} == {"0100007F"}  # 127.0.0.1
 
