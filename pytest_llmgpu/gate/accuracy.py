@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from pytest_llmgpu.analysis.reference import differing, largest_difference
 from pytest_llmgpu.analysis.sign_test import by_chance, written
 from pytest_llmgpu.gate.policy import AccuracyRule
@@ -25,7 +27,7 @@ from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Row, Verdict
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
 
-class Answered(NamedTuple):
+class Answered(msgspec.Struct, frozen=True):
     """The answers of one case and of its baseline, before a verdict: that needs all cases."""
 
     before: CaseResult
@@ -99,12 +101,14 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     if any(len(one) != len(before) for one in (*afters, *([labels] if labels is not None else []))):
         reason = f"The numbers of scored items differ: {len(afters[0]):,}, were {len(before):,}."
         return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
-    counts = [len(differing(before, after)) for after in afters]
+    flips_of = [differing(before, after) for after in afters]
     odd = not _agree(afters) and _agree(befores)
-    if odd:
-        now = min(zip(nows, counts, strict=True), key=lambda one: (value_of(one[0], rule.metric), -one[1]))[0]
-    after = predictions_of(now, rule.metric)
-    flips = differing(before, after)
+    number = (
+        min(range(len(nows)), key=lambda one: (value_of(nows[one], rule.metric), -len(flips_of[one])))
+        if odd
+        else nows.index(now)
+    )
+    now, after, flips = nows[number], afters[number], flips_of[number]
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
     differences = [found for one in nows if (found := _difference(then, one)) is not None]
@@ -123,8 +127,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         labelled=labels is not None,
         difference=max(differences, default=None),
         largest=max(largest, default=None),
-        changed=max(counts),
-        odd_launch=nows.index(now) + 1 if odd else None,
+        changed=max(map(len, flips_of)),
+        odd_launch=number + 1 if odd else None,
         launches=len(nows),
     )
 
@@ -161,9 +165,9 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
     where the baseline failed its own check and the candidate passes it.
     """
-    groups: dict[tuple[object, ...], list[Answered]] = {}
+    groups: dict[tuple[object, AccuracyRule], list[Answered]] = {}
     for case in cases:
-        groups.setdefault((*case.result.case.series_fields, case.rule), []).append(case)
+        groups.setdefault((case.result.case.series_fields, case.rule), []).append(case)
     tested = [_tests(group, 1 - confidence) for group in groups.values() if not group[0].random_weights]
     gates = [tests.cases[0].rule.gate for tests in tested]
     adjusted = zip(
@@ -458,7 +462,8 @@ def _difference(before: Accuracy, after: Accuracy) -> float | None:
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     if not expected or len(expected) != len(values) or not math.isfinite(sum(expected)):
         return None
-    return typical_difference(values, expected) if math.isfinite(sum(values)) else math.inf
+    found = typical_difference(values, expected)
+    return math.inf if math.isnan(found) else found
 
 
 def _largest_difference(before: Accuracy, after: Accuracy) -> float | None:

@@ -282,9 +282,10 @@ class Comparison:
     def _finished(self) -> list[Row]:
         note = self._note()
         known = {(entry.case, entry.metric) for entry in self.policy.known}
-        self._entries += time.all_cases([entry for entry in self._entries if isinstance(entry, Timed)], known)
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        times = iter(time.rows(timed, self.policy.confidence, note))
+        means = time.all_cases(timed, known)
+        self._entries += means
+        times = iter(time.rows([*timed, *means], self.policy.confidence, note))
         rows = with_distinct_names(
             [next(times) if isinstance(entry, Timed) else entry for entry in self._entries], self.head.cases
         )

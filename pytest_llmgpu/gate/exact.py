@@ -37,13 +37,11 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
         return missing
     assert base.traffic is not None
     assert head.traffic is not None
-    same = base.traffic.ranks == head.traffic.ranks
-    now_sent = float(head.traffic.sent_bytes)
-    sent = now_sent if same else float(base.traffic.sent_bytes)
+    sent, now_sent = float(base.traffic.sent_bytes), float(head.traffic.sent_bytes)
     figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.margin}
     # Unequal records can hold equal figures: the collectives may be in another order.
-    before, after = (_by_rank(traffic) if not same else Counter() for traffic in (base.traffic, head.traffic))
-    if before == after:
+    same = base.traffic.ranks == head.traffic.ranks
+    if same or (before := _by_rank(base.traffic)) == (after := _by_rank(head.traffic)):
         return Row.of(head, "traffic", "OK", "Traffic is equal.", gated=rule.gate, **figures)
     cause = other_execution(base, head)
     if cause is not None and _plans(base) != _plans(head):

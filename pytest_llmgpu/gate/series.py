@@ -151,6 +151,8 @@ def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> S
             for key, one in fields.items():
                 its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
                 names[key] = f"{strategy} ({', '.join(its[:_NAMED])})" if its else strategy
+    if not names:
+        return rows
     return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]
 
 

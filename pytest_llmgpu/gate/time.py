@@ -107,7 +107,7 @@ class Samples(NamedTuple):
     """The logarithm of the time of each launch of the candidate."""
 
 
-class Name(NamedTuple):
+class Name(msgspec.Struct, frozen=True):
     """The names of a row."""
 
     key: str
@@ -116,7 +116,7 @@ class Name(NamedTuple):
     metric: MetricName
 
 
-class Timed(NamedTuple):
+class Timed(msgspec.Struct, frozen=True):
     """The times of one row. The verdict needs all rows."""
 
     name: Name
@@ -145,7 +145,7 @@ class Timed(NamedTuple):
     """The number of cases of a row that is the mean over cases; else 0."""
 
 
-class Estimate(NamedTuple):
+class Estimate(msgspec.Struct, frozen=True):
     """The change of a row and its noise. All values but `degrees` and `rank` are logarithms of ratios."""
 
     change: float
@@ -166,14 +166,16 @@ class Estimate(NamedTuple):
     """The largest difference between two launches of one report."""
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True):
     """The verdict on one row, with the figures that decided it."""
 
     verdict: Verdict
     threshold: float
     """The threshold as a fraction, with the allowance for other GPUs."""
+    ratio: float
+    """The candidate's time divided by the baseline's."""
     low: float
-    """The lower end of the interval of the change, as a logarithm."""
+    """The lower end of the interval of `ratio`."""
     high: float
     """The upper end of that interval."""
     p: float
@@ -233,7 +235,7 @@ def wall_times(
     )
 
 
-class _RankTime(NamedTuple):
+class _RankTime(msgspec.Struct, frozen=True):
     """The device time of one rank in one launch."""
 
     uuids: tuple[str, ...]
@@ -406,12 +408,15 @@ def _explained_by_gemm(cases: Sequence[Timed]) -> list[Timed]:
         for rank, gemm in zip(case.ranks, case.gemm, strict=False)
         if gemm
     )
+    if not shares:
+        return list(cases)
     half = math.fsum(weight for _, weight in shares) / 2
     within = itertools.accumulate(weight for _, weight in shares)
-    median = next((share for (share, _), sum_ in zip(shares, within, strict=True) if sum_ >= half), 0.0)
+    median = next(share for (share, _), sum_ in zip(shares, within, strict=True) if sum_ >= half)
     share = min(1.0, max(0.0, median))
     return [
-        case._replace(
+        msgspec.structs.replace(
+            case,
             gemm=[share * gemm for gemm in case.gemm],
             ranks=[
                 Samples(rank.base, [log_s - share * gemm for log_s in rank.head])
@@ -496,8 +501,9 @@ def decide(
     return Decision(
         verdict=verdict,
         threshold=math.expm1(limit),
-        low=change - half,
-        high=change + half,
+        ratio=_ratio(change),
+        low=_ratio(change - half),
+        high=_ratio(change + half),
         p=slower if change >= 0 else faster,
         smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
         scattered=scattered,
@@ -516,14 +522,14 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
         note: The second line of the reason of a change; empty for none.
     """
     base_s, head_s = case.seconds[estimate.rank]
-    low, high = (100 * (_ratio(end) - 1) for end in (decision.low, decision.high))
+    low, high = 100 * (decision.low - 1), 100 * (decision.high - 1)
     of_rank = f" of rank {estimate.rank}" if len(case.ranks) > 1 else ""
     over = f", mean over {plural(case.members, 'case')}" if case.members else ""
     first = (
-        f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(_ratio(estimate.change) - 1)} "
+        f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(decision.ratio - 1)} "
         f"(90 % CI {low:+.1f} to {high:+.1f} %), threshold {_threshold(decision.threshold)}: "
         f"{_seconds(head_s)}, was {_seconds(base_s)}{over}."
-        f"{_other_gpus(case, estimate.rank)}{_of_sums(case, estimate)}{case.left_out}"
+        f"{_other_gpus(case, estimate.rank)}{_of_sums(case, estimate.rank, decision.ratio)}{case.left_out}"
     )
     if decision.verdict in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (first, note)))
@@ -565,9 +571,9 @@ def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Ro
         gated=case.gated,
         base=base_s,
         head=head_s,
-        ratio=_ratio(estimate.change),
-        low=_ratio(decision.low),
-        high=_ratio(decision.high),
+        ratio=decision.ratio,
+        low=decision.low,
+        high=decision.high,
         threshold=decision.threshold,
         p=decision.p,
         n=min(map(len, case.ranks[0])),
@@ -685,11 +691,11 @@ def _other_gpus(case: Timed, rank: int) -> str:
     return f"{by} (measured on five GPUs). Their GEMM times explain {signed_percent(explained)}, which is left out."
 
 
-def _of_sums(case: Timed, estimate: Estimate) -> str:
+def _of_sums(case: Timed, rank: int, ratio: float) -> str:
     """Return a sentence if the sum of all batches changed by another factor than the batches did; else empty."""
-    base_s, head_s = case.seconds[estimate.rank]
+    base_s, head_s = case.seconds[rank]
     of_sums = head_s / base_s
-    if case.machine_sd or abs(of_sums - _ratio(estimate.change)) <= _POINT:
+    if case.machine_sd or abs(of_sums - ratio) <= _POINT:
         return ""
     return f" The sum of all batches {signed_percent(of_sums - 1)}: the batches did not change by the same factor."
 

@@ -27,5 +27,8 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, lt=_LARGEST_S)]
 """A duration in seconds."""
 
+Elapsed = Annotated[float, Meta(gt=0, lt=_LARGEST_S)]
+"""A measured duration in seconds, which no clock reports as 0."""
+
 Moment = Annotated[float, Meta(gt=-_LARGEST_S, lt=_LARGEST_S)]
 """A time in seconds before or after a start."""

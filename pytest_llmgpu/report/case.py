@@ -117,7 +117,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def series_fields(self) -> tuple[object, ...]:
         """The fields of `series`: equal where it is, and faster to compute. The strategy's options are text."""
-        return *_of_series(self), str(self.strategy_options)
+        return _of_series(self), str(self.strategy_options)
 
     @property
     def loading(self) -> str:

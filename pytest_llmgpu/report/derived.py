@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import math
 import operator
 import statistics
@@ -204,7 +205,7 @@ def encode_tokens(tokens: Iterable[int]) -> str:
 
 
 def _decode(numbers: array[_Number], text: str) -> array[_Number]:
-    numbers.frombytes(base64.b64decode(text))
+    numbers.frombytes(binascii.a2b_base64(text))
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
@@ -240,7 +241,7 @@ def explained(dtype: str) -> float:
     For an unknown dtype it is the largest of all dtypes.
     """
     tolerances = LOGLIKELIHOOD_TOLERANCES
-    return max(tolerances.get(dtype, max(tolerances.values())), _LEAST_FOREIGN)
+    return max(tolerances[dtype] if dtype in tolerances else max(tolerances.values()), _LEAST_FOREIGN)
 
 
 def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Count, Seconds
+from pytest_llmgpu.report.bounds import Count, Elapsed
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,10 +14,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens of each prompt."""
     new_tokens: list[Count]
     """Number of tokens generated for each prompt. End-of-sequence tokens end no text, so that all are equal."""
-    first_token_s: list[Seconds]
+    first_token_s: list[Elapsed]
     """For each batch, the time from its start until the first token of each of its texts is chosen. It has the transfer
     of the prompts to the device and the prefill. The slowest rank counts."""
-    step_s: list[Seconds]
+    step_s: list[Elapsed]
     """The time of each decode step, batch after batch: a step chooses one token for every text of its batch. A batch
     has one step less than new tokens. The slowest rank counts."""
     kv_cache_bytes: Count

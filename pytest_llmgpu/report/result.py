@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Moment, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Elapsed, Fraction, Moment, Seconds
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.work import Bound, RankWork, Work
@@ -58,7 +58,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class Batches(msgspec.Struct, kw_only=True):
     """Finished batches in the order in which they ran, as columns of equal length."""
 
-    latency_s: list[Seconds] = []
+    latency_s: list[Elapsed] = []
     """Time of each batch on the host clock, from its transfer to the device to its results on the host. The devices are
     idle at both ends."""
     sequences: list[Count] = []

@@ -81,7 +81,6 @@ def check(cases: Sequence[CaseResult]) -> None:
 
 def _check_launch(launch: Launch, place: str) -> None:
     batches = launch.batches
-    _check_positive(batches.latency_s, f"{place}.batches.latency_s")
     _check_lengths(batches, ("sequences", "tokens", "padded_tokens"), len(batches.latency_s), f"{place}.batches")
     if launch.accuracy is not None:
         _check_accuracy(launch.accuracy, f"{place}.accuracy")
@@ -107,8 +106,6 @@ def _check_work(work: Work, place: str) -> None:
 def _check_generation(generation: Generation, batches: int, place: str) -> None:
     _check_length(generation.prompt_tokens, len(generation.new_tokens), f"{place}.prompt_tokens")
     _check_length(generation.first_token_s, batches, f"{place}.first_token_s")
-    for name in ("first_token_s", "step_s"):
-        _check_positive(getattr(generation, name), f"{place}.{name}")
     for name in ("tokens", "loglikelihoods", "prefill_loglikelihoods", "reference_loglikelihoods"):
         if (text := getattr(generation, name)) is not None:
             numbers = _numbers(text, f"{place}.{name}")
@@ -161,11 +158,6 @@ def _check_lengths(record: msgspec.Struct, columns: Sequence[str], length: int, 
         column = getattr(record, name)
         if column is not None and len(column) != length:
             _check_length(column, length, f"{place}.{name}")
-
-
-def _check_positive(column: list[float], place: str) -> None:
-    if (least_s := min(column, default=1.0)) <= 0:
-        _refuse(f"{place}[{column.index(least_s)}]", f"seconds above 0, got {least_s}")
 
 
 def _check_length(column: Sequence[object], length: int, place: str) -> None:

@@ -371,7 +371,7 @@ def test_gated_rows_of_times_are_one_family() -> None:
     among = rows([one, *others], 0.99, "")[0]
     assert among.verdict == "NOT_ENOUGH_DATA"
     assert "among 100 rows" in among.reason
-    not_gated = [other._replace(gated=False) for other in others]
+    not_gated = [msgspec.structs.replace(other, gated=False) for other in others]
     assert rows([one, *not_gated], 0.99, "")[0].verdict == "REGRESSED"
 
 

@@ -20,5 +20,7 @@ def holm(probabilities: Sequence[float], families: Sequence[Hashable] | None = N
         largest = 0.0
         for rank, number in enumerate(sorted(family, key=probabilities.__getitem__)):
             largest = max(largest, min(1.0, (len(family) - rank) * probabilities[number]))
+            if largest == 1:
+                break  # and so are all larger ones
             adjusted[number] = largest
     return adjusted
