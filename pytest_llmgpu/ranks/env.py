@@ -35,6 +35,7 @@ _REPLY_S = 20.0
 _KILL_S, _CLOSE_S = 30.0, 50.0
 """The same while it ends its rank."""
 _GOODBYE_S = 5.0
+_ACCEPT_AGAIN_S = 0.1
 _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
@@ -301,17 +302,19 @@ class Peers:
             peer.join(max(0.0, deadline_s - time.monotonic()))
 
     def _stop_listening(self) -> None:
-        if self._listener is not None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            self._listener.close()
-            self._listener = None
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
+        while self._listener is not None:
+            try:
                 connected, _ = listener.accept()
                 threading.Thread(target=self._admit, args=(Connection(connected),), daemon=True).start()
+            except (OSError, RuntimeError):  # noqa: PERF203 - it was closed, or strangers take all files or threads
+                time.sleep(_ACCEPT_AGAIN_S)
 
     def _admit(self, connection: Connection) -> None:
         """Let a process join if it proves itself and belongs here."""
@@ -341,7 +344,7 @@ class Peers:
         if hello.size != self.world.size:
             name = self.world.size_name
             return f"rank {hello.rank} has {name}={hello.size}, rank 0 has {name}={self.world.size}"
-        if hello.rank in {0, *self._joined} or not hello.rank < self.world.size:
+        if hello.rank in self._joined or not 0 < hello.rank < self.world.size:
             return f"two processes are rank {hello.rank}"
         return None
 

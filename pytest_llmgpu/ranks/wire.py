@@ -145,6 +145,8 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._lock = threading.Lock()
+        self._deadline_s: float | None = None
+        """The time until which the other end has to be known; None once it is."""
 
     @property
     def local_address(self) -> str:
@@ -179,6 +181,10 @@ class Connection:
         content = bytearray(size_bytes)
         view = memoryview(content)
         while view:
+            if self._deadline_s is not None:
+                if (left_s := self._deadline_s - time.monotonic()) <= 0:
+                    raise TimeoutError("it did not answer in time")
+                self._socket.settimeout(left_s)
             received = self._socket.recv_into(view, min(len(view), 2**20))
             if not received:
                 raise EOFError
@@ -220,13 +226,14 @@ class Connection:
             raise PermissionError(errno.EACCES, f"the process at the other end is of another user ({user})")
 
     def authenticate(self, key: bytes | None, *, listens: bool) -> None:
-        """Check the other end, within a time limit.
+        """Check the other end, within a time limit that also holds for the messages until `wait_without_limit`.
 
         Raises:
             PermissionError: It may not take part.
             OSError: It did not answer in time, or the connection is lost.
             EOFError: It closed the connection.
         """
+        self._deadline_s = time.monotonic() + _HANDSHAKE_S
         self._socket.settimeout(_HANDSHAKE_S)
         if key is None:
             self.check_user()
@@ -239,6 +246,7 @@ class Connection:
 
     def wait_without_limit(self) -> None:
         """Let further messages take any time."""
+        self._deadline_s = None
         self._socket.settimeout(None)
 
     def close(self) -> None:
@@ -305,27 +313,33 @@ def connect(world: World, limit_s: float) -> Connection:
     deadline_s = time.monotonic() + limit_s
     while True:
         try:
-            connected = _connected(world)
+            connection = Connection(_connected(world))
+            try:
+                connection.authenticate(world.key, listens=False)
+            except TimeoutError:  # it listens, and its machine is busy
+                raise
+            except EOFError:
+                raise ValueError(f"rank 0 at {world.where} refused rank {world.rank}: has it the same {KEY}?") from None
+            except OSError as error:
+                raise ValueError(f"rank 0 at {world.where}: {error.strerror or error}") from None
         except OSError as error:
             if time.monotonic() > deadline_s:
                 reason = error.strerror or error
                 raise ValueError(f"rank 0 was not found at {world.where} within {limit_s:g} s: {reason}") from None
             time.sleep(_RETRY_S)
             continue
-        connection = Connection(connected)
-        try:
-            connection.authenticate(world.key, listens=False)
-        except EOFError:
-            raise ValueError(f"rank 0 at {world.where} refused rank {world.rank}: has it the same {KEY}?") from None
-        except OSError as error:
-            raise ValueError(f"rank 0 at {world.where}: {error.strerror or error}") from None
         connection.wait_without_limit()
         return connection
 
 
 def _connected(world: World) -> socket.socket:
     if world.key is not None:
-        return socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
+        connected = socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
+        if connected.getsockname() == connected.getpeername():
+            # Where nothing listens yet, TCP can connect a socket to itself: then rank 0 could not take the port.
+            connected.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        return connected
     connected = socket.socket(socket.AF_UNIX)
     try:
         connected.connect(_unix_name(world))

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import itertools
 import os
 import signal
 import socket
 import subprocess
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -283,6 +287,74 @@ def test_nobody_joins_without_the_secret(first: bytes, limit_s: float, message: 
     with pytest.raises(ValueError, match=message):
         peers.wait(limit_s)
     peers.close()
+
+
+def test_strangers_that_take_all_files_do_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process joins after them."""
+    monkeypatch.setattr(env, "_ACCEPT_AGAIN_S", 0.0)
+    port = worlds.free_port()
+
+    class Flooded(socket.socket):
+        refusals = 3
+
+        def accept(self) -> tuple[socket.socket, object]:
+            self.refusals -= 1
+            if self.refusals >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    listener = Flooded(fileno=wire.bound("127.0.0.1", port).detach())
+    peers = Peers(worlds.world_of(worlds.torchrun(0, 2, per_node=1, port=port)), listener)
+    joined = wire.connect(worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port)), _LIMIT_S)
+    joined.send(wire.Hello(env.version(), 1, 2, 0, 1))
+    peers.wait(_LIMIT_S)
+    assert [place.local_rank for place in peers.places] == [0, 0]
+    peers.close()
+    joined.close()
+
+
+def test_a_stranger_that_sends_byte_by_byte_is_left_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is of the whole proof: each byte alone arrives in time."""
+    clock = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(wire, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as stranger:
+        here, _ = listener.accept()
+        monkeypatch.setattr(Connection, "exactly", _byte_by_byte(Connection.exactly))
+        stranger.sendall(b"pytest-llmgpu\n" + bytes(64))
+        with here, pytest.raises(TimeoutError, match="in time"):
+            Connection(here).authenticate(b"secret", listens=True)
+
+
+def _byte_by_byte(exactly: Callable[[Connection, int], bytearray]) -> Callable[[Connection, int], bytearray]:
+    return lambda connection, size_bytes: bytearray(b"").join(exactly(connection, 1) for _ in range(size_bytes))
+
+
+def test_a_process_tries_again_where_rank_0_is_too_busy_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of one proof is shorter than the time that rank 0's process may take."""
+    port, authenticate = worlds.free_port(), Connection.authenticate
+    tried: list[Connection] = []
+
+    def first_in_vain(connection: Connection, key: bytes | None, *, listens: bool) -> None:
+        if not listens and not tried:
+            tried.append(connection)
+            raise TimeoutError("timed out")
+        authenticate(connection, key, listens=listens)
+
+    monkeypatch.setattr(Connection, "authenticate", first_in_vain)
+    peers = Peers(worlds.world_of(worlds.torchrun(0, 2, per_node=1, port=port)))
+    wire.connect(worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port)), _LIMIT_S).close()
+    peers.close()
+
+
+def test_a_process_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP connects a socket to its own port if the system gives it that port and nobody listens there."""
+    port = worlds.free_port()
+    create = functools.partial(socket.create_connection, source_address=("127.0.0.1", port))
+    monkeypatch.setattr(socket, "create_connection", create)
+    world = worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port))
+    with pytest.raises(ValueError, match=r"rank 0 was not found .*Connection refused"):
+        wire.connect(world, 0)
 
 
 def _open(stranger: socket.socket) -> bool:
