@@ -106,8 +106,9 @@ def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
     """Return the parts of a caption by field; the text of a default value is empty."""
     names = unique(gpu.name for gpu in environment.gpus)
     devices = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
-    if case.device == "cuda" and case.nodes > 1:
-        devices += f" on {case.nodes} nodes"
+    # On a CPU strategies of one table use different numbers of nodes.
+    nodes = case.nodes if case.device == "cuda" else len(environment.nodes)
+    devices += f" on {nodes} nodes" * (nodes > 1)
     limit_bytes = case.gpu_memory_bytes
     return {
         "model": model(case),

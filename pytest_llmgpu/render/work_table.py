@@ -88,6 +88,13 @@ def _threads(result: CaseResult) -> int | None:
 
 
 _BUSY, *_, _SENT = COMMUNICATION
+_BETWEEN_NODES = WorkColumn(
+    name="between_nodes_bytes_per_sequence",
+    title="between nodes\nMB/sequence",
+    value=_between_nodes_bytes,
+    unit=1e6,
+    drop_order=1,
+)
 
 SUMMARY: tuple[WorkColumn, ...] = (
     WorkColumn(name="sequences_per_s", title="sequences\n/s", value=lambda result: result.sequences_per_s),
@@ -97,10 +104,11 @@ SUMMARY: tuple[WorkColumn, ...] = (
         value=lambda result: result.tokens_per_s if result.case.generates else None,
     ),
     WorkColumn(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
-    WorkColumn(name="sent_bytes", title="sent/GPU\nMB/sequence", value=_mean_of(_SENT), drop_order=1),
-    WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=2),
-    WorkColumn(name="utilization_pct", title="GPU busy\n% (NVML)", value=_mean_of(_BUSY), drop_order=3),
-    WorkColumn(name="threads", title="threads\nper rank", value=_threads, drop_order=4),
+    WorkColumn(name="sent_bytes", title="sent/GPU\nMB/sequence", value=_mean_of(_SENT), drop_order=2),
+    _BETWEEN_NODES,
+    WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=3),
+    WorkColumn(name="utilization_pct", title="GPU busy\n% (NVML)", value=_mean_of(_BUSY), drop_order=4),
+    WorkColumn(name="threads", title="threads\nper rank", value=_threads, drop_order=5),
 )
 """The columns of the summary beside time and accuracy. Memory is that of the fullest GPU, the others are means."""
 
@@ -126,13 +134,7 @@ WORK: tuple[WorkColumn, ...] = (
         unit=0.01,
     ),
     WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=1),
-    WorkColumn(
-        name="between_nodes_bytes_per_sequence",
-        title="between nodes\nMB/sequence",
-        value=_between_nodes_bytes,
-        unit=1e6,
-        drop_order=2,
-    ),
+    _BETWEEN_NODES,
     WorkColumn(
         name="energy_j_per_sequence",
         title="energy\nJ/sequence",

@@ -4,6 +4,7 @@ from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.render.grouping import blocks, captions, dataset, differing_parts, model
+from pytest_llmgpu.report.machine import Node
 
 
 def test_strategies_and_batch_sizes_share_a_table() -> None:
@@ -41,6 +42,15 @@ def test_a_caption_names_the_measurement() -> None:
         "memory limit 32.0 GiB per GPU",
     ]
     assert (model(make_result().case), dataset(make_result().case)) == ("huggyllama/llama-30b", "hellaswag dataset")
+
+
+def test_a_caption_has_the_number_of_nodes() -> None:
+    """On a CPU, where strategies of one table use different numbers of nodes, it is that of the run."""
+    on_gpus, on_cpu = make_result(devices=4, nodes=2), make_result(device="cpu", devices=1)
+    report = make_report([on_gpus, on_cpu])
+    report.environment.nodes = [Node(python="3.11.7", platform="Linux")] * 2
+    there = [text.split(", ")[2] for text in captions([[on_gpus], [on_cpu]], report)]
+    assert there == ["4 x NVIDIA H200 on 2 nodes", "CPU on 2 nodes"]
 
 
 def test_a_caption_names_scoring_by_the_harness() -> None:

@@ -53,6 +53,19 @@ def test_each_case_is_a_row(prose: Prose) -> None:
     assert prose == _summary(_checked(paper_results()))
 
 
+def test_traffic_between_nodes_is_a_column_of_several_nodes() -> None:
+    """It is the sum over the ranks for each sequence."""
+    sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8 * 10**6)
+    between = msgspec.structs.replace(sent, between_nodes_bytes=3 * 10**6)
+    here, there = make_result(1.0, devices=2, sequences=4), make_result(1.0, devices=2, nodes=2, sequences=4)
+    here.traffic = Traffic(ranks=[[sent]] * 2, wire_bytes_per_sequence=1.0)
+    there.traffic = Traffic(ranks=[[between]] * 2, wire_bytes_per_sequence=1.0)
+    assert "between nodes" not in _summary([here])
+    text = _summary([there])
+    assert "between nodes" in text
+    assert f"{6 / sum(there.launches[0].batches.sequences):.2f}" in text
+
+
 def test_rows_are_sorted_by_batch_size() -> None:
     """The order in which the cases ran does not matter."""
     text = _summary([make_result(1.0, batch_size=size) for size in (8, 64, 1)])
