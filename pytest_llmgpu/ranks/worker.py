@@ -212,6 +212,23 @@ def file_hashes(state: RankState, source: ModelSource) -> dict[str, str] | None:
     return hashes
 
 
+def build(state: RankState, case: Case, source: ModelSource, place: str) -> str | None:  # noqa: ARG001 - a command
+    """Do what a strategy needs on this node before it loads, as the process of pytest does on its own node.
+
+    Returns:
+        The error; None if there is none, and on every rank of a node but its first.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("RANK", "0") == "0":
+        return None
+    strategy = strategies.make(place)
+    try:
+        strategy.check(case, source)
+        strategy.build(case, print)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def reset(state: RankState) -> None:
     """Empty caches and reset peaks, so that memory is counted for the next case only."""
     device_memory.reset(state.devices)

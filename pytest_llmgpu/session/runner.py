@@ -35,6 +35,8 @@ from pytest_llmgpu.strategies.protocol import Strategy, Workspace
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
 
+_BUILD_S = 1_800.0
+"""Time limit of another node for the work before loading, which has limits of its own."""
 _NAMED = 3
 """A message names at most this many files that differ."""
 _NO_TRAFFIC = "traffic is counted for completed cases only"
@@ -99,8 +101,8 @@ class Runner:
         """Profiles with clocks; the first one of the same devices is the reference for their clocks."""
         self._out_of_memory: dict[str, int] = {}
         """Maps a series to the batch size that ran out of memory last."""
-        self._build_errors: dict[str, str | None] = {}
-        """Maps the place of each strategy whose build was tried to the error; None if the build succeeded."""
+        self._build_errors: dict[tuple[str, int], str | None] = {}
+        """Maps the place of a strategy and each node where its build was tried to the error; None if it succeeded."""
         self._load_errors: dict[str, RankFailedError] = {}
         """Maps a loading (`Case.loading`) that failed, for another reason than out of memory, to the error."""
         self._not_recorded: dict[tuple[str, str], str] = {}
@@ -390,13 +392,17 @@ class Runner:
             # Another batch size would fail in the same way, and after the same time.
             raise RankFailedError(failed.outcome, failed.failure)
         strategy = strategies.make(request.strategy)
-        self._build(strategy, request)
+        nodes_of_ranks = [request.machine.node_of(rank) for rank in range(strategy.ranks(case.devices))]
+        self._build(strategy, request, nodes_of_ranks)
         self._used_before = self._profilers_of(request.machine).used_bytes()
         began = time.monotonic()
-        self._group = RankGroup(self._launcher, _environments(request, strategy.ranks(case.devices)))
+        self._group = RankGroup(self._launcher, _environments(request, len(nodes_of_ranks)))
         try:
-            if len(set(map(request.machine.node_of, range(case.devices)))) > 1:
+            if any(nodes_of_ranks):
                 self._check_files(self._group, request)
+                started = time.monotonic()
+                self._build_on_nodes(self._group, request, nodes_of_ranks)
+                began += time.monotonic() - started
             replies: list[list[DeviceUse]] = self._group.ask(
                 worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
             )
@@ -428,16 +434,33 @@ class Runner:
             message = f"the files of {request.case.model} differ: {listed(map(nodes.describe, found), _NAMED)}"
             raise RankFailedError("error", Failure(phase="load", message=message))
 
-    def _build(self, strategy: Strategy, request: Request) -> None:
-        if request.strategy not in self._build_errors:
+    def _build(self, strategy: Strategy, request: Request, nodes_of_ranks: Sequence[int]) -> None:
+        """Do the work that the ranks of this node need before they load, once."""
+        if (here := (request.strategy, 0)) not in self._build_errors:
             try:
                 strategy.build(request.case, self._show_line)
-                self._build_errors[request.strategy] = None
+                self._build_errors[here] = None
             except RuntimeError as error:
-                self._build_errors[request.strategy] = str(error)
+                self._build_errors[here] = str(error)
+        self._check_build(request, nodes_of_ranks)
+
+    def _build_on_nodes(self, group: RankGroup, request: Request, nodes_of_ranks: Sequence[int]) -> None:
+        """Do the same on the other nodes, once; it is no part of loading and of its time limit."""
+        places = [(request.strategy, node) for node in nodes_of_ranks]
+        if not self._build_errors.keys() >= set(places):
+            errors: list[str | None] = group.ask(
+                worker.build, request.case, request.source, request.strategy, phase="load", timeout_s=_BUILD_S
+            )
+            for place, error in zip(places, errors, strict=True):
+                found = None if error is None else f"node {place[1]}: {error}"
+                self._build_errors[place] = found or self._build_errors.get(place)
+        self._check_build(request, nodes_of_ranks)
+
+    def _check_build(self, request: Request, nodes_of_ranks: Sequence[int]) -> None:
         # A build that failed is not tried again for the next case: it would take as long and fail again.
-        if message := self._build_errors[request.strategy]:
-            raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
+        for node in nodes_of_ranks:
+            if message := self._build_errors.get((request.strategy, node)):
+                raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
     def _send_items(self, group: RankGroup, request: Request) -> None:
         """Send the items of a case to the ranks, unless they have them."""

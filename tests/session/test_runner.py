@@ -812,6 +812,14 @@ class Building(LayerParallel):
             raise RuntimeError("error: no such header")
 
 
+class SpreadBuilding(Building):
+    """The same with a rank on each device."""
+
+    def ranks(self, devices: int) -> int:
+        """Return one rank for each device."""
+        return devices
+
+
 def _builder(launcher: _FakeLauncher, lines: list[str], monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> Runner:
     monkeypatch.setattr(_Building, "builds", [])
     monkeypatch.setattr(_Building, "broken", broken)
@@ -819,8 +827,11 @@ def _builder(launcher: _FakeLauncher, lines: list[str], monkeypatch: pytest.Monk
     return Runner(launcher, _one_node(profiler), lambda *_: None, lines.append)
 
 
+_BUILDING = f"{__name__}:Building"
+
+
 def _built(case: Case) -> Request:
-    return msgspec.structs.replace(_request(case), strategy=f"{__name__}:Building")
+    return msgspec.structs.replace(_request(case), strategy=_BUILDING)
 
 
 def test_a_strategy_is_built_once_before_its_ranks_start(
@@ -834,6 +845,41 @@ def test_a_strategy_is_built_once_before_its_ranks_start(
     assert (len(_Building.builds), lines) == (1, ["compiling ..."])
     assert [result.outcome for result in recorded] == ["completed", "completed"]
     assert len(launcher.environments) == 2
+
+
+def test_every_node_builds_before_it_loads(recorded: list[CaseResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure has the number of its node, and is not tried again where that node takes part."""
+    errors, asked = [None, None, "error: no such header"], list[str]()
+    spread = f"{__name__}:SpreadBuilding"
+
+    def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        asked.append(fn.__name__)
+        return errors[asked.count("build") - 1] if fn is worker.build else _reply(fn, args)
+
+    launcher = _FakeLauncher(answer)
+    runner = _builder(launcher, [], monkeypatch, broken=False)
+    for batch_size in (1, 2):
+        request = _on_two_nodes(_case(batch_size, model=f"model{batch_size}"))
+        machine = msgspec.structs.replace(_TWO_NODES, nodes=[0, 0, 1])
+        runner.run(msgspec.structs.replace(request, machine=machine, strategy=spread), recorded.append)
+    assert [result.failure and result.failure.message for result in recorded] == ["node 1: error: no such header"] * 2
+    assert (asked.count("build"), asked.count("load"), len(launcher.environments)) == (3, 0, 1)
+    runner.run(_request(_case(1), spread), recorded.append)
+    assert (asked.count("build"), asked.count("load"), len(_Building.builds)) == (3, 2, 1), "node 0 alone can load"
+
+
+def test_the_first_rank_of_another_node_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of pytest has built on node 0. The error of the build or of its check is the answer."""
+    monkeypatch.setattr(_Building, "builds", [])
+    answers = []
+    for rank, local_rank, broken in ((0, 0, False), (1, 1, False), (2, 0, False), (2, 0, True)):
+        monkeypatch.setattr(_Building, "broken", broken)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        state = worker.RankState(lambda _: None)
+        answers.append(worker.build(state, _case(1), tiny_model.source({}), _BUILDING))
+    assert answers == [None, None, None, "error: no such header"]
+    assert len(_Building.builds) == 2
 
 
 def test_what_does_not_compile_is_an_error_and_is_not_tried_again(
