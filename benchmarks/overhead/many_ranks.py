@@ -21,7 +21,7 @@ from typing import Any
 
 import many_cases
 import pytest
-from many_cases import CASES_S, RESULT, TEST, pytest_runtest_call  # noqa: F401 - a hook of the session
+from many_cases import CASES_S, RESULT, TEST, WRITES_S, pytest_runtest_call  # noqa: F401 - a hook of the session
 
 from pytest_llmgpu.profiling import nodes
 from pytest_llmgpu.ranks import env, wire, world
@@ -29,8 +29,8 @@ from pytest_llmgpu.ranks.futures import Answer, Listener
 from pytest_llmgpu.ranks.wire import Answered, Command, FromRankZero, Goodbye, Hello, Reply, Request, Start
 
 LIMIT_S = 0.5
-LIMIT_FACTOR = 8.0
-"""Memory grows by the report, which keeps each case, and by nothing else: records take several times their JSON."""
+LIMIT_FACTOR = 3.0
+"""Memory grows by the records of the report, and by nothing else: they take up to twice the space of their JSON."""
 PER_NODE, FIRST = 8, 20
 """Ranks of a node, and cases at the beginning that do not count."""
 MEMORY_MB = list[float]()
@@ -101,7 +101,7 @@ def _name(message: Command) -> str:
 
 def _reply(message: Request, facts: nodes.NodeFacts) -> bytes:
     if message.what != "call":
-        return b""
+        return pickle.dumps("")
     function, arguments = pickle.loads(message.content)  # noqa: S301 - written by the session
     if function.__name__ == "gather":
         return pickle.dumps(facts)
@@ -110,40 +110,25 @@ def _reply(message: Request, facts: nodes.NodeFacts) -> bytes:
     return pickle.dumps(many_cases.profile(None, **given) if method == "slice" else answer)
 
 
-class Process:
+class Process(many_cases.Rank):
     """The process of rank 0, which answers at once, in this process."""
 
-    alive = True
-
     def __init__(self, _launcher: object, rank: int, _environment: object, listener: Listener, *_: object) -> None:
-        self._rank, self._listener = rank, listener
+        super().__init__(rank)
+        self._listener = listener
 
     def send(self, command: bytes) -> None:
         """Answer from another thread, as a process does."""
-        answer = Answer(done=True, content=pickle.dumps(many_cases.answer(_name(Command(command)), self._rank)))
+        answer = Answer(done=True, content=pickle.dumps(many_cases.answer(_name(Command(command)), self.rank)))
         threading.Thread(target=self._listener.on_answer, args=(answer,)).start()
-
-    def stacks(self) -> str:
-        """Return no stack."""
-        return ""
-
-    def close(self) -> None:
-        """End."""
-
-    def kill(self) -> None:
-        """End."""
 
 
 def pytest_configure() -> None:
-    """Replace the first rank and the first profiler."""
-    from pytest_llmgpu.profiling.profiler import Profiler
+    """Replace the profiler and the process of the first rank, and time the reports."""
     from pytest_llmgpu.ranks.local import LocalLauncher
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(LocalLauncher, "start_process", functools.partialmethod(Process))
-    patch.setattr(Profiler, "start", lambda _: None)
-    patch.setattr(Profiler, "mark", lambda _, **__: None)
-    patch.setattr(Profiler, "slice", many_cases.profile)
+    many_cases.pytest_configure()
+    pytest.MonkeyPatch().setattr(LocalLauncher, "start_process", functools.partialmethod(Process))
 
 
 def pytest_runtest_logfinish() -> None:
@@ -158,6 +143,7 @@ def pytest_unconfigure() -> None:
     found = {
         "case_s": round(sum(cases) / len(cases), 3),
         "slowest_case_s": round(max(cases), 3),
+        "last_write_s": round(WRITES_S[-1], 3),
         "cpu_s_per_case": round(time.process_time() / len(CASES_S), 3),
         "mb_per_case": round((MEMORY_MB[-1] - MEMORY_MB[FIRST]) / len(cases), 3),
         "memory_mb": round(MEMORY_MB[-1]),

@@ -199,7 +199,7 @@ class PeerProcess:
         """
         try:
             stacks: str = self._peer.wait(self._peer.request("stacks"), _REPLY_S)
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:
             failure = Failure(phase="forward", rank=self._peer.rank, message=f"{error} (node {self._peer.node})")
             raise RankFailedError("crashed", failure) from None
         return stacks
@@ -398,7 +398,7 @@ class EnvLauncher:
         asked = [(peer, peer.request("take_output")) for peer in self._peers if peer.lost is None]
         output = self._local.take_output()
         for peer, future in asked:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError, ValueError):
                 if text := peer.wait(future, _REPLY_S):
                     output[peer.rank] = text
         return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -308,9 +309,10 @@ def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[Coll
 def _numbered(rows: Sequence[NamedRow] | None, kernel_names: dict[str, int]) -> list[WorkRow] | None:
     if rows is None:
         return None
+    # The answer of each rank has the names of the modules again, in strings of its own.
     return [
         WorkRow(
-            module=row.module,
+            module=row.module and sys.intern(row.module),
             kernel=None if row.kernel is None else kernel_names.setdefault(row.kernel, len(kernel_names)),
             family=row.family,
             calls=row.calls,

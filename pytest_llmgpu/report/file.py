@@ -13,9 +13,10 @@ import re
 import secrets
 import stat
 import tempfile
+import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,7 +132,7 @@ def encode(report: Report, *, compressed: bool) -> bytes:
 
 def _parts(report: Report, *, compressed: bool, texts: CaseTexts | None = None) -> Iterator[bytes]:
     """Yield the bytes of a report's file in parts: as a whole they take as much memory as the cases themselves."""
-    parts = _plain_parts(report, CaseTexts() if texts is None else texts)
+    parts = _plain_parts(report, _case_text if texts is None else texts.of)
     if not compressed:
         yield from parts
         return
@@ -140,13 +141,16 @@ def _parts(report: Report, *, compressed: bool, texts: CaseTexts | None = None) 
     yield packer.flush()
 
 
-def _plain_parts(report: Report, texts: CaseTexts) -> Iterator[bytes]:
+def _plain_parts(report: Report, text_of: Callable[[int, CaseResult], bytes]) -> Iterator[bytes]:
     fields = {**msgspec.to_builtins(msgspec.structs.replace(report, cases=[])), "schema_version": SCHEMA_VERSION}
     before = b"{\n"
     for name, value in fields.items():
         yield before + f"  {_json(name)}: ".encode()
         if name == "cases":
-            yield from texts.of(report.cases)
+            for place, case in enumerate(report.cases):
+                yield b",\n    " if place else b"[\n    "
+                yield text_of(place, case)
+            yield b"\n  ]" if report.cases else b"[]"
         else:
             yield _text(value, f"$.{name}", "  ").encode()
         before = b",\n"
@@ -154,24 +158,33 @@ def _plain_parts(report: Report, texts: CaseTexts) -> Iterator[bytes]:
 
 
 class CaseTexts:
-    """The texts of the cases of a report that is written many times: a case that stays is encoded once."""
+    """The texts of the cases of a report that is written many times: a case that stays is encoded once.
+
+    They are in a file without a name. In memory they would take as much again as the cases.
+    """
 
     def __init__(self) -> None:
-        self._texts: dict[int, tuple[CaseResult, bytes]] = {}
-        """The id of each case to the case, which keeps the id in use, and its text."""
+        self._kept: dict[int, tuple[CaseResult, int, int]] = {}
+        """The place of each case in its report to the case, the start of its text in the file, and its bytes."""
+        self._end = 0
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - it is closed with this object
+        weakref.finalize(self, self._file.close)
 
-    def of(self, cases: Sequence[CaseResult]) -> Iterator[bytes]:
-        """Yield the text of a list of cases; a case that changed is another object."""
-        earlier, self._texts = self._texts, {}
-        before = b"[\n    "
-        for number, case in enumerate(cases):
-            if (kept := earlier.get(id(case))) is None:
-                kept = case, _text(msgspec.to_builtins(case), f"$.cases[{number}]", "    ").encode()
-            self._texts[id(case)] = kept
-            yield before
-            yield kept[1]
-            before = b",\n    "
-        yield b"\n  ]" if cases else b"[]"
+    def of(self, place: int, case: CaseResult) -> bytes:
+        """Return the text of a case; a case that changed is another object."""
+        kept, start, size_bytes = self._kept.get(place, (None, 0, 0))
+        if kept is case:
+            return os.pread(self._file.fileno(), size_bytes, start)
+        text = _case_text(place, case)
+        with suppress(OSError):  # the disk is full: the case is encoded again next time
+            if os.pwrite(self._file.fileno(), text, self._end) == len(text):
+                self._kept[place] = case, self._end, len(text)
+                self._end += len(text)
+        return text
+
+
+def _case_text(place: int, case: CaseResult) -> bytes:
+    return _text(msgspec.to_builtins(case), f"$.cases[{place}]", "    ").encode()
 
 
 def encodable(record: _Record) -> _Record:

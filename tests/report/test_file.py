@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -82,6 +83,24 @@ def test_a_case_that_stays_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> N
     dump(report, path, texts)
     assert [place for place in encoded if re.fullmatch(r"\$\.cases\[\d+\]", place)] == ["$.cases[1]", "$.cases[2]"]
     assert load(path) == report
+
+
+def test_a_full_temporary_disk_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that cannot be kept is encoded again at the next writing."""
+    written: list[int] = []
+
+    def write_a_part(_descriptor: int, text: bytes, _start: int) -> int:
+        written.append(len(text) // 2)
+        if len(written) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written[0]
+
+    monkeypatch.setattr(os, "pwrite", write_a_part)
+    texts, report = file.CaseTexts(), make_report([make_result(batch_size=size) for size in (1, 2)])
+    for _ in range(2):
+        dump(report, Path("report.json"), texts)
+        assert load(Path("report.json")) == report
+    assert len(written) == 4
 
 
 def test_columns_stay_on_one_line_and_records_do_not() -> None:
