@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the reports of this folder: bash benchmarks/reports/measure.sh DATASET OUT NAME...
 # DATASET is HellaSwag's validation items as JSON Lines, OUT a folder, NAME one of the functions below.
-# From the root of a clone, with pytest-llmgpu[deepspeed] installed.
+# From the root of a clone, with '.[deepspeed]' installed.
 set -u
 dataset=$1 out=$2
 shift 2

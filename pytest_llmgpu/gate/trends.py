@@ -149,13 +149,16 @@ def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
     Raises:
         ValueError: There is no report, or the machine is ambiguous or unknown, or a report cannot be read.
     """
-    found = store.stored(folder)
+    found = store.stored(folder) if folder.is_dir() else []
     if not found:
         whole = folder.resolve()
         found = [one for one in store.stored(whole.parent) if one.machine == whole.name]
     machines = sorted({one.machine for one in found})
     if not machines:
-        raise ValueError(f"storage {folder}: it has no numbered report; give a folder that --llmgpu-save wrote")
+        raise ValueError(
+            f"storage {folder}: it has no numbered report; give a folder that --llmgpu-save wrote "
+            "(llmgpu show REPORT shows one report)"
+        )
     if machine is None and len(machines) > 1:
         raise ValueError(
             f"storage {folder}: it has reports of several machines; give --machine, one of {', '.join(machines)}"

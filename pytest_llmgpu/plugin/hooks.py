@@ -75,7 +75,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return pytest.ExitCode.USAGE_ERROR  # rank 0's process has the same options, and prints the error
     if chosen.launcher == "ray":
         if importlib.util.find_spec("ray") is None:
-            raise pytest.UsageError("--llmgpu-launcher=ray needs ray: pip install 'pytest-llmgpu[ray]'")
+            raise pytest.UsageError("--llmgpu-launcher=ray needs ray: pip install ray")
         from pytest_llmgpu.ranks.ray_places import RayPlaces
 
         config.stash[_NODES] = places = RayPlaces(chosen.ray_address, chosen.device, chosen.devices)

@@ -27,8 +27,6 @@ from pytest_llmgpu.strategies.protocol import Strategy
 _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
 """The defaults of workload generate: about the length of HellaSwag's contexts, and half a paragraph."""
 
-_EXTRAS = ("deepspeed",)
-"""Libraries that an extra of this package installs, in a version that is known to work."""
 
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
@@ -391,8 +389,7 @@ def _check_library(backend: str, chosen_by: str) -> None:
         chosen_by: The flag that chose it, with its value.
     """
     if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
-        package = f"'pytest-llmgpu[{backend}]'" if backend in _EXTRAS else backend
-        raise ValueError(f"{chosen_by} needs {backend}: pip install {package}")
+        raise ValueError(f"{chosen_by} needs {backend}: pip install {backend}")
 
 
 def _flag_of(error: ValueError, options: Options) -> str:

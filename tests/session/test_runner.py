@@ -581,6 +581,21 @@ def test_ranks_see_the_chosen_devices_in_order(recorded: list[CaseResult]) -> No
     assert launcher.environments == [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]]
 
 
+@pytest.mark.parametrize("chosen", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_threads_on_a_cpu_do_not_spin_for_long(
+    recorded: list[CaseResult], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable of the user has precedence."""
+    if chosen is not None:
+        monkeypatch.setenv(chosen, "1")
+    launcher = _FakeLauncher(_reply)
+    for strategy in (_MP, _TP):
+        case = msgspec.structs.replace(_case(4), device="cpu")
+        _runner(launcher)[0].run(_request(case, strategy), recorded.append)
+    short = None if chosen else "1000"
+    assert [[one.get("GOMP_SPINCOUNT") for one in ranks] for ranks in launcher.environments] == [[short], [short] * 2]
+
+
 def test_a_model_is_loaded_once_for_all_batch_sizes(recorded: list[CaseResult]) -> None:
     """Processes are kept from case to case and ended when another model is needed."""
     launcher = _FakeLauncher(_reply)

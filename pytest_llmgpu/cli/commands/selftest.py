@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 HELP = "check that the gate detects regressions injected into a report"
 
 _NAMES = ("time", "device-time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
+_SLOWER = _NAMES[:5]
+"""The regressions that make forwards slower."""
 _SHOWN = 3
 """Most reasons per regression."""
 _INDENT = "    "
@@ -73,6 +75,8 @@ def _text(found: SelfTest, *, assumed: bool) -> Iterator[str]:
         yield f"{trial.plant:<11} {trial.text:<{width}}  {_score(trial)}"
     if found.left_out:
         yield f"{'left out':<11} {', '.join(found.left_out)}: no case has the figure"
+    if found.not_gated:
+        yield f"{'not gated':<11} {', '.join(found.not_gated)}: {_instead(found)}"
     lost = f"{len(found.control):,} WORSE" if found.control else "none is worse"
     yield f"{'control':<11} an unchanged copy, {plural(found.compared, 'row')} compared: {lost}"
     for trial in found.trials:
@@ -87,6 +91,12 @@ def _score(trial: Trial) -> str:
         return "NOT DETECTED: no case completed"
     cases = plural(trial.cases, "case")
     return f"detected in {cases}" if trial.caught else f"NOT DETECTED in {len(trial.missed):,} of {cases}"
+
+
+def _instead(found: SelfTest) -> str:
+    """Return which gated metrics show slower forwards."""
+    caught = [trial.plant for trial in found.trials if trial.plant in _SLOWER and trial.caught]
+    return f"slower forwards are detected by {', '.join(caught)}" if caught else "slower forwards are not detected"
 
 
 def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[str]:
@@ -120,6 +130,8 @@ def _launches(cases: Sequence[Missed]) -> str:
 def _conclusion(found: SelfTest) -> str:
     if found.ok:
         return "PROVEN: this policy detects every injected regression in this report"
+    if not found.trials:
+        return "NOT PROVEN: no regression was injected"
     missed = [trial.plant for trial in found.trials if not trial.caught]
     parts = [f"{len(missed)} of {len(found.trials)} regressions would pass: {', '.join(missed)}"] if missed else []
     parts += ["an unchanged copy fails"] if found.control else []

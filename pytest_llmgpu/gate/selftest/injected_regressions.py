@@ -51,9 +51,9 @@ class Regression(NamedTuple):
     """True if the regression is injected only into the largest batch size of each series."""
     slowdown: float | None = None
     """The slowdown as a fraction; None for other regressions."""
-    suits: Callable[[CaseResult, Rules], bool] | None = None
-    """The function that returns False for a case that is left out: its machine or strategy cannot have the figure, or
-    the policy does not gate a figure that is only shown by default. None: no case is left out."""
+    suits: Callable[[CaseResult], bool] | None = None
+    """The function that returns False for a case that is left out: its machine or strategy cannot have the figure.
+    None: no case is left out."""
 
 
 def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
@@ -90,7 +90,7 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
     )
 
 
-def _on_a_gpu(result: CaseResult, _: Rules) -> bool:
+def _on_a_gpu(result: CaseResult) -> bool:
     """Return whether the memory of a case is measured: on a CPU it is not."""
     return result.case.device != "cpu"
 
@@ -110,10 +110,9 @@ def _of_work(
 ) -> Regression:
     """Return a regression of the work of every rank; `figure` is the attribute that it changes, if not `metric`."""
 
-    def suits(result: CaseResult, rules: Rules) -> bool:
+    def suits(result: CaseResult) -> bool:
         ranks = [rank for launch in result.launches for rank in launch.ranks]
-        has_figure = bool(ranks) and all(getattr(rank, figure or metric) is not None for rank in ranks)
-        return has_figure and (metric != "kernels" or rules.kernels.gate)
+        return bool(ranks) and all(getattr(rank, figure or metric) is not None for rank in ranks)
 
     return Regression(name, text, metric, functools.partial(_other_work, changed), suits=suits)
 

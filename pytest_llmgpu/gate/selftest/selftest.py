@@ -75,7 +75,9 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     trials: list[Trial] = []
     """The result of each regression."""
     left_out: list[str] = []
-    """The names of the regressions of gated metrics that no case of the report has, such as memory on a CPU."""
+    """The names of the regressions of figures that no case of the report has, such as memory on a CPU."""
+    not_gated: list[str] = []
+    """The names of the regressions of metrics that the policy gates in no case."""
 
 
 def selftest(
@@ -109,26 +111,39 @@ def selftest(
         if row.gated and row.verdict in WORSE
     ]
     chosen = regressions() if injected is None else injected
-    # A regression that suits no case, such as a kernel call on a CPU, is left out; but not if nothing else is injected.
-    suited = [one for one in chosen if one.suits is None or _suited(one, report.cases, policy)]
-    trials = [_trial(one, report, policy, noise, judged) for one in suited or chosen]
+    trials: list[Trial] = []
+    left_out: list[str] = []
+    not_gated: list[str] = []
+    for one in chosen:
+        suited = [result for result in _completed(report) if one.suits is None or one.suits(result)]
+        gated = [result for result in suited if _gates(policy, one, result)]
+        if one.suits is not None and not suited:
+            left_out.append(one.name)
+        elif suited and not gated:
+            not_gated.append(one.name)
+        else:
+            trials.append(_trial(one, _largest(gated) if one.largest_only else gated, report, policy, noise, judged))
     return SelfTest(
         policy=policy_file.dump(policy),
         policy_sha256=policy_file.sha256(policy),
-        ok=not worse and all(trial.caught for trial in trials),
+        ok=bool(trials) and not worse and all(trial.caught for trial in trials),
         compared=control.armed.compared,
         control=worse,
         trials=trials,
-        left_out=[one.name for one in chosen if suited and one not in suited and getattr(policy, one.metric).gate],
+        left_out=left_out,
+        not_gated=not_gated,
     )
 
 
 def _trial(
-    regression: Regression, report: Report, policy: Policy, noise: Calibration, judged: Callable[[Report], Verdicts]
+    regression: Regression,
+    chosen: Sequence[CaseResult],
+    report: Report,
+    policy: Policy,
+    noise: Calibration,
+    judged: Callable[[Report], Verdicts],
 ) -> Trial:
-    """Inject a regression into one copy of a report, in all suitable cases."""
-    completed = _largest(report) if regression.largest_only else _completed(report)
-    chosen = _suited(regression, completed, policy)
+    """Inject a regression into one copy of a report, in the chosen cases."""
     copies = {result.id: regression.inject(result, policy.rules(result)) for result in chosen}
     cases = [copy if isinstance(copy := copies.get(result.id), CaseResult) else result for result in report.cases]
     verdicts = judged(msgspec.structs.replace(report, cases=cases))
@@ -169,8 +184,6 @@ def _why_missed(regression: Regression, copy: CaseResult | str, row: Row | None,
         return copy
     if row is None:
         return f"The {regression.metric} of the case cannot be compared."
-    if not row.gated:
-        return f"The policy does not gate {row.metric}."
     if row.known is not None:
         return f"The policy accepts this regression: {row.known}."
     if row.verdict not in WORSE or not fails(row, policy):
@@ -198,16 +211,17 @@ def _launches_needed(
     )
 
 
-def _suited(regression: Regression, results: Sequence[CaseResult], policy: Policy) -> list[CaseResult]:
-    suits = regression.suits
-    return [result for result in results if suits is None or suits(result, policy.rules(result))]
+def _gates(policy: Policy, regression: Regression, result: CaseResult) -> bool:
+    """Return whether the policy gates the metric of a regression in a case. An outcome has no rule and counts."""
+    rule = getattr(policy.rules(result), regression.metric, None)
+    return rule is None or rule.gate
 
 
 def _completed(report: Report) -> list[CaseResult]:
     return [result for result in report.cases if result.outcome == "completed"]
 
 
-def _largest(report: Report) -> list[CaseResult]:
-    """Return the completed result of the largest batch size of each series."""
-    ascending = sorted(_completed(report), key=lambda result: result.case.batch_size)
+def _largest(results: Sequence[CaseResult]) -> list[CaseResult]:
+    """Return the result of the largest batch size of each series."""
+    ascending = sorted(results, key=lambda result: result.case.batch_size)
     return list({result.case.series: result for result in ascending}.values())

@@ -50,7 +50,7 @@ def test_a_gate_that_detects_every_regression_is_proven(measured: Report, capsys
     _calibrate(measured, 0.001)
     assert main(["selftest", "report.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:9]] == [
+    assert [line.split()[0] for line in lines[:8]] == [
         "time",
         "device-time",
         "flops",
@@ -59,12 +59,12 @@ def test_a_gate_that_detects_every_regression_is_proven(measured: Report, capsys
         "memory",
         "batch-size",
         "answers",
-        "control",
     ]
     assert lines[0].endswith("  detected in 2 cases")
     assert lines[6].endswith("  detected in 1 case")
-    assert lines[8] == "control     an unchanged copy, 17 rows compared: none is worse"
-    assert lines[9:] == ["", "PROVEN: this policy detects every injected regression in this report"]
+    assert lines[8].startswith("not gated   kernel: slower forwards are detected by time, device-time, flops")
+    assert lines[9] == "control     an unchanged copy, 17 rows compared: none is worse"
+    assert lines[10:] == ["", "PROVEN: this policy detects every injected regression in this report"]
 
 
 @pytest.mark.usefixtures("measured")
@@ -100,11 +100,17 @@ def test_regressions_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_the_policy_in_force_is_tested(capsys: pytest.CaptureFixture[str]) -> None:
-    """A metric that the policy does not gate is not detected."""
+    """Regressions of a metric that the policy does not gate are not injected; the line has what is gated instead."""
     policy = Path("pyproject.toml")
-    policy.write_text("[tool.llmgpu.gate.memory]\ngate = false\n")
-    assert main(["selftest", "report.json", "--plant", "memory"]) == 1
-    assert "The policy does not gate memory." in capsys.readouterr().out
+    policy.write_text("[tool.llmgpu.gate.time]\ngate = false\n")
+    assert main(["selftest", "report.json", "--plant", "time"]) == 1
+    out = capsys.readouterr().out
+    assert "not gated   time: slower forwards are not detected\n" in out
+    assert out.endswith("\nNOT PROVEN: no regression was injected\n")
+    assert main(["selftest", "report.json"]) == 0
+    assert "not gated   time, kernel: slower forwards are detected by device-time, flops, host-sync\n" in (
+        capsys.readouterr().out
+    )
     Path("other.toml").write_text("[memory]\nmargin = 0.001\n")
     assert main(["selftest", "report.json", "--plant", "memory", "--policy", "other.toml"]) == 0
 

@@ -14,7 +14,7 @@ from support.report_factory import (
 )
 from support.verdict_factory import make_traffic
 
-from pytest_llmgpu.gate.policy import AccuracyRule, ExactRule, Rules
+from pytest_llmgpu.gate.policy import AccuracyRule, Rules
 from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.report.derived import decode, encode
 from pytest_llmgpu.report.file import encode as written
@@ -156,22 +156,20 @@ def test_every_rank_computes_more() -> None:
         assert msgspec.structs.replace(work.ranks[0], **same) == before
 
 
-def _suits(name: str, result: CaseResult, rules: Rules) -> bool:
+def _suits(name: str, result: CaseResult) -> bool:
     suits = REGRESSIONS[name].suits
     assert suits is not None
-    return suits(result, rules)
+    return suits(result)
 
 
 def test_a_case_that_cannot_have_the_figure_is_left_out() -> None:
-    """A CPU has no host synchronizations. A kernel call is tried where the policy gates it."""
+    """A CPU has no host synchronizations and no kernel calls."""
     cpu, gpu = make_result(), make_result()
     cpu.launches[0].work = msgspec.structs.replace(make_work(), ranks=[RankWork(uuids=[], flops=10**9)])
     gpu.launches[0].work = make_work()
-    gated = Rules(kernels=ExactRule())
-    for name, suited in (("flops", [True, True]), ("host-sync", [False, True]), ("kernel", [False, False])):
-        assert [_suits(name, result, Rules()) for result in (cpu, gpu)] == suited
-    assert [_suits("kernel", result, gated) for result in (cpu, gpu)] == [False, True]
-    assert not _suits("flops", make_result(), Rules())
+    for name, suited in (("flops", [True, True]), ("host-sync", [False, True]), ("kernel", [False, True])):
+        assert [_suits(name, result) for result in (cpu, gpu)] == suited
+    assert not _suits("flops", make_result())
 
 
 def test_random_weights_get_other_log_likelihoods() -> None:
