@@ -21,8 +21,8 @@ _FAMILIES: tuple[tuple[KernelFamily, tuple[str, ...]], ...] = (
             r"[Ss]oft_?[Mm]ax",
         ),
     ),
-    # By what a kernel of torch.compile fuses; a template (`tem`) is a product.
-    ("GEMM", (r"^triton_tem_",)),
+    # By what a kernel of torch.compile fuses; a template (`tem`) is a product, so is a sum over products of one row.
+    ("GEMM", (r"^triton_tem_", r"^triton_(red|per)_\w*_mul_\w*sum_\w*unsqueeze")),
     ("norm", (r"^triton_(red|per|poi|mix)_\w*(rsqrt|norm|mean)",)),
     ("copy", (r"^triton_poi_\w*fused_(cat|clone|copy|_to_copy|stack|index|embedding)_?\d*$",)),
     ("elementwise", (r"^triton_(poi|red|per|mix|for)_",)),

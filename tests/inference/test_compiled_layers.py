@@ -86,6 +86,26 @@ def test_one_graph_serves_all_layers(attention: str, count: int) -> None:
     assert layers.graphs == 3, "two batches of one shape: a prefill and a decode step"
 
 
+def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
+    """More rows are left to the libraries, and so is the product that is wider in than out: the second of an MLP."""
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes].count(torch.nn.functional.linear))
+        return graph
+
+    model = _model(intermediate_size=512)
+    model.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.randn(model.config.hidden_size))
+    ids = [_ids(rows, tokens) for rows, tokens in ((1, 9), (2, 1), (1, 1))]
+    with torch.inference_mode():
+        expected = [model(input_ids=one, use_cache=False).logits for one in ids]
+        CompiledLayers(model, keep)
+        for one, logits in zip(ids, expected, strict=True):
+            graphs.clear()
+            torch.testing.assert_close(model(input_ids=one, use_cache=False).logits, logits, atol=1e-5, rtol=1e-5)
+            assert {*graphs} == {7 if one.numel() > 1 else 1}, "the first layer has a bias, and so a graph of its own"
+
+
 def test_a_case_does_not_use_the_graphs_of_the_case_before() -> None:
     """After a reset a forward is compiled again, and its time counts alone."""
     model = _model(1)

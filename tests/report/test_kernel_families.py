@@ -20,6 +20,8 @@ _NAMES = {
         "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, __half, __half>",
         "void cublasLt::splitKreduce_kernel<32, 16, int, __half, __half, float, __half, true, false, false>(Params)",
         "triton_tem_fused_mm_3",
+        "triton_red_fused__to_copy_add_index_put_mean_mul_pow_rsqrt_select_slice_sum_transpose_unsqueeze_view_2",
+        "triton_red_fused__to_copy_mul_sum_transpose_unsqueeze_view_4",
     ),
     "attention": (
         "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4> >(Params)",
