@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     parent, commands, answers, batches = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
-    faulthandler.enable()
+    # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
+    faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)
     serve(
         Connection(commands, writable=False),

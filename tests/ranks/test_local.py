@@ -118,6 +118,14 @@ def test_a_signal_is_a_crash_with_its_number_and_stacks(rank: ProcessRank) -> No
     assert "in die" in (error.failure.log_tail or "")
 
 
+def test_the_reason_of_an_abort_is_kept_however_many_threads_there_are(rank: ProcessRank) -> None:
+    """NCCL's watchdog writes why it ends the process, which has a dozen threads."""
+    error = _failure(rank, ranks.abort_among_threads, "collective operation timeout")
+    assert error.failure.signal == signal.SIGABRT
+    assert "collective operation timeout" in (error.failure.log_tail or "")
+    assert "in abort_among_threads" in (error.failure.log_tail or "")
+
+
 def test_a_kill_by_the_host_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL is out of memory if the out-of-memory counter of the kernel grew during the command."""
     counts = iter([3, 7, 8])  # at the start, when the command was sent, when the process was gone

@@ -86,6 +86,14 @@ def die(_state: RankState, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def abort_among_threads(_state: RankState, reason: str) -> None:
+    """Abort as a library does, in a process with many threads."""
+    for _ in range(20):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print(reason, file=sys.stderr, flush=True)
+    os.abort()
+
+
 def unreadable(_state: RankState) -> RaisesWhenUnpickled:
     """Return a value that does not unpickle."""
     return RaisesWhenUnpickled()
