@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -61,6 +62,12 @@ def pytest_llmgpu_tasks() -> Mapping[str, str]:
     return tasks.BUILT_IN
 
 
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+    """Let rank 0's process alone print the options that pytest does not know; it prints wrong values, too."""
+    if _serves_rank_zero(early_config) and parser.parse_known_and_unknown_args(args)[1]:
+        sys.exit(pytest.ExitCode.USAGE_ERROR)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With --llmgpu-launcher=env, join the other processes: pytest runs in rank 0's, and in no other one."""
@@ -69,10 +76,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     try:
         chosen = options.resolve(config)
     except pytest.UsageError:
-        launcher = config.getoption("llmgpu_launcher") or config.getini("llmgpu_launcher")
-        if launcher != "env" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            raise
-        return pytest.ExitCode.USAGE_ERROR  # rank 0's process has the same options, and prints the error
+        if _serves_rank_zero(config):
+            return pytest.ExitCode.USAGE_ERROR
+        raise
     if chosen.launcher == "ray":
         if importlib.util.find_spec("ray") is None:
             raise pytest.UsageError("--llmgpu-launcher=ray needs ray: pip install ray")
@@ -264,6 +270,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     benchmark = _made(config)
     if benchmark is not None:
         benchmark.close()
+
+
+def _serves_rank_zero(config: pytest.Config) -> bool:
+    """Return whether this process was started with others, of which rank 0's has the same options and prints."""
+    launcher = config.known_args_namespace.llmgpu_launcher or config.getini("llmgpu_launcher")
+    return launcher == "env" and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def _runs(item: pytest.Item) -> bool:

@@ -150,7 +150,7 @@ def spread(devices: int | None, places: Sequence[Place], machines: Sequence[Mach
     wanted = devices or len(places)
     if wanted > len(places):
         raise ValueError(
-            f"--llmgpu-devices={wanted}, but {plural(len(places), 'process')}: start {wanted} processes, or pass at "
+            f"--llmgpu-devices={wanted}, but the run has {plural(len(places), 'process')}: start {wanted}, or pass at "
             f"most {len(places)}"
         )
     first = machines[0]

@@ -162,7 +162,9 @@ def _column_title(case: Case, columns: Sequence[Case]) -> str:
         for name, value in case.strategy_options.items()
         if value or any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
     ]
-    return " ".join(filter(None, [case.strategy, backend, *options]))
+    # On a CPU devices are processes, and cases of different numbers share a table.
+    processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
+    return " ".join(filter(None, [case.strategy, backend, *options, processes]))
 
 
 def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bool) -> str:

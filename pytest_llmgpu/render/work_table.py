@@ -90,7 +90,7 @@ def _threads(result: CaseResult) -> int | None:
 _BUSY, *_, _SENT = COMMUNICATION
 _BETWEEN_NODES = WorkColumn(
     name="between_nodes_bytes_per_sequence",
-    title="between nodes\nMB/sequence",
+    title="between nodes\nMB/sequence, sum",
     value=_between_nodes_bytes,
     unit=1e6,
     drop_order=1,

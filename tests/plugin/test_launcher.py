@@ -91,6 +91,8 @@ def test_wrong_options_are_printed_by_rank_zero_only(
         printed.append("".join(result.errlines + result.outlines))
     assert "--llmgpu-limit: 'few' is not allowed" in printed[0]
     assert printed[1] == ""
+    unknown = pytester.runpytest_subprocess("--llmgpu-launcher=env", "--llmgpu-limits=8")
+    assert (unknown.ret, unknown.errlines, unknown.outlines) == (pytest.ExitCode.USAGE_ERROR, [], [])
     assert pytester.runpytest_inprocess("--llmgpu-limit=few").errlines, "without the launcher each process prints"
 
 

@@ -70,6 +70,13 @@ def test_an_unmeasured_batch_size_is_an_empty_cell() -> None:
     assert table.rows[0][1][1] == Cell()
 
 
+def test_numbers_of_processes_on_a_cpu_are_columns() -> None:
+    """They share a table; on GPUs each number of them has a table of its own."""
+    few, many = (make_result(device="cpu", devices=devices, strategy="tp") for devices in (2, 4))
+    assert make_time_table([few, many]).columns == ["tp 2 processes", "tp 4 processes"]
+    assert make_time_table([few, make_result(device="cpu", devices=1)]).columns == ["tp", "mp"]
+
+
 def test_cuda_graphs_are_marked() -> None:
     """Times with CUDA graphs and times of eager forwards do not compare."""
     table = make_time_table([make_result(execution="cuda_graphs"), make_result(batch_size=2)])
