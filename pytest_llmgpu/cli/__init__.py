@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pytest_llmgpu.cli.commands import commands
-from pytest_llmgpu.cli.output import complain, show
+from pytest_llmgpu.cli.output import complain, one_printable_line, show
 
 _INTERRUPTED = 130
 _DEBUG = "LLMGPU_DEBUG"
@@ -19,7 +19,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        # It has arguments, and a shell's * makes arguments of the names of any files.
+        self.exit(2, f"{self.prog}: {one_printable_line(message)}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with paused():
             status: int = _version() if chosen.version else chosen.run(chosen)
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError, OSError) as error:
         if os.environ.get(_DEBUG, "0") not in {"", "0"}:
             traceback.print_exc()
         # A report may have figures that overflow. Python's own exit status would be 1, which means a regression.

@@ -16,7 +16,12 @@ def show(text: str) -> None:
 
 def complain(text: str) -> None:
     """Print one line to stderr."""
-    print(f"llmgpu: {printable_lines(' '.join(text.split()))}", file=sys.stderr)
+    print(f"llmgpu: {one_printable_line(text)}", file=sys.stderr)
+
+
+def one_printable_line(text: str) -> str:
+    """Return a text of any origin as one line for a terminal."""
+    return printable_lines(" ".join(text.split()))
 
 
 def write_data(text: str) -> None:

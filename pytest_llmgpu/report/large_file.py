@@ -225,9 +225,10 @@ class StoredRows(Sequence[WorkRow]):
         self._text, self._start, self._length = text, start, length
 
     def _read(self) -> list[WorkRow]:
+        rows = self._text.read(self._start, self._length)
         try:
-            return msgspec.json.decode(b"[%b]" % self._text.read(self._start, self._length), type=list[WorkRow])
-        except (msgspec.MsgspecError, RecursionError) as error:
+            return msgspec.json.decode(b"[%b]" % rows, type=list[WorkRow])
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"report {self._text.name}: the rows at byte {self._start}: {file.one_line(error)}"
             ) from None

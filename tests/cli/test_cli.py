@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pytest_llmgpu.render.terminal.report import tables
 from pytest_llmgpu.report.report import Session
 from pytest_llmgpu.report.result import Failure, Finding
 from pytest_llmgpu.report.schema import schema
+from pytest_llmgpu.report.text import printable_lines
 from pytest_llmgpu.store.store import DEFAULT, save
 
 
@@ -74,6 +76,18 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, caps
     assert printed.err.startswith("llmgpu")
     assert printed.err.count("\n") == 1
     assert named in printed.err
+
+
+@pytest.mark.parametrize("arguments", [["schema", "\x1b]0;x\x07\n::error::x"], ["list", "--storage", "x" * 5000]])
+def test_an_argument_of_any_kind_ends_in_one_printable_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 1 would mean a regression, and a file's name with control characters comes from a shell's `*`."""
+    with contextlib.suppress(SystemExit):
+        assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert printable_lines(printed) == printed
 
 
 def test_an_error_has_a_traceback_on_demand(

@@ -168,12 +168,17 @@ def test_an_error_is_that_of_the_whole_report(old: str, new: str) -> None:
     assert str(parts.value) == str(whole.value)
 
 
-def test_an_error_in_a_row_is_raised_where_the_row_is_used() -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [(b'"time_s": ', b'"time_s": -', r".*\[0\]\.time_s`$"), (b'"module": "', b'"module": "\xff', "'utf-8' codec .*")],
+    ids=["bound", "encoding"],
+)
+def test_an_error_in_a_row_is_raised_where_the_row_is_used(old: bytes, new: bytes, error: str) -> None:
     """It is one line with the file and the place in the rows."""
     dump(_report(), _PATH)
-    _PATH.write_text(_PATH.read_text().replace('"time_s": ', '"time_s": -'))
+    _PATH.write_bytes(_PATH.read_bytes().replace(old, new))
     rank = _opened().report(rows=False).cases[0].launches[0].work.ranks[0]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"report report\.json: the rows at byte \d+: .*\[0\]\.time_s`$"):
+    with pytest.raises(ValueError, match=rf"^report report\.json: the rows at byte \d+: {error}"):
         list(rank.rows or ())
 
 
