@@ -59,6 +59,19 @@ paper_2() {
     --llmgpu-gpu-memory=47.1GiB --llmgpu-limit=128 --llmgpu-dataset="$dataset" \
     --llmgpu-json="$out/paper-2xH200.json.gz" || echo "status $?"
 }
+# tp on two GPUs by the local launcher, then as two nodes of one GPU each under torchrun.
+nodes() {
+  local node of=(--llmgpu-load-format=dummy --llmgpu-dtype=float16 --llmgpu-dataset="$dataset" --llmgpu-limit=60)
+  of+=(--llmgpu-model=llama-7b --strategy=tp --llmgpu-batch-sizes=1,8,32)
+  bench tp-7b-2xH200-one-node "${of[@]}"
+  LLMGPU_KEY=$(openssl rand -hex 16) && export LLMGPU_KEY
+  for node in 0 1; do
+    CUDA_VISIBLE_DEVICES=$node torchrun --nnodes=2 --node-rank=$node --nproc-per-node=1 --master-addr=127.0.0.1 \
+      --master-port=29511 -m pytest benchmarks -q -p no:cacheprovider "${of[@]}" --llmgpu-launcher=env \
+      --llmgpu-json="$out/tp-7b-2xH200-two-nodes.json.gz" &
+  done
+  wait
+}
 presets() {
   for model in llama-13b llama-65b; do
     dummy "$model-${DEVICES:-2}xH200" "$model" --strategy=mp,tp,iok --llmgpu-limit=16 --llmgpu-batch-sizes=8 \
