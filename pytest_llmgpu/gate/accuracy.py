@@ -21,7 +21,7 @@ from pytest_llmgpu.gate.stats.distributions import net_loss
 from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult
-from pytest_llmgpu.report.text import listed, percent
+from pytest_llmgpu.report.text import listed, percent, plural
 from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Row, Verdict
 
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
@@ -273,7 +273,9 @@ def _row(tests: _Tests, loss: float, gain: float, confidence: float, note: str) 
     decision = _decide(tests, loss, gain, confidence)
     concerned, rule = decision.concerned, tests.cases[0].rule
     lost, won = _lost_and_won(concerned)
-    low, high = net_loss(len(lost), len(won), concerned[0].items, confidence)
+    # Batch sizes mostly lose the same items: the means of the ends are an interval of the mean change.
+    ends = [net_loss(len(case.lost), len(case.won), case.items, confidence) for case in concerned]
+    low, high = (statistics.fmean(end) for end in zip(*ends, strict=True))
     chance = gain if decision.verdict == "IMPROVED" or len(won) > len(lost) else loss
     return _series_row(
         tests.cases,
@@ -355,7 +357,7 @@ def _reason(
     first, rule = concerned[0], concerned[0].rule
     base, head = (statistics.fmean(getattr(case, name) for case in concerned) for name in ("base", "head"))
     change = f"Accuracy ({rule.metric}) {percent(head, 2)}{where}, was {percent(base, 2)}{average}"
-    flips = f"{len(lost):,} items lost, {len(won):,} won of {first.items:,} ({written(chance)})"
+    flips = f"{plural(len(lost), 'item')} lost, {len(won):,} won of {first.items:,} ({written(chance)})"
     labelled = all(case.labelled for case in concerned)
     if cause == "floor":
         same = not any(case.lost or case.won or case.other for case in concerned)

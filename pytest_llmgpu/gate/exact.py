@@ -120,12 +120,16 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
             if SEVERITY.index(found) < SEVERITY.index(verdict):
                 peak, verdict = other, found
     more = "The launches differ by more than the threshold." if verdict == "NOT_ENOUGH_DATA" else None
-    if (outside := _outside_tensors(base, head, rule)) is not None:
-        verdict, more = "REGRESSED", outside
+    noun, threshold = "Memory", peak.threshold(rule)
+    if verdict != "REGRESSED" and (outside := _outside_tensors(base, head, rule)) is not None:
+        tensors_now, tensors_then = gib(peak.after), gib(peak.before)
+        noun, peak, grew = outside
+        verdict, threshold = "REGRESSED", peak.used_threshold(rule)
+        more = f"{grew} grew. Live tensors: {tensors_now}, was {tensors_then}."
     if verdict != "OK" and (cause := other_execution(base, head)) is not None:
         verdict, more = "NOT_COMPARABLE", cause
-    before, after, threshold = peak.before, peak.after, peak.threshold(rule)
-    change = "Memory is equal" if after == before else f"Memory {signed_percent(after / before - 1)}"
+    before, after = peak.before, peak.after
+    change = f"{noun} is equal" if after == before else f"{noun} {signed_percent(after / before - 1)}"
     return Row.of(
         head,
         "memory",
@@ -179,9 +183,9 @@ class _Peak(NamedTuple):
             return "IMPROVED"
         return "OK" if self.high <= 1 + threshold else "NOT_ENOUGH_DATA"
 
-    def outgrew(self, rule: MemoryRule) -> bool:
-        """Return whether memory outside live tensors grew by more than is allowed."""
-        return min(self.now) - max(self.then) > max(rule.used_margin * max(self.then), _USED_BYTES)
+    def used_threshold(self, rule: MemoryRule) -> float:
+        """Return the threshold of memory outside live tensors as a fraction."""
+        return max(rule.used_margin, _USED_BYTES / max(self.then))
 
 
 _Figures = list[int | None]
@@ -208,16 +212,15 @@ def _changed(head: CaseResult, sides: Sequence[Sequence[_Figures]]) -> list[_Pea
     ]
 
 
-def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> str | None:
-    """Return in a sentence that much more memory is reserved or in use, which live tensors do not show; else None."""
-    for figure, text in (
-        (_reserved_bytes, "Torch reserved {} on {}, was {}: the allocator's cache or its fragmentation grew."),
-        (_used_bytes, "NVML reports {} in use on {}, was {}: caches, CUDA contexts or NCCL's buffers grew."),
+def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> tuple[str, _Peak, str] | None:
+    """Return memory that outgrew its threshold outside live tensors: its name, its peak, and what can have grown."""
+    for figure, noun, grew in (
+        (_reserved_bytes, "Memory reserved by torch", "The allocator's cache or its fragmentation"),
+        (_used_bytes, "Memory in use (NVML)", "Caches, CUDA contexts or NCCL's buffers"),
     ):
-        grown = [peak for peak in _changed(head, _sides(base, head, figure)) if peak.outgrew(rule)]
-        if grown:
-            peak = max(grown, key=lambda one: one.after - one.before)
-            return text.format(gib(peak.after), peak.where, gib(peak.before))
+        changed = _changed(head, _sides(base, head, figure))
+        if grown := [peak for peak in changed if peak.low > 1 + peak.used_threshold(rule)]:
+            return noun, max(grown, key=lambda one: one.after - one.before), grew
     return None
 
 

@@ -290,7 +290,7 @@ METRICS: tuple[MetricSpec, ...] = (
         scope="series",
         unit="sequences",
         bigger_is_better=True,
-        next_step="Read memory by batch size below: which part of it grew.",
+        next_step="Read memory by batch size: which part of it grew.",
     ),
     MetricSpec(
         name="device_time",
@@ -311,7 +311,7 @@ METRICS: tuple[MetricSpec, ...] = (
         threshold=0.04,
         unit="s",
         written=_seconds,
-        next_step="Read what changed between the two commits, and the ratios below: one batch size or all of them.",
+        next_step="Read what changed between the two commits, and the ratio of each batch size: one of them or all.",
         figure=lambda result: _figure("s", result.inference_s, launches_s(result)),
         exported=Exported(column="inference_s", label="time", measure="latency", measure_scale=1e9),
         trended=Trended(name="time", title="time (s)", judged_by=("outcome", "time")),
@@ -479,7 +479,7 @@ METRICS: tuple[MetricSpec, ...] = (
         threshold=0.005,
         unit="bytes",
         written=gib,
-        next_step="Read memory by batch size below: weights, workspace or live tensors.",
+        next_step="Read memory by batch size: weights, workspace or live tensors.",
         figure=lambda result: _median("bytes", list(map(float, peaks_bytes(result)))),
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
         trended=Trended(

@@ -133,6 +133,8 @@ def test_few_items_lost_at_each_batch_size_add_up() -> None:
     """Three others at each size are 21 items; the same three at each size are three items, and may be chance."""
     others = {size: range(3 * number, 3 * number + 3) for number, size in enumerate(SIZES)}
     (row,) = rows(_series(others), 0.99, "")
+    assert row.low is not None
+    assert row.low < 0.003 == row.high, "the interval is of the mean change"
     assert (row.verdict, row.p, row.cases) == ("REGRESSED", 2 * 0.5**21, _ids(*SIZES))
     (row,) = rows(_series(dict.fromkeys(SIZES, range(3))), 0.99, "")
     assert (row.verdict, row.p) == ("OK", 2 * 0.5**3)

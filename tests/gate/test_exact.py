@@ -211,7 +211,9 @@ def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, ve
         launch.memory = [msgspec.structs.replace(device, nvml_used_max_bytes=seen) for device in launch.memory]
     row = _row(memory_row(base, head, MemoryRule()))
     assert row.verdict == verdict
-    assert ("20.10 GiB in use on device 0, was 18.20 GiB" in row.reason) == (verdict == "REGRESSED")
+    if verdict == "REGRESSED":
+        assert (row.base, row.head, row.threshold) == (int(18.2 * GIB), int(20.1 * GIB), 0.1)
+        assert row.ratio == row.low == row.high == pytest.approx(20.1 / 18.2)
     assert _row(memory_row(base, head, MemoryRule(used_margin=0.5))).verdict == "OK"
     make_invalid(head.launches[0], "programs of others at work: GPU 0")
     assert _row(memory_row(base, head, MemoryRule())).verdict == "OK", "it is somebody else's"
