@@ -25,6 +25,10 @@ from pytest_llmgpu.ranks.local import LocalLauncher
 settings.register_profile("package", deadline=None, derandomize=True)
 settings.load_profile("package")
 
+# One thread here and in the ranks, before torch is imported: tests run side by side, and threads of one operation wait
+# for each other in a loop, which takes up to ten times the work where cores are fewer than threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 StubEnvironment = Callable[..., dict[str, str]]
 """`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
 

@@ -32,8 +32,12 @@ _GPUS = torch.cuda.device_count()
 _ON_A_GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_GPUS < 1, reason="needs a GPU that torch can use")]
 )
-_ON_TWO_GPUS = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs that torch can use")]
+_TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs that torch can use")]
+_EITHER_VICTIM = pytest.mark.parametrize(
+    ("pair", "victim"),
+    # On a CPU both ranks take the same path: what starts four processes is shown once.
+    [("cpu", 1), *(pytest.param("cuda", victim, marks=_TWO_GPUS) for victim in (0, 1))],
+    indirect=["pair"],
 )
 _ASSERTION = {"cpu": "out of bounds", "cuda": "device-side assert"}
 
@@ -53,7 +57,7 @@ class _Pair(NamedTuple):
         return caught.value
 
 
-@pytest.fixture(params=["cpu", _ON_TWO_GPUS])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=_TWO_GPUS)])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[_Pair]:
     """Two ranks; after the test nothing is left of them, and two new ranks can use the same devices."""
     case = make_case(strategy="tp", device=request.param, devices=2)
@@ -116,7 +120,7 @@ def test_a_rank_that_is_killed_in_a_collective_is_a_crash(pair: _Pair, victim: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@_EITHER_VICTIM
 def test_a_rank_that_is_stopped_in_a_collective_is_a_time_out(pair: _Pair, victim: int) -> None:
     """The stack of the rank that waits for it is in the log."""
     pair.ranks.ask(rank_faults.join, pair.case, phase="load", timeout_s=_WAIT_S)
@@ -126,7 +130,7 @@ def test_a_rank_that_is_stopped_in_a_collective_is_a_time_out(pair: _Pair, victi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@_EITHER_VICTIM
 def test_out_of_memory_on_one_rank_is_out_of_memory(pair: _Pair, victim: int) -> None:
     """The other rank waits in a collective, and the failure names the rank without memory."""
     piece_bytes = 2**30 if pair.case.device == "cuda" else 2**60
@@ -138,7 +142,7 @@ def test_out_of_memory_on_one_rank_is_out_of_memory(pair: _Pair, victim: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@_EITHER_VICTIM
 def test_a_failed_assertion_of_a_kernel_is_an_error(pair: _Pair, victim: int) -> None:
     """No later call of CUDA succeeds in that process: the reason arrives all the same."""
     error = pair.failure(rank_faults.fail_an_assertion, victim)

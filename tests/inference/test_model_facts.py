@@ -10,6 +10,7 @@ import pytest
 from support import tiny_model
 from support.report_factory import make_case
 
+from pytest_llmgpu import processes
 from pytest_llmgpu.inference import model_facts
 from pytest_llmgpu.inference.model_facts import ModelFacts
 from pytest_llmgpu.inference.models import ModelSource
@@ -34,6 +35,14 @@ def test_a_llama_needs_no_child_process(tmp_path: Path, monkeypatch: pytest.Monk
     assert [model_facts.ask(one) for one in (source, preset)] == [ModelFacts(has_plan=True)] * 2
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the child process, which imports transformers for seconds."""
+    monkeypatch.setattr(
+        processes, "ask", lambda _, directory, **__: msgspec.json.encode(model_facts._facts(directory)).decode()
+    )
+
+
 @pytest.mark.slow
 def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> None:
     """Heads are found whatever the config calls them, and where it leaves them to its class; and what it lacks."""
@@ -48,7 +57,7 @@ def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> N
         TensorParallel().check(msgspec.structs.replace(autotp, devices=2), source)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> None:
     """The decoder of a model of images and text is planned in its own config."""
     text = {"model_type": "gemma3_text", "num_attention_heads": 6}
@@ -56,7 +65,7 @@ def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> 
     assert (found.has_plan, found.counts["num_attention_heads"]) == (True, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

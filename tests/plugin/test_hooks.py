@@ -6,13 +6,13 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import tiny_model
@@ -99,8 +99,8 @@ def _misbehave(what: Mapping[int, str], rows: int = 1) -> str:
 
 
 @pytest.mark.slow
-def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Pytester, run: Run) -> None:
-    """One command measures, prints and writes, with ascending batch sizes in any order of the tests."""
+def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Pytester, run: Run, model: Path) -> None:
+    """One command measures, prints and writes, in ascending order; a case runs again by hand, for a debugger."""
     pytester.makepyfile(test_it=BENCHMARK)
     result = run("-v", "test_it.py::test_hellaswag[mp-bs8]", "test_it.py::test_hellaswag[mp-bs1]")
     assert result.ret == 0
@@ -134,6 +134,12 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
         assert "traffic" not in case.why
     assert written.cases[0].launches[0].load_s == written.cases[1].launches[0].load_s, "the model is loaded once"
     assert str(pytester.path) not in (pytester.path / ".llmgpu" / "last.json").read_text()
+    by_hand = [sys.executable, "-m", "pytest_llmgpu.ranks", ".llmgpu/last.json", "mp-bs8", f"--model={model}"]
+    answer = json.loads(subprocess.run(by_hand, stdout=subprocess.PIPE, check=True).stdout)
+    measured = written.cases[1].launches[0]
+    assert measured.accuracy is not None
+    assert answer["accuracy"]["predictions"] == measured.accuracy.predictions
+    assert answer["plan_sha256"] == measured.plan_sha256
 
 
 @pytest.mark.slow
@@ -213,10 +219,10 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, faked: FakedRuns) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, signal: str) -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, name: str) -> None:
     """The report of an interrupted run has the finished cases, and the finished batches of the last one."""
-    pytester.makepyfile(test_it=_misbehave({1: signal}, rows=4))
+    pytester.makepyfile(test_it=_misbehave({1: name}, rows=4))
     result = run(sizes="1,4,8", in_process=False)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
@@ -224,6 +230,22 @@ def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester
     assert (written.session.complete, written.session.interrupted) == (False, True)
     assert written.cases[1].failure is not None
     result.stdout.fnmatch_lines(["*LLM inference*"])
+
+
+def test_a_terminal_that_is_closed_loses_no_report(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+    """SIGHUP ends a run as Ctrl-C does."""
+    pytester.makepyfile(test_it=BENCHMARK)
+
+    def seconds(size: int) -> float:
+        if size == 4:
+            os.kill(os.getpid(), signal.SIGHUP)
+        return float(size)
+
+    faked.seconds = seconds
+    with pytest.raises(KeyboardInterrupt):
+        faked()
+    assert _outcomes(pytester) == {"mp-bs1": "completed"}
+    assert (_report(pytester).session.complete, _report(pytester).session.interrupted) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -583,37 +605,6 @@ def _read_all(descriptor: int) -> str:
         chunks.append(chunk)
     os.close(descriptor)
     return b"".join(chunks).decode(errors="replace")
-
-
-@pytest.mark.slow
-def test_a_case_runs_by_hand_from_its_report(pytester: pytest.Pytester, run: Run, model: Path) -> None:
-    """`python -m pytest_llmgpu.ranks REPORT CASE` measures one case in one process, for a debugger."""
-    pytester.makepyfile(test_it=BENCHMARK)
-    (pytester.path / "tiny").symlink_to(model)
-    assert run(f"--llmgpu-model={pytester.path / 'tiny'}", sizes="8").ret == 0
-    (pytester.path / model.name).unlink(missing_ok=True)
-    (pytester.path / model.name).symlink_to(model)
-    by_hand = subprocess.run(
-        [sys.executable, "-m", "pytest_llmgpu.ranks", ".llmgpu/last.json", "mp-bs8"],
-        cwd=pytester.path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answer: dict[str, Any] = json.loads(by_hand.stdout)
-    (launch,) = _report(pytester).cases[0].launches
-    assert launch.accuracy is not None
-    assert answer["accuracy"]["predictions"] == launch.accuracy.predictions
-    assert answer["plan_sha256"] == launch.plan_sha256
-    unknown = subprocess.run(
-        [sys.executable, "-m", "pytest_llmgpu.ranks", ".llmgpu/last.json", "mp-bs9"],
-        cwd=pytester.path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert unknown.returncode == 1
-    assert unknown.stderr.strip() == "'mp-bs9' is no case of .llmgpu/last.json: it has mp-bs8"
 
 
 def test_a_series_whose_last_test_does_not_measure_is_still_judged(pytester: pytest.Pytester, faked: FakedRuns) -> None:

@@ -118,7 +118,7 @@ def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkey
             assert measure(llm, prompts, batch_size, new_tokens=5).tokens_per_s > 0
         """
     )
-    cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=2", "-p", "no:cacheprovider", "--strategy=tp,mp")
+    cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=2", "-p", "no:cacheprovider", "--strategy=tp,mp", "-v")
     result = pytester.runpytest_inprocess(
         *cpu, "--llmgpu-limit=6", "--llmgpu-batch-sizes=4", "--llmgpu-prompt-tokens=9"
     )
