@@ -9,7 +9,7 @@ from functools import partial
 
 from pytest_llmgpu.render.device_columns import COMMUNICATION, Column, device_values, digits
 from pytest_llmgpu.render.time_table import entries
-from pytest_llmgpu.report.derived import batch_latency_s
+from pytest_llmgpu.report.derived import batch_latency_s, device_busy
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
@@ -53,9 +53,7 @@ def _figure(metric: str) -> Callable[[CaseResult], float | None]:
 
 
 def _busy(result: CaseResult) -> float | None:
-    """Return the share of a work pass during which a kernel ran, the mean over ranks and launches."""
-    ranks = [rank for launch in result.launches for rank in launch.ranks]
-    found = [rank.busy for rank in ranks if rank.busy is not None]
+    found = [busy for launch in result.launches if (busy := device_busy(launch)) is not None]
     return statistics.fmean(found) if found else None
 
 
@@ -106,7 +104,7 @@ SUMMARY: tuple[WorkColumn, ...] = (
     WorkColumn(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
     WorkColumn(name="sent_bytes", title="sent/GPU\nMB/sequence", value=_mean_of(_SENT), drop_order=2),
     _BETWEEN_NODES,
-    WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=3),
+    WorkColumn(name="device_busy", title="computing\n%", value=_busy, unit=0.01, drop_order=3),
     WorkColumn(name="utilization_pct", title="GPU busy\n% (NVML)", value=_mean_of(_BUSY), drop_order=4),
     WorkColumn(name="threads", title="threads\nper rank", value=_threads, drop_order=5),
 )
@@ -133,7 +131,7 @@ WORK: tuple[WorkColumn, ...] = (
         value=lambda result: _share(result.bound.step_s if result.bound else None, result.token_p50_s),
         unit=0.01,
     ),
-    WorkColumn(name="device_busy", title="device busy\n%", value=_busy, unit=0.01, drop_order=1),
+    WorkColumn(name="device_busy", title="computing\n%", value=_busy, unit=0.01, drop_order=1),
     _BETWEEN_NODES,
     WorkColumn(
         name="energy_j_per_sequence",

@@ -56,6 +56,23 @@ def device_times_s(launch: Launch) -> list[float] | None:
     return times if times and len(times) == len(launch.ranks) and min(times) > 0 else None
 
 
+def device_busy(launch: Launch) -> float | None:
+    """Return the fraction of the timed forwards in which kernels ran, the mean over ranks; None without device time.
+
+    Collectives do not count, since a rank that waits in one computes nothing. The time is that of the same forwards in
+    the case, or of decode steps: under the profiler they take longer.
+    """
+    times_s, work, generation = device_times_s(launch), launch.work, launch.generation
+    if times_s is None or work is None:
+        return None
+    if generation is None:
+        latencies_s = launch.batches.latency_s
+        timed_s = math.fsum(latencies_s[number] for number in work.batches if number < len(latencies_s))
+    else:
+        timed_s = len(work.batches) * statistics.median(generation.step_s or [0.0])
+    return min(1.0, math.fsum(times_s) / len(times_s) / timed_s) if timed_s else None
+
+
 def _middle_mean(values: Sequence[float]) -> float:
     left_out = max(1, len(values) // 4) if len(values) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
     middle = sorted(values)[left_out : len(values) - left_out]

@@ -2,16 +2,41 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.report_factory import make_accuracy, make_failed, make_profile, make_result
+from support.report_factory import make_accuracy, make_failed, make_generation, make_profile, make_result
 
-from pytest_llmgpu.report.derived import decode, derive, inference_s, predictions_of, proportion_stderr, upper_bound
+from pytest_llmgpu.report.derived import (
+    decode,
+    derive,
+    device_busy,
+    inference_s,
+    predictions_of,
+    proportion_stderr,
+    upper_bound,
+)
 from pytest_llmgpu.report.result import Batches, CaseResult, DeviceProfile, Launch
+from pytest_llmgpu.report.work import RankWork, Work
 
 
 def test_inference_time_is_the_sum_of_the_batches() -> None:
     """Loading, warm-up and tokenization are not part of it."""
     launch = Launch(load_s=100.0, warmup_s=10.0, wall_s=200.0, batches=Batches(latency_s=[0.5, 0.25, 0.25]))
     assert inference_s(launch) == 1.0
+
+
+@pytest.mark.parametrize(("step_s", "busy"), [(None, 0.4), ([2.0, 4.0, 9.0], 0.2), ([], None)])
+def test_a_gpu_is_busy_for_its_part_of_the_timed_batches(step_s: list[float] | None, busy: float | None) -> None:
+    """The latencies are those of the batches that the work passes ran; a case that generates has its decode steps."""
+    launch = make_result(sequences=3).launches[0]
+    launch.batches.latency_s = [1.0, 50.0, 3.0]
+    ranks = [RankWork(uuids=[f"GPU-{rank}"], device_time_s=[0.4 + 2.4 * rank]) for rank in range(2)]
+    launch.work = Work(
+        batches=[0, 2], passes=1, ranks=[msgspec.structs.replace(ranks[0], device_time_s=None), ranks[1]]
+    )
+    assert device_busy(launch) is None
+    launch.work = Work(batches=[0, 2], passes=1, ranks=ranks)
+    if step_s is not None:
+        launch.generation = make_generation([[1]], [[-1.0]], [[-1.0]], step_s=step_s)
+    assert device_busy(launch) == (None if busy is None else pytest.approx(busy))
 
 
 def test_figures_of_several_launches_are_medians() -> None:
