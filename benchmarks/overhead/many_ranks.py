@@ -26,7 +26,7 @@ from many_cases import CASES_S, RESULT, TEST, WRITES_S, pytest_runtest_call  # n
 from pytest_llmgpu.profiling import nodes
 from pytest_llmgpu.ranks import env, wire, world
 from pytest_llmgpu.ranks.futures import Answer, Listener
-from pytest_llmgpu.ranks.wire import Answered, Command, FromRankZero, Goodbye, Hello, Reply, Request, Start
+from pytest_llmgpu.ranks.wire import Command, FromRankZero, Goodbye, Hello, Reply, Request, Sent, Start
 
 LIMIT_S = 0.5
 LIMIT_FACTOR = 3.0
@@ -90,7 +90,7 @@ def simulate(here: world.World, facts: nodes.NodeFacts) -> None:
         else:
             name = _name(message)
             answers.setdefault(name, pickle.dumps(many_cases.answer(name, here.rank)))
-            connection.send(Answered(number, Answer(done=True, content=answers[name])))
+            connection.send(Sent(number, Answer(done=True, content=answers[name])))
 
 
 def _name(message: Command) -> str:
@@ -120,7 +120,7 @@ class Process(many_cases.Rank):
     def send(self, command: bytes) -> None:
         """Answer from another thread, as a process does."""
         answer = Answer(done=True, content=pickle.dumps(many_cases.answer(_name(Command(command)), self.rank)))
-        threading.Thread(target=self._listener.on_answer, args=(answer,)).start()
+        threading.Thread(target=self._listener, args=(answer,)).start()
 
 
 def pytest_configure() -> None:

@@ -25,7 +25,7 @@ from pytest_llmgpu.ranks import nodes, wire
 from pytest_llmgpu.ranks.futures import End, Listener, ProcessRank
 from pytest_llmgpu.ranks.local import LocalLauncher, LocalProcess
 from pytest_llmgpu.ranks.protocol import BatchListener, RankFailedError
-from pytest_llmgpu.ranks.wire import Answered, Batch, Command, Connection, Ended, Goodbye, Hello, Reply, Request, Start
+from pytest_llmgpu.ranks.wire import Command, Connection, Goodbye, Hello, Reply, Request, Sent, Start
 from pytest_llmgpu.ranks.world import JOIN_S, World
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import plural
@@ -79,14 +79,14 @@ class Peer:
         with self._lock:
             process = PeerProcess(self, next(self._numbers), listener)
             self._process = process
-        self._post(Start(process.number, rank, dict(environment), list(sys.path)))
+        self.post(Start(process.number, rank, dict(environment), list(sys.path)))
         if self.lost is not None:
             process.end(self._loss(self.lost))
         return process
 
-    def post(self, command: bytes) -> None:
-        """Send a command of the rank."""
-        self._post(Command(command))
+    def post(self, message: wire.FromRankZero) -> None:
+        """Send a message; this does not wait for the process."""
+        self._outbox.put(message)
 
     def request(self, what: wire.Asked, content: bytes = b"") -> Future[Any]:
         """Send a request; the future raises ValueError if it fails there, and ConnectionError if the peer is lost."""
@@ -96,7 +96,7 @@ class Peer:
             if lost is None:
                 self._requests[number] = future
         if lost is None:
-            self._post(Request(number, what, content))
+            self.post(Request(number, what, content))
         else:
             future.set_exception(ConnectionError(lost))
         return future
@@ -132,7 +132,7 @@ class Peer:
 
     def close(self) -> None:
         """Let the process end."""
-        self._post(Goodbye())
+        self.post(Goodbye())
         self._outbox.put(None)
 
     def join(self, limit_s: float) -> None:
@@ -141,9 +141,6 @@ class Peer:
 
     def _loss(self, reason: str) -> End:
         return End(outcome="crashed", failure=Failure(phase="forward", rank=self.rank, message=reason, evidence=reason))
-
-    def _post(self, message: wire.FromRankZero) -> None:
-        self._outbox.put(message)
 
     def _send(self) -> None:
         try:
@@ -168,13 +165,11 @@ class Peer:
                 future = self._requests.pop(message.number, None)
             if future is not None:
                 _complete(future, message)
-        elif isinstance(message, Batch | Answered | Ended) and process is not None and process.number == message.number:
-            if isinstance(message, Batch):
-                process.listener.on_batch(message.batch)
-            elif isinstance(message, Answered):
-                process.listener.on_answer(message.answer)
+        elif isinstance(message, Sent) and process is not None and process.number == message.number:
+            if isinstance(message.event, End):
+                process.end(message.event)
             else:
-                process.end(message.end)
+                process.listener(message.event)
 
 
 class PeerProcess:
@@ -189,7 +184,7 @@ class PeerProcess:
 
     def send(self, command: bytes) -> None:
         """Send a pickled command."""
-        self._peer.post(command)
+        self._peer.post(Command(command))
 
     def stacks(self) -> str:
         """Return the stacks of the process.
@@ -217,7 +212,7 @@ class PeerProcess:
         with self._lock:
             ended, self.alive = not self.alive, False
         if not ended:
-            self.listener.on_end(end)
+            self.listener(end)
 
     def _end(self, what: wire.Asked, limit_s: float) -> None:
         with contextlib.suppress(ConnectionError, ValueError):  # it kills its rank when the connection ends

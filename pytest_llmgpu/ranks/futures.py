@@ -20,7 +20,7 @@ from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The answer of a process to one command."""
 
     done: bool
@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The end of the log of the process if the command failed."""
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True):
+class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How a process ended."""
 
     outcome: Outcome
@@ -40,24 +40,14 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     """The signal or the exit status, with the end of the log."""
 
 
-class Listener(Protocol):
-    """Receives what a process sends, from any thread.
+Event = FinishedBatch | Answer | End
+"""A process sends finished batches, the answer to its oldest command without one, and its end, which nothing follows.
 
-    The batches that a process finished before an answer are passed on before that answer, and everything before its
-    end.
-    """
+The batches that it finished before an answer are sent before that answer.
+"""
 
-    def on_batch(self, batch: FinishedBatch) -> None:
-        """Take a finished batch."""
-        ...
-
-    def on_answer(self, answer: Answer) -> None:
-        """Take the answer to the oldest command without one."""
-        ...
-
-    def on_end(self, end: End) -> None:
-        """Take the end of the process; nothing follows."""
-        ...
+Listener = Callable[[Event], None]
+"""Receives what a process sends, from any thread."""
 
 
 class Channel(Protocol):
@@ -105,7 +95,7 @@ class ProcessRank:
         self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
         self._ended: RankFailedError | None = None
-        self._channel = start(self)
+        self._channel = start(self._take)
 
     @property
     def alive(self) -> bool:
@@ -136,11 +126,15 @@ class ProcessRank:
         """End the process at once and wait for it."""
         self._channel.kill()
 
-    def on_batch(self, batch: FinishedBatch) -> None:
-        """Pass a finished batch on."""
-        self._on_batch(self.rank, batch)
+    def _take(self, event: Event) -> None:
+        if isinstance(event, FinishedBatch):
+            self._on_batch(self.rank, event)
+        elif isinstance(event, Answer):
+            self._complete(event)
+        else:
+            self._end(event)
 
-    def on_answer(self, answer: Answer) -> None:
+    def _complete(self, answer: Answer) -> None:
         """Complete the future of the oldest command without an answer."""
         with self._lock:
             future = self._pending.popleft()
@@ -157,7 +151,7 @@ class ProcessRank:
             failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=answer.log_tail)
             future.set_exception(RankFailedError(outcome, failure, use, raised))
 
-    def on_end(self, end: End) -> None:
+    def _end(self, end: End) -> None:
         """Fail all commands without an answer, and those that follow."""
         failure = end.failure
         if self._node is not None:

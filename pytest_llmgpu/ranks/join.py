@@ -17,22 +17,9 @@ from typing import Any, NoReturn
 from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.ranks import wire
 from pytest_llmgpu.ranks.env import version
-from pytest_llmgpu.ranks.futures import Answer, End
+from pytest_llmgpu.ranks.futures import End, Event
 from pytest_llmgpu.ranks.local import LocalLauncher, LocalProcess
-from pytest_llmgpu.ranks.protocol import FinishedBatch
-from pytest_llmgpu.ranks.wire import (
-    Answered,
-    Batch,
-    Command,
-    Connection,
-    Ended,
-    FromRankZero,
-    Goodbye,
-    Hello,
-    Reply,
-    Request,
-    Start,
-)
+from pytest_llmgpu.ranks.wire import Command, Connection, FromRankZero, Goodbye, Hello, Reply, Request, Sent, Start
 from pytest_llmgpu.ranks.world import JOIN_S, World
 from pytest_llmgpu.report.result import Failure
 
@@ -101,17 +88,20 @@ class _Served:
             self._process.kill()
 
     def _start(self, message: Start) -> None:
-        listener = _Forwarder(self._connection, message.number)
+        def send(event: Event) -> None:
+            with contextlib.suppress(OSError):  # the main thread notices it, too, and ends the rank
+                self._connection.send(Sent(message.number, event))
+
         # Tests that pytest collected there may be imported by the rank.
         sys.path += [folder for folder in message.path if folder not in sys.path]
         ours = {}
         if "GLOO_SOCKET_IFNAME" not in {*os.environ, *message.environment}:
             ours = wire.interface_of(self._connection.local_address)
         try:
-            self._process = self._launcher.start_process(message.rank, {**ours, **message.environment}, listener)
+            self._process = self._launcher.start_process(message.rank, {**ours, **message.environment}, send)
         except OSError as error:
             text = f"rank {message.rank} could not be started: {error}"
-            listener.on_end(End(outcome="crashed", failure=Failure(phase="load", rank=message.rank, message=text)))
+            send(End(outcome="crashed", failure=Failure(phase="load", rank=message.rank, message=text)))
 
     def _reply(self, request: Request) -> Any:
         if request.what == "take_output":
@@ -120,24 +110,3 @@ class _Served:
             fn, args = pickle.loads(request.content)  # noqa: S301 - written by rank 0's process, which has the secret
             return fn(*args)
         return getattr(self._process, request.what)() if self._process is not None else ""
-
-
-class _Forwarder:
-    """Passes what the process of the rank sends to rank 0's process."""
-
-    def __init__(self, connection: Connection, number: int) -> None:
-        self._connection = connection
-        self._number = number
-
-    def on_batch(self, batch: FinishedBatch) -> None:
-        self._send(Batch(self._number, batch))
-
-    def on_answer(self, answer: Answer) -> None:
-        self._send(Answered(self._number, answer))
-
-    def on_end(self, end: End) -> None:
-        self._send(Ended(self._number, end))
-
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # the main thread notices it, too, and ends the rank
-            self._connection.send(message)

@@ -235,7 +235,7 @@ class LocalProcess:
     def _take_answer(self, payload: bytes) -> None:
         sent, done, content = pickle.loads(payload)  # noqa: S301 - written by our own child
         self._wait_for_batches(sent)
-        self._listener.on_answer(Answer(done=done, content=content, log_tail=None if done else self.log_tail()))
+        self._listener(Answer(done=done, content=content, log_tail=None if done else self.log_tail()))
 
     def _watch(self) -> None:
         """Report the end of the process; its pipes stay open if a child of it holds them."""
@@ -243,7 +243,7 @@ class LocalProcess:
         self._end_group()
         for reader in self._threads[:2]:
             reader.join(_DRAIN_S)
-        self._listener.on_end(self._death())
+        self._listener(self._death())
 
     def _end_group(self) -> None:
         """End the process and its children; it leads a session, so most of them are its process group."""
@@ -252,7 +252,7 @@ class LocalProcess:
         processes.end_marked(f"{_MARK}={self._mark}")
 
     def _take_batch(self, payload: bytes) -> None:
-        self._listener.on_batch(FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
+        self._listener(FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
         with self._batch_received:
             self._batches_received += 1
             self._batch_received.notify_all()

@@ -37,19 +37,6 @@ _END_S = 10.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run needs of the cluster."""
-
-    address: str
-    """Value of `--llmgpu-ray-address`."""
-    device: str
-    """Value of `--llmgpu-device`."""
-    devices: int | None
-    """Value of `--llmgpu-devices`."""
-    limit_s: float
-    """Time limit for the resources to become free."""
-
-
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What Ray reserved, or the reason why it could not."""
 
@@ -74,7 +61,7 @@ class RayPlaces:
             device: Value of `--llmgpu-device`.
             devices: Value of `--llmgpu-devices`.
         """
-        self._wanted = Wanted(address=address, device=device, devices=devices, limit_s=0)
+        self._address, self._device, self._devices = address, device, devices
         self._peers: Peers | None = None
         """The processes, once all of them are there."""
         self._started = contextlib.ExitStack()
@@ -89,18 +76,19 @@ class RayPlaces:
     def wait(self, limit_s: float) -> None:
         """See `nodes.Nodes`."""
         limit_s = min(limit_s, JOIN_S)
+        wanted = self._address, self._device, self._devices or 0, limit_s
         child = subprocess.Popen(
-            processes.command("pytest_llmgpu.ranks.ray_places", str(os.getpid())),
+            processes.command("pytest_llmgpu.ranks.ray_places", *map(str, (os.getpid(), *wanted))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for pytest
         )
+        assert child.stdin is not None
         assert child.stdout is not None
         self._started.callback(child.stdout.close)
         watched = self._started.enter_context(contextlib.ExitStack())
         self._started.callback(_end, child)
-        _tell(child, msgspec.structs.replace(self._wanted, limit_s=limit_s))
         plan = self._plan(child, limit_s)
         if plan.error is not None:
             raise ValueError(plan.error)
@@ -128,7 +116,9 @@ class RayPlaces:
         )
         peers = Peers(world, listener)
         self._started.callback(peers.close)
-        _tell(child, world)
+        with contextlib.suppress(OSError):  # it has ended, which the watcher notices
+            child.stdin.write(msgspec.json.encode(world) + b"\n")
+            child.stdin.flush()
         watcher = threading.Thread(target=_watch, args=(child, peers), daemon=True)
         watcher.start()
         watched.callback(watcher.join, _END_S)
@@ -145,20 +135,13 @@ class RayPlaces:
         self._started.close()
 
     def _plan(self, child: subprocess.Popen[bytes], limit_s: float) -> Plan:
-        where = f"the Ray cluster at {self._wanted.address}"
+        where = f"the Ray cluster at {self._address}"
         line = _line(child.stdout, limit_s + _CONNECT_S)
         if line is None:
             raise ValueError(f"{where} did not answer within {limit_s + _CONNECT_S:g} s")
         if not line:
             raise ValueError(f"{where} cannot be used: Ray ended with exit status {child.wait()}")
         return msgspec.json.decode(line, type=Plan)
-
-
-def _tell(child: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
-    assert child.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended, which is noticed when its answer is read
-        child.stdin.write(msgspec.json.encode(message) + b"\n")
-        child.stdin.flush()
 
 
 def _watch(child: subprocess.Popen[bytes], peers: Peers) -> None:
@@ -214,19 +197,18 @@ class Supervisor:
         ray.actor.exit_actor()
 
 
-def main(parent: int) -> None:
+def main(parent: str, address: str, device: str, devices: str, limit_s: str) -> None:
     """Reserve what pytest wants, start the actors, and hold them until pytest closes stdin."""
-    processes.die_with_parent(parent)
+    processes.die_with_parent(int(parent))
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints to stdout
 
     def answer(plan: Plan) -> None:
         os.write(answers, msgspec.json.encode(plan) + b"\n")
 
-    wanted = msgspec.json.decode(sys.stdin.readline(), type=Wanted)
     try:
-        _connect(wanted.address)
-        group, plan, bundles = _reserve(wanted)
+        _connect(address)
+        group, plan, bundles = _reserve(address, device, int(devices), float(limit_s))
         actors = _actors(group, bundles, gpu=plan.visible is not None)
         if plan.visible is not None:
             import ray
@@ -262,7 +244,7 @@ def _connect(address: str) -> None:
         ) from None
 
 
-def _reserve(wanted: Wanted) -> tuple[Any, Plan, list[int]]:
+def _reserve(address: str, device: str, devices: int, limit_s: float) -> tuple[Any, Plan, list[int]]:
     """Reserve resources for each rank; return the placement group, the plan, and the bundle of each rank.
 
     Raises:
@@ -273,11 +255,11 @@ def _reserve(wanted: Wanted) -> tuple[Any, Plan, list[int]]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     here = ray.get_runtime_context().get_node_id()
-    gpu = wanted.device == "cuda" or (wanted.device == "auto" and any(_has(node, "GPU") for node in alive))
+    gpu = device == "cuda" or (device == "auto" and any(_has(node, "GPU") for node in alive))
     kind = "GPU" if gpu else "CPU"
-    total, devices = sum(_has(node, kind) for node in alive), wanted.devices
+    total = sum(_has(node, kind) for node in alive)
     count = devices or (total if gpu else 1)
-    cluster = f"the Ray cluster at {wanted.address} has {plural(total, kind)} on {plural(len(alive), 'node')}"
+    cluster = f"the Ray cluster at {address} has {plural(total, kind)} on {plural(len(alive), 'node')}"
     if not 1 <= count <= total:
         raise ValueError(f"devices {count}: {cluster}")
     own = next(_has(node, kind) for node in alive if node["NodeID"] == here)
@@ -288,9 +270,9 @@ def _reserve(wanted: Wanted) -> tuple[Any, Plan, list[int]]:
         strategy="STRICT_PACK" if count <= own else "PACK",
         bundle_label_selector=[{"ray.io/node-id": here}, *({} for _ in range(count - 1))],
     )
-    if not group.wait(wanted.limit_s):
+    if not group.wait(limit_s):
         free = int(ray.available_resources().get(kind, 0))
-        raise ValueError(f"devices {count}: {cluster}, and {free} of them free after {wanted.limit_s:g} s")
+        raise ValueError(f"devices {count}: {cluster}, and {free} of them free after {limit_s:g} s")
     of_bundles: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     numbers = {here: 0}
     for bundle in sorted(of_bundles):
@@ -347,4 +329,4 @@ def _serve(plan: Plan, first: World, actors: Sequence[Any], answer: Callable[[Pl
 
 if __name__ == "__main__":
     # Ray pickles the class of an actor by its module, which must have its own name.
-    importlib.import_module("pytest_llmgpu.ranks.ray_places").main(int(sys.argv[1]))
+    importlib.import_module("pytest_llmgpu.ranks.ray_places").main(*sys.argv[1:])

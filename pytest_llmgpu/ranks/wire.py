@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pytest_llmgpu.ranks.futures import Answer, End
-from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.futures import Event
 from pytest_llmgpu.ranks.world import KEY, PORT, World
 
 _GREETING = b"pytest-llmgpu\n"
@@ -97,31 +96,13 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
-    """The rank finished a batch."""
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """The process of the rank sent something."""
 
     number: int
     """See `Start`."""
-    batch: FinishedBatch
-    """The batch."""
-
-
-class Answered(msgspec.Struct, frozen=True, tag=True):
-    """The rank answered a command."""
-
-    number: int
-    """See `Start`."""
-    answer: Answer
-    """The answer."""
-
-
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The process of the rank ended."""
-
-    number: int
-    """See `Start`."""
-    end: End
-    """How it ended."""
+    event: Event
+    """A batch, an answer or the end."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +117,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 FromRankZero = Start | Command | Request | Goodbye
-ToRankZero = Hello | Batch | Answered | Ended | Reply
+ToRankZero = Hello | Sent | Reply
 
 
 class Connection:
@@ -316,15 +297,16 @@ def connect(world: World, limit_s: float) -> Connection:
             connection = Connection(_connected(world))
             try:
                 connection.authenticate(world.key, listens=False)
-            except TimeoutError:  # it listens, and its machine is busy
-                raise
-            except EOFError:
-                raise ValueError(f"rank 0 at {world.where} refused rank {world.rank}: has it the same {KEY}?") from None
-            except OSError as error:
-                raise ValueError(f"rank 0 at {world.where}: {error.strerror or error}") from None
+            except (EOFError, OSError) as error:
+                connection.close()
+                if isinstance(error, TimeoutError):  # it listens, and its machine is busy
+                    raise
+                refused = f"it refused rank {world.rank}: has it the same {KEY}?"
+                reason = refused if isinstance(error, EOFError) else error.strerror or str(error)
+                raise ValueError(f"rank 0 at {world.where}: {reason}") from None
         except OSError as error:
             if time.monotonic() > deadline_s:
-                reason = error.strerror or error
+                reason = error.strerror or str(error)
                 raise ValueError(f"rank 0 was not found at {world.where} within {limit_s:g} s: {reason}") from None
             time.sleep(_RETRY_S)
             continue
