@@ -57,6 +57,20 @@ def _paper(memory_gib: int = 32) -> Report:
     return report
 
 
+def test_texts_have_the_times_of_a_token() -> None:
+    """Decode steps and the first token take the place of the whole time; with one new token there is no step."""
+    cases = [make_result(workload="generate", batch_size=size) for size in (1, 8)]
+    for case, first_token_s in zip(cases, (0.008, 0.02), strict=True):
+        case.first_token_s, case.token_p50_s = first_token_s, first_token_s / 2
+    found = _by_id(make_report(cases))
+    assert [*found][:3] == ["time-per-token", "time-to-first-token", "throughput"]
+    assert [row["v"] for row in values_of(found["time-per-token"].spec)] == [4, 10]
+    assert found["time-to-first-token"].rows == [["1", "8"], ["8", "20"]]
+    for case in cases:
+        case.token_p50_s = None
+    assert "Time per token by batch size: no completed case has one." in charts.of_report(make_report(cases)).omitted
+
+
 def _by_id(report: Report) -> dict[str, Chart]:
     return {chart.id: chart for chart in charts.of_report(report).charts}
 
@@ -108,7 +122,7 @@ def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> No
     """Each chart is replaced by its reason; a report without cases has neither."""
     found = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))
     assert found.charts == []
-    assert "Time by batch size: no case completed." in found.omitted
+    assert "Time by batch size: no completed case has one." in found.omitted
     assert charts.of_report(make_report()) == charts.Charts(charts=[], omitted=[])
 
 
