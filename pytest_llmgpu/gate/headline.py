@@ -276,19 +276,25 @@ def _with_numbers_first(rows: Iterable[Row]) -> list[Row]:
 
 
 def _of_rows(rows: Sequence[Row], limit: float) -> str:
-    """Return the worst row, and the number of the others."""
+    """Return the worst row, and the number of cases that the others are of."""
     worst, *others = rows
     word = worst.verdict.replace("_", " ").removeprefix("CAPACITY ")
     if worst.verdict == "INVALID" or worst.unseen:
         word = _WORDS[ExitStatus.NOT_ENOUGH_DATA]
-    counts: dict[str, set[tuple[str, str]]] = {}
+    counts: dict[str, set[str]] = {}
+    limited = any(row.metric == "outcome" and row.verdict == "CAPACITY_REGRESSED" for row in rows)
     for row in others:
-        if (row.key, row.id) != (worst.key, worst.id):
-            counts.setdefault(row.verdict.replace("_", " "), set()).add((row.key, row.id))
-    more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items()]
+        # The mean over all cases is no case, nor is the largest batch size, of which a case is out of memory.
+        if row.id != ALL_CASES and not (limited and row.metric == "largest_batch"):
+            counts.setdefault(row.verdict.replace("_", " "), set()).update(_cases(row) - _cases(worst))
+    more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items() if cases]
     if worst.verdict in {"NOT_ENOUGH_DATA", "INVALID"} and not worst.unseen and worst.metric != "outcome":
         more.append('the policy has on_inconclusive = "fail"')
     return "; ".join([f"{word}: {row_in_words(worst, limit)}", *more])
+
+
+def _cases(row: Row) -> set[str]:
+    return set(row.cases or [row.id])
 
 
 def _of_pass(headline: Headline) -> str:
