@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, Process, RankFailedError
 from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome
 
@@ -50,28 +50,11 @@ Listener = Callable[[Event], None]
 """Receives what a process sends, from any thread."""
 
 
-class Channel(Protocol):
+class Channel(Process, Protocol):
     """The process of a rank, wherever it runs. It passes what the process sends to the listener it was made with."""
-
-    @property
-    def alive(self) -> bool:
-        """True if the process runs."""
-        ...
 
     def send(self, command: bytes) -> None:
         """Send a pickled command; this does not wait for the process."""
-        ...
-
-    def stacks(self) -> str:
-        """See `protocol.Rank`."""
-        ...
-
-    def close(self) -> None:
-        """See `protocol.Rank`."""
-        ...
-
-    def kill(self) -> None:
-        """See `protocol.Rank`."""
         ...
 
 

@@ -40,21 +40,12 @@ class RankFailedError(Exception):
         """The exception of the rank; None if the rank itself ended."""
 
 
-class Rank(Protocol):
-    """One process of a strategy."""
-
-    rank: int
+class Process(Protocol):
+    """A process that runs commands."""
 
     @property
     def alive(self) -> bool:
         """True if the process runs."""
-        ...
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run `fn(state, *args)` on the rank, after all commands that were submitted before.
-
-        The rank imports `fn` by its name; arguments and result are pickled. The future raises RankFailedError.
-        """
         ...
 
     def stacks(self) -> str:
@@ -71,6 +62,19 @@ class Rank(Protocol):
 
     def kill(self) -> None:
         """End the process at once, in whatever state it is, and wait for it."""
+        ...
+
+
+class Rank(Process, Protocol):
+    """One process of a strategy."""
+
+    rank: int
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run `fn(state, *args)` on the rank, after all commands that were submitted before.
+
+        The rank imports `fn` by its name; arguments and result are pickled. The future raises RankFailedError.
+        """
         ...
 
 

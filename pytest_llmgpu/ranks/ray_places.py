@@ -229,18 +229,19 @@ def main(parent: str, address: str, device: str, devices: str, limit_s: str) -> 
 def _connect(address: str) -> None:
     import ray
 
+    option = f"--llmgpu-ray-address={address}"
     host, colon, port = address.rpartition(":")
     if colon:
         # Ray itself tries for minutes.
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no Ray cluster answers at {address}: {error}") from None
+        except OSError as error:
+            raise ValueError(f"{option}: no Ray cluster answers: {error.strerror or error}") from None
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except ConnectionError:
         raise ValueError(
-            f"no Ray cluster was found at {address}: start one with `ray start --head`, or pass its host and port"
+            f"{option}: no Ray cluster was found: start one with `ray start --head`, or pass its host and port"
         ) from None
 
 
@@ -259,9 +260,10 @@ def _reserve(address: str, device: str, devices: int, limit_s: float) -> tuple[A
     kind = "GPU" if gpu else "CPU"
     total = sum(_has(node, kind) for node in alive)
     count = devices or (total if gpu else 1)
+    option = f"--llmgpu-devices={devices}" if devices else f"--llmgpu-device={device}"
     cluster = f"the Ray cluster at {address} has {plural(total, kind)} on {plural(len(alive), 'node')}"
     if not 1 <= count <= total:
-        raise ValueError(f"devices {count}: {cluster}")
+        raise ValueError(f"{option}: {cluster}")
     own = next(_has(node, kind) for node in alive if node["NodeID"] == here)
     if not own:
         raise ValueError(f"the node of pytest has no {kind}, and rank 0 runs there: {cluster}")
@@ -272,7 +274,7 @@ def _reserve(address: str, device: str, devices: int, limit_s: float) -> tuple[A
     )
     if not group.wait(limit_s):
         free = int(ray.available_resources().get(kind, 0))
-        raise ValueError(f"devices {count}: {cluster}, and {free} of them free after {limit_s:g} s")
+        raise ValueError(f"{option}: {cluster}, and {free} of them free after {limit_s:g} s")
     of_bundles: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     numbers = {here: 0}
     for bundle in sorted(of_bundles):

@@ -100,6 +100,14 @@ def text(text: str) -> str:
     return text
 
 
+def cluster(text: str) -> str:
+    """Return the address of a Ray cluster."""
+    match = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", text)
+    if text != "auto" and not (match and 1 <= int(match[1]) < 2**16):
+        raise ValueError("auto, or host and port such as 10.0.0.1:6379, is needed")
+    return text
+
+
 def save_name(text: str) -> str:
     """Return a name for a report in the store; an empty text is no name."""
     if text:

@@ -114,7 +114,7 @@ class Options:
         marker=False,
     )
     ray_address: str = _option(
-        option_values.text,
+        option_values.cluster,
         "auto",
         "ADDRESS",
         "Ray cluster of the launcher ray: host:port, or auto for the one of this node",

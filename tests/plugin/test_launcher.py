@@ -51,6 +51,14 @@ def test_ray_is_an_extra(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPa
     result.stderr.fnmatch_lines(["ERROR: --llmgpu-launcher=ray needs ray: pip install ray"])
 
 
+@pytest.mark.parametrize("address", ["gpu1", "gpu1:99999", "ray://gpu1:10001"])
+def test_an_address_that_names_no_cluster_is_refused(pytester: pytest.Pytester, address: str) -> None:
+    """Before Ray is used, which takes seconds."""
+    result = pytester.runpytest_inprocess("--llmgpu-launcher=ray", f"--llmgpu-ray-address={address}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --llmgpu-ray-address: '{address}' is not allowed: auto, or host and port *"])
+
+
 @pytest.mark.slow
 def test_missing_processes_are_named_before_a_model_is_loaded(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch

@@ -90,8 +90,8 @@ def test_two_nodes_measure_what_one_machine_measures(cluster: Any, pytester: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--llmgpu-devices=3"], "ERROR: devices 3: the Ray cluster at * has 2 CPUs on 2 nodes"),
-        (["--llmgpu-ray-address=127.0.0.1:1"], "ERROR: no Ray cluster answers at 127.0.0.1:1: *"),
+        (["--llmgpu-devices=3"], "ERROR: --llmgpu-devices=3: the Ray cluster at * has 2 CPUs on 2 nodes"),
+        (["--llmgpu-ray-address=127.0.0.1:1"], "ERROR: --llmgpu-ray-address=127.0.0.1:1: no Ray cluster answers: *"),
     ],
 )
 def test_a_cluster_that_cannot_work_is_refused_in_one_line(
