@@ -7,7 +7,9 @@ its cache folder (TORCHINDUCTOR_CACHE_DIR), so that later launches compile faste
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.inference.compiled_layers import CompiledLayers
@@ -36,7 +38,12 @@ class Compiled(TensorParallel):
             super().check(case, source)
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
-        """Load the model as mp on one device and as tp on several; its layers are compiled at their first forward."""
+        """Load the model as mp on one device and as tp on several; its layers are compiled at their first forward.
+
+        Raises:
+            ValueError: The cache folder is of another user.
+        """
+        _check_cache_folder()
         loaded = super().load(case, source) if case.devices > 1 else LayerParallel().load(case, source)
         return dataclasses.replace(loaded, compiled=CompiledLayers(loaded.model, self.compiler))
 
@@ -47,3 +54,17 @@ class Compiled(TensorParallel):
         """Forget the graphs of the case before."""
         assert loaded.compiled is not None
         loaded.compiled.reset()
+
+
+def _check_cache_folder() -> None:
+    """Refuse a default cache folder of another user: it has a known name in a folder of all users."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir())
+    if folder.stat().st_uid != os.getuid():
+        raise ValueError(
+            f"{folder} is of another user, and torch would run the code in it: set TORCHINDUCTOR_CACHE_DIR to a folder "
+            "of your own"
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,19 @@ def test_on_two_devices_the_layers_are_those_of_tp(
     assert found is not None
     assert found.ok is True, generation_check.describe(found)
     assert ask(ranks.graphs) == [2, 2], "a prefill and a decode step"
+
+
+def test_a_cache_folder_of_another_user_is_refused(
+    bundled: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch runs the code in it, and anybody can make a folder of that name first; a folder that is named is taken."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    Compiled().load(_case(_items("hellaswag")), bundled)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 1)
+    with pytest.raises(ValueError, match=r"torchinductor_.* is of another user"):
+        Compiled().load(_case(_items("hellaswag")), bundled)
 
 
 def test_a_cache_that_grows_is_refused(bundled: ModelSource) -> None:
