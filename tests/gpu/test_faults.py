@@ -217,8 +217,7 @@ def _measured(
     return int(result.ret), file.load(pytester.path / ".llmgpu" / "last.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", _ON_A_GPU])
+@pytest.mark.parametrize("device", [_ON_A_GPU])  # on a CPU it is an error as any other
 def test_a_case_after_a_failed_assertion_is_measured(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
