@@ -19,7 +19,7 @@ from pytest_llmgpu.report.derived import (
     upper_bound,
     value_of,
 )
-from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult
+from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, CheckedMetric
 from pytest_llmgpu.report.text import percent
 
 _PUBLISHED = {"7b": ("7B", 0.761), "13b": ("13B", 0.792), "30b": ("33B", 0.828), "65b": ("65B", 0.842)}
@@ -57,21 +57,9 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype of the weights, which decides what is allowed."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check as data; `describe` words it. The first six fields are those of `AccuracyCheck`."""
+class Decision(CheckedMetric, frozen=True, kw_only=True):
+    """The result of a check as data; `describe` words it."""
 
-    metric: str
-    """`acc`, `acc_norm`, or `loglikelihood_relative_difference` for dummy weights."""
-    value: float | None
-    """The measured value of the metric."""
-    baseline: float | None
-    """The value compared with."""
-    source: str | None
-    """The origin of the baseline: where it is published, an option, or the id of another case."""
-    tolerance: float
-    """The loss that still passes, as a fraction."""
-    ok: bool | None
-    """None: there was nothing independent to compare with."""
     case: Case
     """The case that was checked."""
     items: int = 0
@@ -95,15 +83,8 @@ def check(
     decision = decide(result, earlier, given=given, metric=metric, tolerance=tolerance)
     if decision is None:
         return None
-    return AccuracyCheck(
-        metric=decision.metric,
-        value=decision.value,
-        baseline=decision.baseline,
-        source=decision.source,
-        tolerance=decision.tolerance,
-        ok=decision.ok,
-        text=describe(decision),
-    )
+    figures = {name: getattr(decision, name) for name in CheckedMetric.__struct_fields__}
+    return AccuracyCheck(**figures, text=describe(decision))
 
 
 def decide(

@@ -359,8 +359,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     log-likelihood near 0 does not make it large."""
 
 
-class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """The check of the answers of a case against a known accuracy."""
+class CheckedMetric(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a check of answers."""
 
     metric: str
     """Metric of the check: `acc`, `acc_norm`, or `loglikelihood_relative_difference` for dummy weights."""
@@ -374,6 +374,11 @@ class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Largest allowed difference to the baseline."""
     ok: bool | None
     """True if the check passed; null if there was nothing to compare with."""
+
+
+class AccuracyCheck(CheckedMetric, frozen=True, kw_only=True):
+    """The check of the answers of a case against a known accuracy."""
+
     text: str
     """Result of the check in one sentence."""
 
