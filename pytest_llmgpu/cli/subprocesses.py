@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end of a job of CI, and a terminal that is closed."""
 _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
 """The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
 
@@ -53,11 +54,13 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Treat SIGTERM, with which a CI system cancels a job, like Ctrl-C.
+    """Treat the other signals of `INTERRUPTS` like Ctrl-C.
 
-    A background job ignores SIGINT, and its children inherit that: commands get the default handler here.
+    A background job ignores SIGINT, and its children inherit that: commands get the default handler here. What nohup
+    started ignores SIGHUP on purpose.
     """
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _INTERRUPTS}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {number: signal.signal(number, signal.default_int_handler) for number in {*INTERRUPTS} - ignored}
     try:
         yield
     finally:
@@ -67,12 +70,12 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def _held() -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM after the block: an interrupted start would leave a process that nobody ends."""
+    """Handle `INTERRUPTS` after the block: an interrupted start would leave a process that nobody ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _INTERRUPTS}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in INTERRUPTS}
     try:
         yield
     finally:

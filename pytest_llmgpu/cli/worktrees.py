@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from pytest_llmgpu.cli.subprocesses import INTERRUPTS
 from pytest_llmgpu.store import git
 
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
@@ -145,11 +146,11 @@ def _remove(folder: Path, root: Path) -> None:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM; git processes inherit that."""
+    """Ignore what interrupts a command; git processes inherit that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTS}
     try:
         yield
     finally:

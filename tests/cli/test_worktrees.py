@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +220,23 @@ while True:
 """
 
 
-@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
-def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str) -> None:
+@pytest.fixture
+def hangup() -> Iterator[Callable[[signal.Handlers], object]]:
+    """Return a function that sets what SIGHUP does, which may be ignored where the tests run."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_command_of_nohup_survives_its_terminal(hangup: Callable[[signal.Handlers], object]) -> None:
+    """SIGHUP stays ignored."""
+    hangup(signal.SIG_IGN)
+    with interruptible():
+        signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str, hangup: Callable[[signal.Handlers], object]) -> None:
     """The command gets SIGINT once and may write its report before it ends."""
     code = (
         "import os, signal\n"
@@ -230,6 +245,7 @@ def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str) -> None:
         "except KeyboardInterrupt:\n    print('written', flush=True)\n"
     )
     log = tmp_path / "log"
+    hangup(signal.SIG_DFL)
     with interruptible(), pytest.raises(KeyboardInterrupt):
         run(_python(code), tmp_path, {}, log)
     assert log.read_text() == "written\n"
