@@ -94,9 +94,9 @@ def _score(trial: Trial) -> str:
 
 
 def _instead(found: SelfTest) -> str:
-    """Return which gated metrics show slower forwards."""
+    """Return which gated metrics show slowdowns."""
     caught = [trial.plant for trial in found.trials if trial.plant in _SLOWER and trial.caught]
-    return f"slower forwards are detected by {', '.join(caught)}" if caught else "slower forwards are not detected"
+    return f"slowdowns are detected only by {', '.join(caught)}" if caught else "slowdowns are not detected"
 
 
 def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[str]:

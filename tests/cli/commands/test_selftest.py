@@ -62,7 +62,7 @@ def test_a_gate_that_detects_every_regression_is_proven(measured: Report, capsys
     ]
     assert lines[0].endswith("  detected in 2 cases")
     assert lines[6].endswith("  detected in 1 case")
-    assert lines[8].startswith("not gated   kernel: slower forwards are detected by time, device-time, flops")
+    assert lines[8].startswith("not gated   kernel: slowdowns are detected only by time, device-time, flops")
     assert lines[9] == "control     an unchanged copy, 17 rows compared: none is worse"
     assert lines[10:] == ["", "PROVEN: this policy detects every injected regression in this report"]
 
@@ -105,10 +105,10 @@ def test_the_policy_in_force_is_tested(capsys: pytest.CaptureFixture[str]) -> No
     policy.write_text("[tool.llmgpu.gate.time]\ngate = false\n")
     assert main(["selftest", "report.json", "--plant", "time"]) == 1
     out = capsys.readouterr().out
-    assert "not gated   time: slower forwards are not detected\n" in out
+    assert "not gated   time: slowdowns are not detected\n" in out
     assert out.endswith("\nNOT PROVEN: no regression was injected\n")
     assert main(["selftest", "report.json"]) == 0
-    assert "not gated   time, kernel: slower forwards are detected by device-time, flops, host-sync\n" in (
+    assert "not gated   time, kernel: slowdowns are detected only by device-time, flops, host-sync\n" in (
         capsys.readouterr().out
     )
     Path("other.toml").write_text("[memory]\nmargin = 0.001\n")
