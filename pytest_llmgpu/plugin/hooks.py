@@ -62,8 +62,12 @@ def pytest_llmgpu_tasks() -> Mapping[str, str]:
     return tasks.BUILT_IN
 
 
-def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, None, None]:
     """Let rank 0's process alone print the options that pytest does not know; it prints wrong values, too."""
+    yield  # a conftest.py may add options
     if _serves_rank_zero(early_config) and parser.parse_known_and_unknown_args(args)[1]:
         sys.exit(pytest.ExitCode.USAGE_ERROR)
 

@@ -101,6 +101,9 @@ def test_wrong_options_are_printed_by_rank_zero_only(
     assert printed[1] == ""
     unknown = pytester.runpytest_subprocess("--llmgpu-launcher=env", "--llmgpu-limits=8")
     assert (unknown.ret, unknown.errlines, unknown.outlines) == (pytest.ExitCode.USAGE_ERROR, [], [])
+    pytester.makeconftest("def pytest_addoption(parser): parser.addoption('--mine', action='store_true')")
+    known = pytester.runpytest_subprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1", "--mine")
+    known.stderr.fnmatch_lines(["ERROR: *rank 0 was not found*"])
     assert pytester.runpytest_inprocess("--llmgpu-limit=few").errlines, "without the launcher each process prints"
 
 
