@@ -121,7 +121,8 @@ def _fuse_products_of_vectors(graph: Any) -> None:
 
     for node in graph.graph.nodes:
         if node.target is torch.nn.functional.linear:
-            given, result = (one.meta["example_value"] for one in (node.args[0], node))
+            inputs = (*node.args, node.kwargs.get("input"))
+            given, result = (one.meta["example_value"] for one in (inputs[0], node))
             if result.numel() == result.shape[-1] >= given.shape[-1]:
                 node.target = _product_of_vector
     graph.recompile()

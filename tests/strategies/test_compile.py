@@ -125,13 +125,13 @@ def test_every_fault_of_the_cache_is_found(loaded: Callable[..., RankState]) -> 
 def test_on_two_devices_the_layers_are_those_of_tp(
     gloo_pair: RankGroup, loaded: Callable[..., RankState], bundled: ModelSource
 ) -> None:
-    """All-reduces are part of the graphs; each rank compiles as many as one device does."""
+    """All-reduces are part of the graphs, products of one row are fused; a rank has as many graphs as one device."""
     prompts = _items("prompts")
-    plain = _case(prompts, strategy="mp")
+    plain = _case(prompts, strategy="mp", batch_size=1)
     mp = _result(plain, kv_cache_faults.generate(loaded(plain, _MP, prompts), plain, None, None))
     assert mp.launches[0].generation is not None
     texts = ReferenceTexts(key=mp.key, tokens=mp.launches[0].generation.tokens)
-    case = _case(prompts, devices=2)
+    case = _case(prompts, devices=2, batch_size=1)
 
     def ask(fn: Callable[..., Any], *arguments: Any) -> list[Any]:
         return gloo_pair.ask(fn, *arguments, phase="forward", timeout_s=300)
