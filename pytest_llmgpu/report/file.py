@@ -166,7 +166,7 @@ class CaseTexts:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[CaseResult, int, int]] = {}
         """The place of each case in its report to the case, the start of its text in the file, and its bytes."""
-        self._end = 0
+        self._end = self._replaced_bytes = 0
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - it is closed with this object
         weakref.finalize(self, self._file.close)
 
@@ -176,6 +176,12 @@ class CaseTexts:
         if kept is case:
             return os.pread(self._file.fileno(), size_bytes, start)
         text = _case_text(place, case)
+        self._replaced_bytes += size_bytes
+        if 2 * self._replaced_bytes > self._end:
+            # Each launch changes its case. The file would grow with the square of their number.
+            os.ftruncate(self._file.fileno(), 0)
+            self._kept.clear()
+            self._end = self._replaced_bytes = 0
         with suppress(OSError):  # the disk is full: the case is encoded again next time
             if os.pwrite(self._file.fileno(), text, self._end) == len(text):
                 self._kept[place] = case, self._end, len(text)

@@ -10,6 +10,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_a_case_that_stays_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> N
     dump(report, path, texts)
     assert [place for place in encoded if re.fullmatch(r"\$\.cases\[\d+\]", place)] == ["$.cases[1]", "$.cases[2]"]
     assert load(path) == report
+
+
+def test_texts_of_earlier_launches_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary file takes at most about as much space again as the texts of the latest results."""
+    kept = Path("kept")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: kept.open("w+b", **named))
+    texts, report = file.CaseTexts(), make_report([make_result(batch_size=size) for size in (1, 2, 4)])
+    dump(report, Path("report.json"), texts)
+    whole_bytes = kept.stat().st_size
+    assert whole_bytes > 0
+    for launch in range(12):
+        report.cases[launch % 3] = make_result(batch_size=2 ** (launch % 3))
+        dump(report, Path("report.json"), texts)
+        assert load(Path("report.json")) == report
+        assert kept.stat().st_size <= 2.5 * whole_bytes
 
 
 def test_a_full_temporary_disk_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
