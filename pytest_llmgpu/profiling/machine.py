@@ -26,7 +26,7 @@ _DISTRIBUTIONS = (
     *("pytest-llmgpu", "pytest", "torch", "transformers", "accelerate", "deepspeed", "ray", "datasets"),
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
 )
-_VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_NUM_THREADS")
+_VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT")
 
 
 class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):

@@ -255,6 +255,8 @@ def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.M
         "CUDA_HOME": "/home/ada/cuda",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "ACTIVE",
+        "GOMP_SPINCOUNT": "300000",
     }
     others = {
         "NCCL_API_TOKEN": "t0p",
