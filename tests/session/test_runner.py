@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
@@ -594,6 +595,20 @@ def test_threads_on_a_cpu_do_not_spin_for_long(
         _runner(launcher)[0].run(_request(case, strategy), recorded.append)
     short = None if chosen else "1000"
     assert [[one.get("GOMP_SPINCOUNT") for one in ranks] for ranks in launcher.environments] == [[short], [short] * 2]
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, "3"), ("5", "5")])
+def test_ranks_of_a_node_split_its_cores(
+    recorded: list[CaseResult], chosen: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all cores for each rank, threads would wait for each other. A variable of the user has precedence."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    launcher = _FakeLauncher(_reply)
+    _runner(launcher)[0].run(_request(_case(4), _TP), recorded.append)
+    assert [[one["OMP_NUM_THREADS"] for one in ranks] for ranks in launcher.environments] == [[threads] * 2]
 
 
 def test_a_model_is_loaded_once_for_all_batch_sizes(recorded: list[CaseResult]) -> None:
