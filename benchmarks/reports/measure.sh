@@ -62,7 +62,7 @@ paper_2() {
 # tp on two GPUs by the local launcher, then as two nodes of one GPU each under torchrun.
 nodes() {
   local node of=(--llmgpu-load-format=dummy --llmgpu-dtype=float16 --llmgpu-dataset="$dataset" --llmgpu-limit=60)
-  of+=(--llmgpu-model=llama-7b --strategy=tp --llmgpu-batch-sizes=1,8,32)
+  of+=(--llmgpu-model=llama-7b --strategy=tp --llmgpu-devices=2 --llmgpu-batch-sizes=1,8,32)
   bench tp-7b-2xH200-one-node "${of[@]}"
   LLMGPU_KEY=$(openssl rand -hex 16) && export LLMGPU_KEY
   for node in 0 1; do
