@@ -180,7 +180,8 @@ def _claim(folder: Path) -> tuple[int, Path]:
 
 def _stored_in(folder: Path) -> Iterator[Stored]:
     for entry in os.scandir(folder):
-        if match := _FILE.fullmatch(entry.name):
+        # Reading a pipe would wait for somebody who writes to it.
+        if (match := _FILE.fullmatch(entry.name)) and entry.is_file():
             number, commit, created, name = match.groups()
             yield Stored(
                 machine=folder.name,

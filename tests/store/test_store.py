@@ -225,7 +225,9 @@ def test_a_file_that_appears_during_a_run_does_not_lose_its_report() -> None:
 
 def test_other_files_in_the_store_are_ignored() -> None:
     """The report of the last run, notes and folders of other tools are not listed."""
-    save(measured(), _STORE)
+    path = save(measured(), _STORE)
+    os.mkfifo(path.with_name(path.name.replace("0001", "0002")))  # `llmgpu trend` would wait for a writer
+    path.with_name(path.name.replace("0001", "0003")).symlink_to("absent")
     dump(measured(), _STORE / "last.json")
     (_STORE / H200 / "notes.txt").touch()
     (_STORE / H200 / "0002_x.json").touch()
