@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Ou
 from pytest_llmgpu.session.runner import Request, Runner
 from support import tiny_model
 from support.report_factory import make_answers
+
+with contextlib.suppress(ImportError):
+    import vl_convert  # noqa: F401 - it can be imported once in a process, and pytester would forget that it was
 
 BENCHMARK = """
     def test_hellaswag(llm, hellaswag, batch_size, measure):
