@@ -16,7 +16,9 @@ from support.prose import Prose, ProseFiles
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.profiling import counter_deltas, profiler
+from pytest_llmgpu.profiling import counter_deltas, machine, nvml, profiler
+from pytest_llmgpu.profiling.machine import TorchFacts
+from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 
@@ -64,6 +66,14 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> StubEnvironment:
         return {**clean, "LD_LIBRARY_PATH": str(folder), **stub}
 
     return environment
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, whose torch is not probed in a process of its own."""
+    facts = TorchFacts(version="2.13.0", why="torch is built without CUDA")
+    monkeypatch.setattr(machine, "probe", lambda: facts)
+    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from support.faked_runs import BENCHMARK, FakedRuns
 from support.hurried_clock import hurry
 
 from pytest_llmgpu.profiling import machine, nvml
-from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.machine import Gpu
@@ -62,11 +61,8 @@ _MISBEHAVING = """
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester, model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(pytester: pytest.Pytester, model: Path, no_gpu: None) -> Run:  # noqa: ARG001 - nothing is probed
     """Return a function that runs pytest on the tiny model without probing torch."""
-    facts = TorchFacts(version="2.13.0", why="torch is built without CUDA")
-    monkeypatch.setattr(machine, "probe", lambda: facts)
-    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
     tiny_model.write_dataset(pytester.path / "items.jsonl")
 
     def run_pytest(*arguments: str, sizes: str = "1,4,8", in_process: bool = True) -> pytest.RunResult:

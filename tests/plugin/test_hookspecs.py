@@ -14,9 +14,6 @@ import pytest
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu.plugin import hookspecs
-from pytest_llmgpu.profiling import machine, nvml
-from pytest_llmgpu.profiling.machine import TorchFacts
-from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
 
 _FLAGS = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=4", "--llmgpu-batch-sizes=16")
@@ -41,14 +38,6 @@ _OWN = """
     def pytest_llmgpu_strategies():
         return {{"{lower}": "{module}:{name}"}}
 """
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the probes of torch and NVML."""
-    facts = TorchFacts(version="2.13.0", why="torch is built without CUDA")
-    monkeypatch.setattr(machine, "probe", lambda: facts)
-    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
 
 
 def _cases(pytester: pytest.Pytester) -> list[tuple[str, str | None, str]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import kv_cache_faults
 from support import rank_functions as ranks
-from support.report_factory import make_case, make_result
+from support.report_factory import make_case
 
 from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.inference import logits, tasks
@@ -22,10 +22,9 @@ from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts, ScoreReply
+from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
-from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.strategies.compile import Compiled
 
 _MP = "pytest_llmgpu.strategies.mp:LayerParallel"
@@ -64,11 +63,6 @@ def loaded(bundled: ModelSource) -> Iterator[Callable[..., RankState]]:
     torch.compiler.reset()
 
 
-def _result(case: Case, reply: ScoreReply) -> CaseResult:
-    launch = Launch(generation=reply.generation)
-    return msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler named g++")
 def test_compiled_layers_compute_the_numbers_of_mp(loaded: Callable[..., RankState]) -> None:
@@ -89,13 +83,15 @@ def test_compiled_layers_compute_the_numbers_of_mp(loaded: Callable[..., RankSta
     found, expected = (decode(scored[name].accuracy.loglikelihoods) for name in ("compile", "mp"))  # type: ignore[union-attr]  # asserted above
     assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float32"]
     assert "compiled" in scored["compile"].execution_choice
-    of_mp = _result(
+    of_mp = kv_cache_faults.result(
         _case(prompts, strategy="mp"), kv_cache_faults.generate(states["mp"], _case(prompts, strategy="mp"), None, None)
     )
     assert of_mp.launches[0].generation is not None
     texts = ReferenceTexts(key=of_mp.key, tokens=of_mp.launches[0].generation.tokens)
     state, case = states["compile"], _case(prompts)
-    decision = generation_check.decide(_result(case, kv_cache_faults.generate(state, case, None, texts)), of_mp)
+    decision = generation_check.decide(
+        kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), of_mp
+    )
     assert decision is not None
     assert decision.ok is True, generation_check.describe(decision)
     assert state.loaded is not None
@@ -116,7 +112,9 @@ def test_every_fault_of_the_cache_is_found(loaded: Callable[..., RankState]) -> 
     case = _case(prompts)
     state = loaded(case, _TRACED, prompts)
     for fault in kv_cache_faults.FAULTS:
-        found = generation_check.decide(_result(case, kv_cache_faults.generate(state, case, fault, None)), None)
+        found = generation_check.decide(
+            kv_cache_faults.result(case, kv_cache_faults.generate(state, case, fault, None)), None
+        )
         assert found is not None
         assert found.own_ok is False, fault
 
@@ -128,7 +126,7 @@ def test_on_two_devices_the_layers_are_those_of_tp(
     """All-reduces are part of the graphs, products of one row are fused; a rank has as many graphs as one device."""
     prompts = _items("prompts")
     plain = _case(prompts, strategy="mp", batch_size=1)
-    mp = _result(plain, kv_cache_faults.generate(loaded(plain, _MP, prompts), plain, None, None))
+    mp = kv_cache_faults.result(plain, kv_cache_faults.generate(loaded(plain, _MP, prompts), plain, None, None))
     assert mp.launches[0].generation is not None
     texts = ReferenceTexts(key=mp.key, tokens=mp.launches[0].generation.tokens)
     case = _case(prompts, devices=2, batch_size=1)
@@ -139,7 +137,7 @@ def test_on_two_devices_the_layers_are_those_of_tp(
     ask(worker.load, case, bundled, _TRACED)
     ask(worker.give, prompts.sha256, prompts.items, tasks.BUILT_IN["prompts"])
     replies = ask(kv_cache_faults.generate, case, None, texts)
-    found = generation_check.decide(_result(case, replies[0]), mp)
+    found = generation_check.decide(kv_cache_faults.result(case, replies[0]), mp)
     assert found is not None
     assert found.ok is True, generation_check.describe(found)
     assert ask(ranks.graphs) == [2, 2], "a prefill and a decode step"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support import emulated_iok, kv_cache_faults
-from support.report_factory import make_case, make_result
+from support.report_factory import make_case
 
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
@@ -19,14 +19,11 @@ from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.prompts import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
-from pytest_llmgpu.profiling import machine
-from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts, ScoreReply
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.result import CaseResult, Launch
 
 _TP = "support.rank_functions:UncompiledTensorParallel"
 _MP = "pytest_llmgpu.strategies.mp:LayerParallel"
@@ -63,11 +60,6 @@ def _case(items: Any, **fields: Any) -> Case:
     )
 
 
-def _result(case: Case, reply: ScoreReply) -> CaseResult:
-    launch = Launch(generation=reply.generation)
-    return msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: ModelSource, backend: str) -> None:
@@ -78,7 +70,7 @@ def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: Model
     state = RankState(lambda _: None)
     worker.load(state, plain, bundled, _MP)
     worker.give(state, items.sha256, items.items, tasks.BUILT_IN["prompts"])
-    mp = _result(plain, kv_cache_faults.generate(state, plain, None, None))
+    mp = kv_cache_faults.result(plain, kv_cache_faults.generate(state, plain, None, None))
     of_mp = mp.launches[0].generation
     assert of_mp is not None
     texts = ReferenceTexts(key=mp.key, tokens=of_mp.tokens)
@@ -92,12 +84,15 @@ def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: Model
     assert len({reply.generation.tokens for reply in replies if reply.generation is not None}) == 1
     sizes = [reply.generation.kv_cache_bytes for reply in replies if reply.generation is not None]
     assert sum(sizes) == of_mp.kv_cache_bytes == of_mp.kv_cache_formula_bytes
-    decision = generation_check.decide(_result(split, replies[0]), mp)
+    decision = generation_check.decide(kv_cache_faults.result(split, replies[0]), mp)
     assert decision is not None
     assert decision.ok is True
     assert decision.reference_id == mp.id
     for fault in kv_cache_faults.FAULTS:
-        broken = _result(split, ask(fault)[0]), _result(plain, kv_cache_faults.generate(state, plain, fault, None))
+        broken = (
+            kv_cache_faults.result(split, ask(fault)[0]),
+            kv_cache_faults.result(plain, kv_cache_faults.generate(state, plain, fault, None)),
+        )
         for one in broken:
             found = generation_check.decide(one, mp)
             assert found is not None
@@ -105,9 +100,9 @@ def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: Model
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_gpu")
 def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run scores and generates with one loaded model; the report has texts, times, traffic of a step and checks."""
-    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "tp", _TP)
     pytester.makepyfile(
         """
@@ -167,7 +162,7 @@ def test_the_kernels_of_iok_generate_the_texts_of_mp(
         worker.give(state, items.sha256, items.items, tasks.BUILT_IN["prompts"])
         return state
 
-    mp = _result(plain, kv_cache_faults.generate(load(plain, _MP), plain, None, None))
+    mp = kv_cache_faults.result(plain, kv_cache_faults.generate(load(plain, _MP), plain, None, None))
     of_mp = mp.launches[0].generation
     assert of_mp is not None
     state = load(injected, "support.emulated_iok:EmulatedInjection")
@@ -176,7 +171,7 @@ def test_the_kernels_of_iok_generate_the_texts_of_mp(
     assert len(set(reply.generation.prompt_tokens)) > 2, "rows of unequal length"
     assert reply.generation.kv_cache_bytes == of_mp.kv_cache_bytes
     assert reply.generation.tokens == of_mp.tokens
-    decision = generation_check.decide(_result(injected, reply), mp)
+    decision = generation_check.decide(kv_cache_faults.result(injected, reply), mp)
     assert decision is not None
     assert decision.ok is True, generation_check.describe(decision)
     for fault in kv_cache_faults.KERNEL_FAULTS:
@@ -184,7 +179,7 @@ def test_the_kernels_of_iok_generate_the_texts_of_mp(
             continue  # One row has none.
         with kv_cache_faults.injected_into_kernels(fault):
             found = generation_check.decide(
-                _result(injected, kv_cache_faults.generate(state, injected, None, None)), None
+                kv_cache_faults.result(injected, kv_cache_faults.generate(state, injected, None, None)), None
             )
         assert found is not None
         assert found.own_ok is False, fault

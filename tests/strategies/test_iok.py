@@ -23,8 +23,6 @@ from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import logits, models, tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.profiling import machine
-from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.ranks import oom, worker
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import decode
@@ -363,11 +361,11 @@ def test_scoring_as_the_harness_gives_the_same_numbers(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_gpu")
 def test_two_ranks_answer_as_the_plain_model(
     pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes hold half of every layer each, and give the log-likelihoods of the plain model."""
-    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     tiny_model.write_model(tmp_path / "tiny")
     tiny_model.write_dataset(pytester.path / "items.jsonl")
@@ -396,9 +394,9 @@ def test_two_ranks_answer_as_the_plain_model(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_gpu")
 def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accuracy stays 1, but the log-likelihoods differ; the finding does not need a run of mp."""
-    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     pytester.makepyfile(test_it=_BENCHMARK)
     result = pytester.runpytest_inprocess(
@@ -413,9 +411,9 @@ def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_gpu")
 def test_a_workspace_that_is_too_small_fails_a_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The case completes, and a finding has the number of tokens that the workspace held."""
-    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
     pytester.makepyfile(test_it=_BENCHMARK)

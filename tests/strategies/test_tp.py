@@ -22,8 +22,6 @@ import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.profiling import machine
-from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.report import file
@@ -143,9 +141,12 @@ def test_rotary_frequencies_keep_their_precision(load: Load, bundled: ModelSourc
 
 
 @pytest.fixture
-def measure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+def measure(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    no_gpu: None,  # noqa: ARG001 - nothing is probed
+) -> Callable[..., pytest.RunResult]:
     """Run pytest on a CPU as two devices, without probing torch in each test."""
-    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2.13.0", why="torch is built without CUDA"))
     monkeypatch.setitem(strategies.BUILT_IN, "tp", _PLACE)
 
     def run(*arguments: str) -> pytest.RunResult:

@@ -12,6 +12,8 @@ from pytest_llmgpu.inference.kv_cache import KernelCache, LayerCache, StaticCach
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState, ScoreReply
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.result import CaseResult, Launch
+from support.report_factory import make_result
 
 _arguments, _update = StaticCache.arguments, LayerCache.update
 
@@ -102,3 +104,9 @@ def injected_into_kernels(name: str) -> Iterator[None]:
             delattr(KernelCache, member)
         else:
             setattr(KernelCache, member, before)
+
+
+def result(case: Case, reply: ScoreReply) -> CaseResult:
+    """Return the result of a case that generated."""
+    launch = Launch(generation=reply.generation)
+    return msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])
