@@ -15,6 +15,7 @@ import msgspec
 
 from pytest_llmgpu.gate.noise_model import Deviation, deviation
 from pytest_llmgpu.report import decompression, disturbances, file
+from pytest_llmgpu.report.bounds import Count
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
@@ -42,7 +43,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """Id of the case, such as `tp-bs8`."""
-    launches: int
+    launches: Count
     """Number of launches that were measured."""
     time: Deviation
     """Deviation of the wall time between the launches of a session."""
@@ -97,7 +98,7 @@ class _OldNoise(msgspec.Struct, frozen=True):
 
     id: str
     sd: float
-    launches: int
+    launches: Count
     sessions: int = 1
 
 

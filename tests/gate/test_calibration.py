@@ -164,6 +164,7 @@ def test_a_calibration_lets_one_launch_decide() -> None:
             "from 1 to 2, got 3 .*degrees",
         ),
         ({"cases": {"k": {"id": "x"}}}, "missing required field `launches`"),
+        ({"cases": {"k": {"id": "x", "launches": 10**400}}}, r"launches"),
         ({"machine": None}, r"machine"),
     ],
 )
