@@ -161,7 +161,7 @@ def _describe_failure(result: CaseResult) -> Finding:
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
         more = " The report has the batches that finished." if finished else ""
-        advice = f"Continue it with --llmgpu-resume=latest and the same options.{more}"
+        advice = f"Continue it with the same options and --llmgpu-resume=REPORT, its path or latest.{more}"
     elif failure.signal == signal.SIGKILL:
         advice = "Look for what killed it: the host's out-of-memory killer (kernel log, dmesg) or a limit of the job."
     elif failure.signal == signal.SIGTERM:

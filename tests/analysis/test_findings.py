@@ -373,13 +373,13 @@ def test_a_skipped_case_has_no_finding() -> None:
             "interrupted",
             Failure(phase="forward", message="by KeyboardInterrupt"),
             "Interrupted at",
-            "Continue it with --llmgpu-resume=latest and the same options.",
+            "Continue it with the same options and --llmgpu-resume=REPORT, its path or latest.",
         ),
         (
             "interrupted",
             Failure(phase="load", message="x"),
             "Interrupted while loading the model: x.",
-            "Continue it with --llmgpu-resume=latest and the same options.",
+            "Continue it with the same options and --llmgpu-resume=REPORT, its path or latest.",
         ),
         ("error", None, "no reason was recorded", "run it again"),
     ],
@@ -431,7 +431,10 @@ def test_stacks_alone_are_not_shown() -> None:
 def test_an_interrupted_case_names_finished_batches_if_there_are_any() -> None:
     """Without a finished batch there is nothing in the report to look at."""
     result = make_failed("interrupted", Failure(phase="forward", message="x"))
-    assert _assess([result])[0].findings[0].next_step == "Continue it with --llmgpu-resume=latest and the same options."
+    assert (
+        _assess([result])[0].findings[0].next_step
+        == "Continue it with the same options and --llmgpu-resume=REPORT, its path or latest."
+    )
     result.launches[0].batches.latency_s.append(1.0)
     assert "batches that finished" in _assess([result])[0].findings[0].next_step
 
