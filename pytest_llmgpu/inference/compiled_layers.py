@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference import weights
@@ -27,6 +28,10 @@ _REMEDIES = {
     "FailOnRecompileLimitHit": f"a case may have at most {MOST_GRAPHS} graphs: choose fewer or other batch sizes",
 }
 """Name of an error of torch to what helps against it."""
+
+
+_SUSPENDED = ContextVar("_SUSPENDED", default=False)
+"""True while `suspended` is entered: a layer runs once there, since its ops and collectives are counted."""
 
 
 class CompileError(RuntimeError):
@@ -143,10 +148,10 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
         nonlocal unmasked
         cache = named.get("past_key_values")
         if isinstance(cache, StaticCache):
-            if index not in cache.layers:
+            if index not in cache.layers and not _SUSPENDED.get():
                 with suspended():
                     compiled(layer, *arguments, **named)  # allocates the part of this layer
-            named["past_key_values"] = cache.layers[index]
+            named["past_key_values"] = cache.layers.get(index, cache)
         if "attention_mask" in named:
             # transformers makes a mask while a CUDA graph is recorded, where it makes none before: the layer would be
             # compiled again, which a recording does not allow.
@@ -164,8 +169,12 @@ def suspended() -> Iterator[None]:
     """Return a context manager in which nothing is compiled and compiled functions run eagerly."""
     import torch
 
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    before = _SUSPENDED.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _SUSPENDED.reset(before)
 
 
 def _described(error: Exception) -> Exception:

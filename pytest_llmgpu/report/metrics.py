@@ -220,6 +220,18 @@ def _of_work(result: CaseResult, name: str, unit: str, count: Callable[[Launch],
     return None
 
 
+def _flops(result: CaseResult) -> Figure | None:
+    """Return the FLOPs of a sequence over all ranks; of a text those of its prefill and of all its decode steps."""
+    unit = "FLOP/sequence"
+    found = _of_work(result, "flops", unit, _sequences)
+    if found is None or not result.case.generates:
+        return found
+    prefills = [msgspec.structs.replace(launch, work=launch.prefill_work) for launch in result.launches]
+    prefill = _of_work(msgspec.structs.replace(result, launches=prefills), "flops", unit, _sequences)
+    steps = (result.case.new_tokens or 1) - 1
+    return None if prefill is None else _figure(unit, prefill.value + steps * found.value)
+
+
 def _of_ranks(launch: Launch, name: str) -> int | None:
     """Return the sum of a figure of the work over the ranks; None where a rank lacks it."""
     figures: list[int | None] = [getattr(rank, name) for rank in launch.ranks]
@@ -415,7 +427,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="FLOP",
         written=_operations,
         next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
-        figure=lambda result: _of_work(result, "flops", "FLOP/sequence", _sequences),
+        figure=_flops,
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
         trended=Trended(name="flops", title="computed (TFLOP/sequence, all ranks)", scale=1e12, judged_by=("flops",)),
     ),

@@ -139,6 +139,19 @@ def test_suspended_forwards_run_eagerly() -> None:
     assert layers.graphs == 0
 
 
+def test_layers_of_suspended_texts_run_once() -> None:
+    """Ops, FLOPs and traffic are counted in such forwards, with a KV cache that is new."""
+    model = _model()
+    calls: list[None] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(None))
+    expected = _generate(model)
+    plain = len(calls)
+    _compiled(model)
+    with compiled_layers.suspended():
+        texts = _generate(model)
+    assert (texts.tokens, len(calls)) == (expected.tokens, 2 * plain)
+
+
 def test_more_shapes_than_torch_keeps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default torch runs a ninth shape eagerly, without an error."""
     monkeypatch.setattr(compiled_layers, "MOST_GRAPHS", 2)

@@ -56,6 +56,16 @@ def test_the_work_of_a_case_is_exported_for_one_sequence_or_forward() -> None:
     assert spec_of("flops").figure(result) is None  # type: ignore[misc]
 
 
+def test_the_flops_of_a_text_are_those_of_its_prefill_and_its_steps() -> None:
+    """The work passes have a prefill and one decode step."""
+    result = make_result(batch_size=4, workload="generate", new_tokens=11)
+    result.launches[0].work = make_work(eager_batches=[2])
+    assert spec_of("flops").figure is not None
+    assert spec_of("flops").figure(result) is None  # type: ignore[misc]
+    result.launches[0].prefill_work = make_work(ranks=4, eager_batches=[2])
+    assert spec_of("flops").figure(result).value == (4 + 10 * 2) * 10**12 / 4  # type: ignore[misc,union-attr]
+
+
 def test_names_are_unique() -> None:
     """No two rows share a name, a column, a label or a measure."""
     exported = [spec.exported for spec in METRICS if spec.exported]

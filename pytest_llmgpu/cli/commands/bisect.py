@@ -204,6 +204,7 @@ class _Job:
         """Yield the lines on the first bad commit, and keep its report and that of the commit before it."""
         from pytest_llmgpu.gate import bisect
         from pytest_llmgpu.report import file
+        from pytest_llmgpu.report.verdicts import WORSE
 
         measured = {step.sha: step.report for step in found.steps if step.report is not None}
         measured |= {self._shas["good"]: ends.both.base, self._shas["bad"]: ends.both.head}
@@ -220,6 +221,12 @@ class _Job:
         if row is not None:
             yield f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:"
             yield textwrap.indent(row.reason, _INDENT)
+        earlier = next((step.row for step in found.steps if step.sha == before), None)
+        if earlier is not None and earlier.ratio is not None and earlier.verdict in WORSE:
+            yield (
+                f"{_INDENT}{before[:LETTERS]} is worse than GOOD as well ({signed_percent(earlier.ratio - 1)}): "
+                f"llmgpu bisect {self._references['good']} {before[:LETTERS]} finds the reason"
+            )
         yield f"next: git show {sha[:LETTERS]}; llmgpu compare {' '.join(map(str, paths))}"
 
     def _undecided(self, found: Found) -> Iterator[str]:

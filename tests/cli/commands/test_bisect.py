@@ -67,6 +67,19 @@ def test_the_first_bad_commit_is_found(project: Project, capsys: pytest.CaptureF
     project.untouched()
 
 
+def test_an_earlier_commit_with_a_part_of_the_change_is_named(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commit that crosses the middle between both ends is found; the one before it is worse than the good end."""
+    part = {"seconds": STEADY, "calls": 68}
+    _commits(project, first_bad=2, last=2, c1=part)
+    sha = project.git("rev-parse", "c1").strip()[:8]
+    assert _bisect() == 0
+    out = capsys.readouterr().out
+    assert "is the first bad commit: c2\n" in out
+    assert f"{sha} is worse than GOOD as well (+6.2 %): llmgpu bisect c0 {sha} finds the reason\n" in out
+
+
 def test_neighbours_need_no_further_launch(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The only commit between the ends is the bad end itself."""
     _commits(project, first_bad=1, last=1)
