@@ -17,7 +17,7 @@ Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """The state that a cell is marked with."""
 
 LEGEND: dict[str, tuple[str, str]] = {
-    "best": ("★", "fastest of its strategy"),
+    "best": ("★", "most sequences/s of its strategy"),
     "wrong": ("✗", "wrong answers"),
     "oom": ("OOM", "out of memory"),
     "skipped": ("-", "not run, a smaller batch size was out of memory"),

@@ -127,7 +127,8 @@ class Planner:
             # A test with items of its own chose the batch size, too: then no flag helps.
             remedy = f": pass --llmgpu-batch-sizes with at most {sequences}" if items is None else ""
             raise ValueError(
-                f"batch size {batch_size} is more than the {sequences} sequences of {chosen.name}{limited}{remedy}"
+                f"batch size {batch_size} is more than the {plural(sequences, 'sequence')} of {chosen.name}"
+                f"{limited}{remedy}"
             )
         machine = self.machine(options)
         self._check_device(options, machine)

@@ -39,8 +39,8 @@ class HellaSwag(MultipleChoice):
             raise ValueError(f"{place}: {type(record).__name__} instead of a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
         if "prompt" in record and "endings" not in record:
             raise ValueError(
-                f"{place}: prompt without endings: a file of prompts is continued and not scored: use the fixture "
-                "prompts, or another file"
+                f"{place}: prompt without endings: a test with the fixture hellaswag needs endings, even where it "
+                "generates: use the fixture prompts, or another file"
             )
         if "ctx_a" in record and "ctx_b" in record:
             # str.capitalize also lowers every other letter. The published accuracies are of prompts made this way.

@@ -18,7 +18,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render.comparison import figures
 from pytest_llmgpu.render.exports.escaping import code, markdown
-from pytest_llmgpu.render.exports.markdown_table import HEADER, case_lines, line
+from pytest_llmgpu.render.exports.markdown_table import case_lines, header, line
 from pytest_llmgpu.render.exports.notices import Level, Notice, level, notices, other_notices
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
@@ -129,12 +129,12 @@ def _tables(report: Report) -> Iterator[_Table]:
         if noticed:
             yield _Table(["### To look at", "", *_VERDICT_HEADER], noticed)
         yield _notice_table(other_notices(report))
-        yield _Table(_folded("Cases", HEADER), list(case_lines(report)), ["", "</details>"])
+        yield _Table(_folded("Cases", header(report)), list(case_lines(report)), ["", "</details>"])
         if others:
             yield _Table(_folded("All other verdicts", _VERDICT_HEADER), others, ["", "</details>"])
     else:
         yield _notice_table(notices(report))
-        yield _Table(["### Cases", "", *HEADER], list(case_lines(report)))
+        yield _Table(["### Cases", "", *header(report)], list(case_lines(report)))
 
 
 def _notice_table(found: Sequence[Notice]) -> _Table:

@@ -18,31 +18,38 @@ _MESSAGE = 120
 _FIGURES = {
     "time": "time",
     "sequences": "sequences/s",
+    "first_token": "time to first token",
+    "token_time": "time per token",
     "accuracy": "accuracy",
     "memory": "peak memory",
     "traffic": "sent/sequence, all GPUs",
 }
 """Metric to its column; the table has only these, so that it fits a page."""
 
-HEADER = (
-    f"| case | measured | outcome | {' | '.join(_FIGURES.values())} | verdict |",
-    f"|---|---|---|{'---:|' * len(_FIGURES)}---|",
-)
-"""The first two lines of the table."""
+_OF_TEXTS = {"first_token", "token_time"}
 
 
 def render(report: Report) -> str:
     """Return the report as a table of Markdown."""
-    return "\n".join([*HEADER, *case_lines(report)])
+    return "\n".join([*header(report), *case_lines(report)])
+
+
+def header(report: Report) -> tuple[str, str]:
+    """Return the first two lines of the table."""
+    titles = [_FIGURES[name] for name in _columns(report)]
+    return (
+        f"| case | measured | outcome | {' | '.join(titles)} | verdict |",
+        f"|---|---|---|{'---:|' * len(titles)}---|",
+    )
 
 
 def case_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the cases in the order of the report, then those of other ids with verdicts."""
-    rows = rows_by_id(report.verdicts)
+    rows, columns = rows_by_id(report.verdicts), _columns(report)
     for result in report.cases:
-        yield _case(result, rows.pop(result.id, ()))
+        yield _case(result, columns, rows.pop(result.id, ()))
     for name, others in rows.items():
-        yield line([code(name), *[""] * (2 + len(_FIGURES)), _verdict(others)])
+        yield line([code(name), *[""] * (2 + len(columns)), _verdict(others)])
 
 
 def line(cells: Sequence[str]) -> str:
@@ -50,9 +57,18 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _case(result: CaseResult, rows: Sequence[Row]) -> str:
+def _columns(report: Report) -> list[str]:
+    """Return the metrics of the table: those of texts where cases generate, and accuracy where cases score."""
+    generating = {result.case.generates for result in report.cases}
+    left_out = {"accuracy"} if generating == {True} else set()
+    if True not in generating:
+        left_out |= _OF_TEXTS
+    return [name for name in _FIGURES if name not in left_out]
+
+
+def _case(result: CaseResult, columns: Sequence[str], rows: Sequence[Row]) -> str:
     found = figures(result)
-    shown = [spec_of(name).written(found[name].value) if name in found else "" for name in _FIGURES]
+    shown = [spec_of(name).written(found[name].value) if name in found else "" for name in columns]
     outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
     if result.failure is not None:
         outcome += f": {one_line(result.failure.message, _MESSAGE)}"

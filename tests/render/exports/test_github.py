@@ -15,7 +15,7 @@ from pytest_llmgpu.render.exports import export, github_summary
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
 from pytest_llmgpu.render.exports.github_annotations import LIMIT
 from pytest_llmgpu.render.exports.github_summary import COMMENT_BYTES, COMMENT_MARK, LIMIT_BYTES
-from pytest_llmgpu.render.exports.markdown_table import HEADER
+from pytest_llmgpu.render.exports.markdown_table import header
 from pytest_llmgpu.render.exports.notices import notices
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
@@ -198,7 +198,7 @@ def test_the_summary_begins_with_the_worst() -> None:
     page = _summary(report)
     places = [
         page.index(text)
-        for text in ("CAPACITY_REGRESSED |", "| NOT_ENOUGH_DATA |", "**Comparison**", HEADER[0], "| OK |")
+        for text in ("CAPACITY_REGRESSED |", "| NOT_ENOUGH_DATA |", "**Comparison**", header(report)[0], "| OK |")
     ]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
@@ -262,11 +262,23 @@ def test_escaped_text_is_rendered_as_given() -> None:
         assert shown == one_line(NASTY)
 
 
+def test_a_table_of_texts_has_the_times_of_a_token() -> None:
+    """They take the place of the accuracy, which texts do not have; beside cases that score they stand, too."""
+    text = make_result(workload="generate", batch_size=8)
+    text.first_token_s, text.token_p50_s = 0.0081, 0.00676
+    lines = export("markdown", make_report([text])).splitlines()
+    assert "| sequences/s | time to first token | time per token | peak memory |" in lines[0]
+    assert "| 0.0081 s | 0.00676 s |" in lines[2]
+    both = export("markdown", make_report([text, make_result()])).splitlines()
+    assert "| time per token | accuracy |" in both[0]
+    assert len({row.count("|") for row in both}) == 1
+
+
 def test_a_table_of_cases_has_units_and_reasons() -> None:
     """Figures have units; wrong answers and failures are with the outcome."""
-    text = export("markdown", judged(two_strategies(), two_strategies(oom=())))
-    lines = text.splitlines()
-    assert lines[:2] == list(HEADER)
+    report = judged(two_strategies(), two_strategies(oom=()))
+    lines = export("markdown", report).splitlines()
+    assert lines[:2] == list(header(report))
     assert lines[2] == (
         "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.067 "
         "| 75.00 % | 17.00 GiB | 40 MB | NOT_ENOUGH_DATA: time |"

@@ -246,7 +246,7 @@ def test_each_strategys_worst_batch_size_is_compared_with_mp(prose: Prose) -> No
     results = [make_result(1.0, given, strategy=name, batch_size=size) for (name, size), given in cases.items()]
     lines = tables(_report(results), verbose=True).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("tp compared"))
-    assert lines[first - 1].startswith("* fastest of its strategy")
+    assert lines[first - 1].startswith("* most sequences/s of its strategy")
     text = "\n".join(lines[first : lines.index("", first)])
     assert "worst at batch size 8: 3 of 200 items flipped (1 lost, 2 won, p = 1)" in text
     assert prose == text
