@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,12 @@ def test_hellaswag(llm, hellaswag, batch_size, measure):
 """
 
 
+def _be_process(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+    """Give this process the variables of one that torchrun starts."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -34,8 +40,7 @@ def test_a_world_that_cannot_work_is_refused_before_the_collection(
 ) -> None:
     """One line has the option, the variable and its value."""
     pytester.makepyfile(test_it="raise AssertionError('collected')")
-    for name, value in {**worlds.torchrun(0, 2, per_node=1), **changed}.items():
-        monkeypatch.setenv(name, value)
+    _be_process(monkeypatch, {**worlds.torchrun(0, 2, per_node=1), **changed})
     result = pytester.runpytest_inprocess("--llmgpu-launcher=env")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-launcher=env: {message.replace('[', '[[]')}*"])
@@ -67,8 +72,7 @@ def test_missing_processes_are_named_before_a_model_is_loaded(
     monkeypatch.setattr(env, "_LATE_S", 0.0)
     pytester.makepyfile(test_it=_BENCHMARK)
     port = worlds.free_port()
-    for name, value in worlds.torchrun(0, 3, per_node=1, port=port).items():
-        monkeypatch.setenv(name, value)
+    _be_process(monkeypatch, worlds.torchrun(0, 3, per_node=1, port=port))
     assert pytester.runpytest_inprocess("--llmgpu-launcher=env", "--collect-only").ret == 0
     result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -79,8 +83,7 @@ def test_a_process_looks_for_rank_zero_within_the_time_limit_of_loading(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without rank 0 each other process ends by itself."""
-    for name, value in worlds.torchrun(1, 2, per_node=1, port=worlds.free_port()).items():
-        monkeypatch.setenv(name, value)
+    _be_process(monkeypatch, worlds.torchrun(1, 2, per_node=1, port=worlds.free_port()))
     result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *rank 0 was not found at port * of * within 0.1 s: *"])
@@ -92,8 +95,7 @@ def test_wrong_options_are_printed_by_rank_zero_only(
     """The others have the same options, and end with the same exit status."""
     printed = []
     for rank in range(2):
-        for name, value in worlds.torchrun(rank, 2, per_node=1).items():
-            monkeypatch.setenv(name, value)
+        _be_process(monkeypatch, worlds.torchrun(rank, 2, per_node=1))
         result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-limit=few")
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         printed.append("".join(result.errlines + result.outlines))
