@@ -10,6 +10,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -22,7 +23,8 @@ from pytest_llmgpu.report.text import listed, percent, plural
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, WORSE, Row
 from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
-_EXPLAINED = frozenset(("device_time", "time", "flops", "host_syncs", "kernels", "ops", "runtime_calls", "traffic"))
+_WALL_TIMES = frozenset(("time", "first_token", "token_time"))
+_EXPLAINED = _WALL_TIMES | {"device_time", "flops", "host_syncs", "kernels", "ops", "runtime_calls", "traffic"}
 """Metrics that work passes can explain."""
 _SMALL, _SMALL_MODULE = 0.05, 0.1
 """Families and modules with a smaller share of the growth are not named. Modules are noisier: the eager pass runs
@@ -152,7 +154,8 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
     launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
     if len({launch.plan_sha256 for launch in launches}) != 1:
         return row
-    works = [[launch.work for launch in result.launches if launch.work is not None] for result in (base, head)]
+    passes = attrgetter("prefill_work" if row.metric == "first_token" else "work")
+    works = [list(filter(None, map(passes, result.launches))) for result in (base, head)]
     found = find(row.metric, *map(Measured, works, names), ratio=row.ratio)
     if found is None:
         return row
@@ -186,7 +189,7 @@ def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float 
     timed = all(rank.device_s is not None for pair in pairs for rank in pair)
     if metric == "device_time":
         return _of_device_time(pairs) if timed else None
-    if metric == "time" and timed:
+    if metric in _WALL_TIMES and timed:
         return _of_wall_time(pairs, ratio or 1.0)
     return _of_numbers(metric, pairs)
 
@@ -242,7 +245,8 @@ def _of_device_time(pairs: Sequence[_Pair]) -> Cause | None:
         parts=_Rank.device_parts,
         total=(before_s, after_s),
     )
-    return found if any(part.share > _SMALL for part in found.parts) else None
+    # Rows that lack most of the growth are of other kernels, or of none: they explain nothing.
+    return found if sum(part.growth_s for part in found.parts) > _MOST_OF_IT * (after_s - before_s) else None
 
 
 def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:
@@ -285,7 +289,7 @@ def _program(pair: _Pair, metric: MetricName) -> Cause | None:
         kernels, ops = [], []
     elif metric == "kernels":
         runtime_calls, ops = [], []
-    elif metric in ("flops", "ops", "time"):
+    elif metric in {"flops", "ops", *_WALL_TIMES}:
         runtime_calls = []
         kernels = kernels if ops else []
     else:

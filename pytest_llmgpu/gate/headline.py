@@ -16,6 +16,8 @@ from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
     COMPARED,
     DIFFERS,
+    NEITHER,
+    ONLY_CANDIDATE,
     SEVERITY,
     WORSE,
     Row,
@@ -53,6 +55,9 @@ _NEXT_STEPS = {
     "NO_BASELINE": "Make this report the baseline: llmgpu promote.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
+
+_WITHOUT_WORK = {NEITHER: "both reports", ONLY_CANDIDATE: "the baseline"}
+"""Why device time was not compared, to the reports without it."""
 
 
 class Headline(NamedTuple):
@@ -107,7 +112,7 @@ class Undecided(NamedTuple):
     decided: int
     """The number of rows that this number of launches decides."""
     steps: Sequence[str]
-    """The next steps of the other rows."""
+    """The next steps of the other rows, and the one that measures device time where a report lacks it."""
 
 
 def decide(verdicts: Verdicts, policy: Policy) -> Headline:
@@ -139,7 +144,9 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         limit=limit,
         # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
         states=[state for state in states if state != "failed" or status is ExitStatus.PASSED],
-        undecided=slower[0] if slower and slower[0].verdict == "NOT_ENOUGH_DATA" else None,
+        undecided=slower[0]
+        if slower and slower[0].verdict == "NOT_ENOUGH_DATA" and slower[0] not in worst[:1]
+        else None,
         differences=differences(verdicts) if slower or any(row.verdict in WORSE for row in worst) else [],
     )
 
@@ -212,25 +219,29 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
     candidate = verdicts.head
     # A regression of uncommitted changes is between no two commits.
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
+    lacks = next((who for why, who in _WITHOUT_WORK.items() if f"device_time: {why}" in verdicts.armed.unarmed), None)
     return NextSteps(
         worst=worst[0] if worst else None,
         commits=(base, head) if base and head and base != head else None,
-        undecided=_decide_undecided(undecided),
+        undecided=_decide_undecided(undecided, lacks),
     )
 
 
-def _decide_undecided(rows: Sequence[Row]) -> Undecided:
+def _decide_undecided(rows: Sequence[Row], without_work: str | None = None) -> Undecided:
     noisy = [row for row in rows if not row.next_step]
     needed = sorted(
         row.launches_needed
         for row in noisy
         if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= PRACTICAL_LAUNCHES
     )
+    steps = [row.next_step for row in rows if row.next_step]
+    if without_work is not None and any(row.metric in TIMES for row in noisy):
+        steps.insert(0, f"Measure {without_work} with --llmgpu-work=on: one launch decides device time.")
     return Undecided(
         rows=len(noisy),
         launches=needed[-1] if 2 * len(needed) >= len(noisy) and needed else None,
         decided=len(needed),
-        steps=list(dict.fromkeys(row.next_step for row in rows if row.next_step)),
+        steps=list(dict.fromkeys(steps)),
     )
 
 

@@ -339,6 +339,16 @@ def test_a_longer_time_without_kernels_has_no_cause() -> None:
     assert cause.find("device_time", *bare) is None
 
 
+def test_rows_that_lack_most_of_the_growth_explain_nothing() -> None:
+    """The device time grew by a third; the rows hold a hundredth of that, which is noise."""
+    before, after = _measured(_HEALTHY_PROGRAM), _measured(_HEALTHY_PROGRAM.slower(_PROJECTION, 1.01))
+    (work,) = after.works
+    ranks = [msgspec.structs.replace(rank, device_time_s=[0.036] * 3) for rank in work.ranks]
+    longer = Measured([msgspec.structs.replace(work, ranks=ranks)], after.kernel_names)
+    assert cause.find("device_time", before, after) is not None
+    assert cause.find("device_time", before, longer) is None
+
+
 def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
     """Without kernels there are no times to split; equal ops explain nothing."""
 
@@ -393,6 +403,25 @@ def test_a_slower_row_has_its_cause() -> None:
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
     assert _judged(_report(1.0, healthy), _report(1.0, slower)).cause is None
     assert _judged(_report(2.0, healthy), _report(1.0, slower)).cause is None
+
+
+@pytest.mark.parametrize(("metric", "passes"), [("first_token", "prefill_work"), ("token_time", "work")])
+def test_a_slower_token_has_the_cause_of_its_forwards(metric: MetricName, passes: str) -> None:
+    """The first token takes a prefill, the others take decode steps: each has work passes of its own."""
+    healthy, slower = _measured(_HEALTHY_PROGRAM), _measured(_HEALTHY_PROGRAM.slower(_PROJECTION, 3.0))
+    base, head = _report(1.0, healthy), _report(1.0, healthy)
+    row = Row.of(head.cases[0], metric, "REGRESSED", "+40 %.", ratio=1.4)
+    names = base.environment.kernel_names, head.environment.kernel_names
+    for launch in (*base.cases[0].launches, *head.cases[0].launches):
+        launch.prefill_work = launch.work
+    for launch in head.cases[0].launches:
+        setattr(launch, passes, slower.works[0])
+    found = cause.with_cause(row, base.cases[0], head.cases[0], names).cause
+    assert found is not None
+    assert cause.module_of(found) == _PROJECTION
+    other: MetricName = "token_time" if metric == "first_token" else "first_token"
+    found = cause.with_cause(msgspec.structs.replace(row, metric=other), base.cases[0], head.cases[0], names).cause
+    assert found is None or cause.module_of(found) is None
 
 
 @pytest.mark.parametrize("form", ["report.json", "report.json.gz", "git"])

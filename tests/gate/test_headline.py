@@ -16,6 +16,8 @@ from pytest_llmgpu.report.cause import Cause, TimeChange
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
     COMPARED,
+    NEITHER,
+    ONLY_CANDIDATE,
     Armed,
     Baseline,
     Candidate,
@@ -204,3 +206,24 @@ def test_uncommitted_changes_are_not_bisected() -> None:
     steps = next_steps(_verdicts(_slower(), states=("dirty",)), Policy())
     assert steps.commits is None
     assert "bisect" not in describe_next(steps)
+
+
+@pytest.mark.parametrize("on_inconclusive", ["pass", "fail"])
+def test_an_undecided_slowdown_is_named_once(on_inconclusive: Any) -> None:
+    """It is the worst row where the policy fails on it, and an addition where the gate passes."""
+    row = _row("NOT_ENOUGH_DATA", ratio=1.3, low=1.1, head=0.084)
+    policy = Policy(on_inconclusive=on_inconclusive)
+    assert _headline(row, policy=policy).count("tp-bs8 wall time +30.0 %") == 1
+
+
+@pytest.mark.parametrize(("reason", "lacking"), [(NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")])
+def test_device_time_is_measured_where_a_report_lacks_it(reason: str, lacking: str) -> None:
+    """It needs one launch where wall time needs many; a row that is decided needs none."""
+    verdicts = _verdicts(_row("NOT_ENOUGH_DATA"))
+    step = f"Measure {lacking} with --llmgpu-work=on: "
+    assert step not in describe_next(next_steps(verdicts, Policy()))
+    armed = Armed(compared=1, gated=1, unarmed={f"device_time: {reason}": 1})
+    verdicts = msgspec.structs.replace(verdicts, armed=armed)
+    assert step in describe_next(next_steps(verdicts, Policy()))
+    decided = msgspec.structs.replace(verdicts, rows=[_row("OK"), _row("NOT_ENOUGH_DATA", "memory")])
+    assert step not in describe_next(next_steps(decided, Policy()))
