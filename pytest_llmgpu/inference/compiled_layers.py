@@ -6,6 +6,7 @@ measured as if it were compiled.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class CompiledLayers:
         """The time that compiling took since the latest `reset`, on the host clock."""
         self.graphs = 0
         """The number of graphs that were compiled since then."""
+        self._warmed_up = False
         # With the default of torch, 8, further shapes could not be compiled.
         torch._dynamo.config.recompile_limit = MOST_GRAPHS  # noqa: SLF001 - the place of the setting
         torch._dynamo.config.accumulated_recompile_limit = 4 * MOST_GRAPHS  # noqa: SLF001
@@ -77,10 +79,10 @@ class CompiledLayers:
         import torch
 
         torch.compiler.reset()
-        self.compile_s, self.graphs = 0.0, 0
+        self.compile_s, self.graphs, self._warmed_up = 0.0, 0, False
 
     def check(self) -> None:
-        """Refuse a warm-up in which nothing was compiled.
+        """Refuse a warm-up in which nothing was compiled; until the next `reset`, compiling is an error.
 
         Raises:
             CompileError: No forward was compiled.
@@ -89,20 +91,26 @@ class CompiledLayers:
             raise CompileError(
                 "torch.compile compiled nothing: unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
             )
+        self._warmed_up = True
 
-    def run(self, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def run(self, compiled: Callable[..., Any], layer: torch.nn.Module, **named: Any) -> Any:
         """Call a compiled function; if the call compiles, count its time.
 
         Raises:
-            CompileError: The function cannot be compiled.
+            CompileError: The function cannot be compiled, or was compiled after the warm-up.
         """
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         before, began_s = self.graphs, time.perf_counter()
         try:
-            result = compiled(*arguments, **named)
+            result = compiled(layer, **named)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise _described(error) from error
+        if self.graphs > before and self._warmed_up:
+            raise CompileError(
+                f"torch.compile compiled {type(layer).__name__} again after the warm-up, in a measured forward: "
+                "measure another strategy"
+            )
         if self.graphs > before:
             # With the first launch, in which triton chooses the configuration of its kernels.
             self.compile_s += time.perf_counter() - began_s
@@ -143,15 +151,17 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
     import torch
 
     unmasked = False
+    names = [*inspect.signature(type(layer).forward).parameters][1:]
 
     def forward(*arguments: Any, **named: Any) -> Any:
         nonlocal unmasked
-        cache = named.get("past_key_values")
-        if isinstance(cache, StaticCache):
+        named |= zip(names, arguments, strict=False)  # some models give the cache and the mask without their names
+        name, cache = next((pair for pair in named.items() if isinstance(pair[1], StaticCache)), ("", None))
+        if cache is not None:  # `past_key_values`, or `layer_past` of older models
             if index not in cache.layers and not _SUSPENDED.get():
                 with suspended():
-                    compiled(layer, *arguments, **named)  # allocates the part of this layer
-            named["past_key_values"] = cache.layers.get(index, cache)
+                    compiled(layer, **named)  # allocates the part of this layer
+            named[name] = cache.layers.get(index, cache)
         if "attention_mask" in named:
             # transformers makes a mask while a CUDA graph is recorded, where it makes none before: the layer would be
             # compiled again, which a recording does not allow.
@@ -159,7 +169,7 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
                 unmasked = named["attention_mask"] is None
             elif unmasked:
                 named["attention_mask"] = None
-        return layers.run(compiled, layer, *arguments, **named)
+        return layers.run(compiled, layer, **named)
 
     return forward
 

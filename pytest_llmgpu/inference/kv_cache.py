@@ -235,6 +235,8 @@ class KernelCache(_Cache):
 def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> int | None:
     """Return the size of the cache of all ranks together by the formula; None if the config lacks a part of it.
 
+    Models with latent attention have keys and values of other sizes: the formula is not theirs.
+
     Args:
         config: The config of transformers.
         rows: Rows of the largest batch.
@@ -243,10 +245,13 @@ def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> i
     """
     text = config.get_text_config()
     layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-    if not isinstance(layers, int) or not isinstance(heads, int):
+    if not isinstance(layers, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
         return None
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    one_head = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)
+    key_value_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
+    if one_head:  # of Falcon, whose config has the other heads all the same
+        key_value_heads = 1
     total: int = 2 * layers * key_value_heads * size * rows * slots * number_bytes
     return total
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from typing import Any
 
@@ -23,6 +24,8 @@ SPLIT_COUNTS = {
 }
 """Counts of the decoder that tensor parallelism splits: the names that transformers gives them in every config."""
 
+_OF_A_STEP = ("past_key_values", "position_ids")
+
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The answers of transformers."""
@@ -31,6 +34,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """True if transformers can split the layers over devices by tensor parallelism."""
     has_sdpa: bool = True
     """True if transformers has attention by torch's `scaled_dot_product_attention`, which it then chooses."""
+    without: str | None = None
+    """An argument that decode steps with a KV cache need and the model does not take; None if it takes all of them."""
     counts: dict[str, int] = {}
     """Those of `SPLIT_COUNTS` that the decoder has, also where its config leaves them to its class."""
     refusal: str | None = None
@@ -73,11 +78,14 @@ def _facts(directory: str) -> ModelFacts:
     except (ImportError, OSError, ValueError) as error:
         return ModelFacts(has_plan=False, refusal=" ".join(str(error).split())[:500])
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - no public look-up
+    forward = getattr(model_class, "forward", None)
+    taken = () if forward is None else inspect.signature(forward).parameters
     counts = {name: getattr(decoder, name, None) for name in SPLIT_COUNTS}
     return ModelFacts(
         # The plan of a class alone splits the output head and no layer.
         has_plan=bool(config.base_model_tp_plan or decoder.base_model_tp_plan),
         has_sdpa=bool(getattr(model_class, "_supports_sdpa", True)),
+        without=next((name for name in _OF_A_STEP if taken and name not in taken), None),
         counts={name: count for name, count in counts.items() if isinstance(count, int)},
     )
 

@@ -325,9 +325,10 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
                 f"--llmgpu-scoring={options.scoring}: this is an option of workload score, and the test generates"
             )
         return True
-    if is_prompts:
+    if dataset.task in tasks.BUILT_IN and not all(item.endings for item in dataset):
         raise ValueError(
-            f"--llmgpu-workload=score: the items of task {tasks.PROMPTS} have no endings to score: generate is needed"
+            f"--llmgpu-workload=score: prompts of {dataset.name} have no endings to score: pass "
+            "--llmgpu-workload=generate"
         )
     if new_tokens is not None:
         raise ValueError(
@@ -364,7 +365,10 @@ def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:
                 f"and {case.new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens "
                 f"with a sum of at most {context}"
             )
-        if (reason := kv_cache.reason_against(fields, tokens)) is not None:
+        reason = kv_cache.reason_against(fields, tokens)
+        if reason is None and (without := model_facts.ask(source).without) is not None:
+            reason = f"takes no {without}, which decode steps with a KV cache need"
+        if reason is not None:
             raise ValueError(f"--llmgpu-model={source.name} {reason}: workload generate is not possible")
     strategy.check(case, source)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from support import tiny_model
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from pytest_llmgpu.inference import compiled_layers
 from pytest_llmgpu.inference.batching import Request, Requests, plan
@@ -52,7 +52,7 @@ def _score(model: Any, rows: int = 2) -> torch.Tensor:
         return logits
 
 
-def _generate(model: Any, rows: int = 2) -> Generated:
+def _generate(model: Any, rows: int = 2, after_warm_up: Callable[[], None] = lambda: None) -> Generated:
     requests = Requests(
         item_ids=tuple(map(str, range(2 * rows))),
         endings=(1,) * 2 * rows,
@@ -65,6 +65,7 @@ def _generate(model: Any, rows: int = 2) -> Generated:
     batches = plan(requests, rows, few_shapes=True)
     with Generator(model, batches, input_device=_CPU, devices=[_CPU]) as generator:
         generator.warm_up()
+        after_warm_up()
         return generator.generate()
 
 
@@ -84,6 +85,32 @@ def test_one_graph_serves_all_layers(attention: str, count: int) -> None:
         torch.tensor(generated.loglikelihoods), torch.tensor(texts.loglikelihoods), atol=1e-5, rtol=1e-5
     )
     assert layers.graphs == 3, "two batches of one shape: a prefill and a decode step"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj"])
+def test_one_graph_serves_layers_that_get_the_cache_otherwise(model_type: str) -> None:
+    """Without its name, and under the name of older models; what is measured compiles nothing."""
+    torch.manual_seed(0)
+    size = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 32, "rotary_dim": 4}
+    config = AutoConfig.for_model(model_type, **size)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    expected = _generate(model)
+    layers = _compiled(model)
+    assert _generate(model, after_warm_up=layers.check).tokens == expected.tokens
+    assert layers.graphs == 2, "a prefill and a decode step"
+
+
+def test_a_forward_that_compiles_after_the_warm_up_is_an_error() -> None:
+    """Its time would have the compiler's; the next case begins again."""
+    model = _model()
+    layers = _compiled(model)
+    _score(model)
+    layers.check()
+    _score(model)
+    with pytest.raises(CompileError, match=r"^torch.compile compiled LlamaDecoderLayer again after the warm-up"):
+        _score(model, 3)
+    layers.reset()
+    _score(model, 3)
 
 
 def test_products_of_one_row_are_sums_that_can_be_fused() -> None:

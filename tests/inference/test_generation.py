@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import kv_cache_faults
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from pytest_llmgpu.inference import kv_cache
 from pytest_llmgpu.inference.batching import Request, Requests, plan
@@ -125,6 +125,21 @@ def test_the_cache_has_the_size_of_the_formula(model: Any) -> None:
         assert generator.kv_cache_bytes == size
     assert kv_cache.formula_bytes(model.config, rows=2, slots=5 + _NEW, number_bytes=4) == size
     assert generator.kv_cache_bytes == 0, "it is freed at the end"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "heads"),
+    [
+        ("falcon", {"multi_query": True}, 1),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+        ("deepseek_v2", {}, None),
+    ],
+)
+def test_the_formula_has_the_heads_of_the_model(model_type: str, fields: dict[str, Any], heads: int | None) -> None:
+    """Falcon's config has the heads elsewhere; latent attention has another formula."""
+    config = AutoConfig.for_model(model_type, **fields)
+    expected = None if heads is None else 2 * config.num_hidden_layers * heads * 64
+    assert kv_cache.formula_bytes(config, rows=1, slots=1, number_bytes=1) == expected
 
 
 def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:

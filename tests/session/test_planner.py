@@ -425,7 +425,7 @@ def test_prompts_are_continued_and_other_items_where_the_option_asks(
 @pytest.mark.parametrize(
     ("fields", "task", "new_tokens", "complaint"),
     [
-        ({"workload": "score"}, "prompts", None, "--llmgpu-workload=score: the items of task prompts have no endings"),
+        ({"workload": "score"}, "prompts", None, "--llmgpu-workload=score: prompts of .* have no endings to score"),
         ({"scoring": "harness"}, "prompts", None, "--llmgpu-scoring=harness: this is an option of workload score"),
         ({}, "hellaswag", 5, "new_tokens=5: this is an argument of workload generate"),
         ({"prompt_tokens": 250}, "prompts", None, "its context has 256 tokens, but 250 of a prompt and 64 new ones"),
@@ -443,6 +443,21 @@ def test_what_a_workload_does_not_have_is_refused(
     planner, options = _planner(tmp_path), choose(**fields)
     with pytest.raises(ValueError, match=complaint):
         planner.request(options, "mp", 1, planner.dataset(options, task), new_tokens=new_tokens)
+
+
+def test_a_file_of_prompts_serves_a_test_that_scores_where_the_option_asks_to_generate(
+    tmp_path: Path, choose: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same test continues contexts or prompts; a model without a KV cache is refused before it is loaded."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "One, two,"}\n')
+    planner = _planner(tmp_path)
+    case = planner.request(choose(dataset="prompts.jsonl", workload="generate"), "mp", 1).case
+    assert (case.id, case.task) == ("mp-generate-bs1", "hellaswag")
+    with pytest.raises(ValueError, match=r"prompts of prompts\.jsonl have no endings .* --llmgpu-workload=generate$"):
+        planner.request(choose(dataset="prompts.jsonl"), "mp", 1)
+    monkeypatch.setattr(model_facts, "ask", lambda _: ModelFacts(has_plan=True, without="past_key_values"))
+    with pytest.raises(ValueError, match=r"^--llmgpu-model=tiny takes no past_key_values, .* is not possible$"):
+        planner.request(choose(workload="generate"), "mp", 1)
 
 
 def test_the_attention_is_part_of_the_case_where_transformers_would_not_choose_it(

@@ -34,14 +34,11 @@ class HellaSwag(MultipleChoice):
         return "items have ctx without ctx_a and ctx_b: lm-evaluation-harness capitalises ctx_b, so its prompts differ"
 
     def item(self, record: Any, place: str, index: int) -> Item:
-        """Return the prompt and the endings of one record."""
+        """Return the prompt and the endings of one record; of one with a `prompt` alone an item without endings."""
         if not isinstance(record, dict):
             raise ValueError(f"{place}: {type(record).__name__} instead of a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
         if "prompt" in record and "endings" not in record:
-            raise ValueError(
-                f"{place}: prompt without endings: a test with the fixture hellaswag needs endings, even where it "
-                "generates: use the fixture prompts, or another file"
-            )
+            return self.prompt(record, place, index)
         if "ctx_a" in record and "ctx_b" in record:
             # str.capitalize also lowers every other letter. The published accuracies are of prompts made this way.
             context = f"{_text(record, 'ctx_a', place)} {_text(record, 'ctx_b', place).capitalize()}"
@@ -64,6 +61,14 @@ class HellaSwag(MultipleChoice):
             label=_label(record, len(endings), place),
             task=self.name,
         )
+
+    def prompt(self, record: dict[str, Any], place: str, index: int) -> Item:
+        """Return the `prompt` of one record, which is continued and not scored."""
+        prompt = record["prompt"]
+        if not isinstance(prompt, str) or not prompt.strip():
+            kind = "an empty text" if isinstance(prompt, str) else type(prompt).__name__
+            raise ValueError(f"{place}: prompt is {kind}: text is needed")
+        return Item(id=str(record.get("id", index)), context=prompt, endings=(), label=0, task=self.name)
 
 
 def _from_hub() -> Iterable[tuple[str, Any]]:
