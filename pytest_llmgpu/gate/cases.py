@@ -17,7 +17,7 @@ from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.comparable_launches import comparable, is_copy
 from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
 from pytest_llmgpu.gate.execution import execution_row
-from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.gate.matching import apart, pairs
 from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_case
 from pytest_llmgpu.gate.policy import Policy, Rules, TimeRule
 from pytest_llmgpu.gate.series import (
@@ -87,7 +87,7 @@ class Comparison:
 
     def _compare(self) -> list[Row]:
         before = self.base.cases if self.base is not None else []
-        matched = pairs(before, self.head.cases)
+        matched, self._apart = pairs(before, self.head.cases), apart(before, self.head.cases)
         gone: list[CaseResult] = []
         for pair in matched:
             if pair.head is None:
@@ -253,7 +253,9 @@ class Comparison:
 
     def _gone(self, result: CaseResult) -> None:
         session = self.head.session
-        if (excuse := self._excuse(result.nodeid)) is not None:
+        if self._apart is not None:
+            self._outcome(result, "NOT_COMPARABLE", self._apart)
+        elif (excuse := self._excuse(result.nodeid)) is not None:
             self.left_out[excuse] += 1
         elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
             self.left_out["the baseline's case failed and is absent"] += 1

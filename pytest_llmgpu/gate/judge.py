@@ -16,7 +16,6 @@ from pytest_llmgpu.analysis.environment_differences import software_differences
 from pytest_llmgpu.gate import cases, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import with_unseen
-from pytest_llmgpu.gate.matching import apart
 from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
 from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
@@ -82,8 +81,7 @@ def judge(
             warnings.append(f"the baseline was promoted by force ({base.promotion.reason}) in spite of: {objections}")
         if (head.created, head.commit.sha) in {(one.created, one.commit) for one in calibration.sessions}:
             warnings.append("the noise was calibrated from the candidate itself: calibrate from other launches")
-        hints = apart(base.cases, head.cases)
-        warnings = [*hints, *(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
+        warnings = [*(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
     unarmed = judged.unarmed + judged.left_out
     others = [row for row in known if row.verdict not in COMPARED]
     unarmed.update(f"{row.metric}: {row.verdict}" for row in others)

@@ -47,15 +47,14 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
     return [*found, *(Pair(result, None, []) for result in left)]
 
 
-def apart(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[str]:
-    """Return a line for each reason why two reports share no case: their kinds of devices, or their workloads."""
-    found = []
-    for measured in (_device, _workload):
+def apart(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> str | None:
+    """Return why two reports share no case, and what to do: another device or workload; None for another reason."""
+    for flag, measured in (("--llmgpu-device", _device), ("--llmgpu-workload", _workload)):
         then, now = ({measured(result.case) for result in cases} for cases in (base, head))
         if then and now and not then & now:
             was, is_now = (" and ".join(sorted(texts)) for texts in (then, now))
-            found.append(f"the baseline {was} and the candidate {is_now}: they cannot be compared")
-    return found
+            return f"The baseline {was} and the candidate {is_now}: measure both with the same {flag}."
+    return None
 
 
 def _device(case: Case) -> str:

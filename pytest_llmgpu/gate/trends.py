@@ -20,6 +20,7 @@ from pytest_llmgpu.gate import calibration, history, judge, promotion
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.noise_model import Prior, prior_of
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report import file as reports
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
@@ -30,8 +31,9 @@ from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
 
-Change = Literal["worse", "better", "changed"]
-"""The change of a figure from the earlier ones. `changed` is for predictions."""
+Change = Literal["worse", "better", "changed", "disturbed"]
+"""The change of a figure from the earlier ones. `changed` is for predictions. A `disturbed` time is not that of the
+program alone: it is compared with no other one."""
 
 _CHANGES: dict[str, Change] = {
     "FAILED": "worse",
@@ -47,6 +49,8 @@ ids."""
 
 _DISTINCTIONS: tuple[Callable[[_Identity, Case], str], ...] = (
     lambda _, case: case.model,
+    lambda _, case: f"{case.new_tokens} tokens after {case.prompt_tokens}" if case.generates else "score",
+    lambda _, case: case.dataset,
     lambda _, case: f"of {case.devices}",
     lambda _, case: case.dtype,
     lambda _, case: "uncapped" if (cap := case.gpu_memory_bytes) is None else f"{cap / GIB:.4g} GiB",
@@ -93,6 +97,11 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """The reason of the verdict on the change, or the change in the history."""
     growth: float | None = None
     """The change of the history as a fraction; None if the figure is compared with the one before."""
+
+    @property
+    def changed(self) -> bool:
+        """True if the figure is worse or better than the earlier ones, or its predictions are others."""
+        return self.change is not None and self.change != "disturbed"
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,7 +225,7 @@ def _add_times(
     """Add the quiet time of each case of a report: device time, or without it the wall time of replayed graphs."""
     gpus = frozenset(gpu.uuid for gpu in report.environment.gpus)
     for result in report.cases:
-        for name in _TIMES if result.outcome == "completed" else ():
+        for name in _TIMES if result.outcome == "completed" and not _disturbance(result) else ():
             figure = spec_of(name).figure
             found = figure(result) if figure is not None else None
             if found is not None and found.value > 0 and (name == "device_time" or _is_replayed(result)):
@@ -227,6 +236,11 @@ def _add_times(
                     prior = prior.calibrated(noise.of(result.key, name))
                 pasts.setdefault((name, _identity(result)), []).append(_Past(place, found.value, gpus, prior))
                 break
+
+
+def _disturbance(result: CaseResult) -> str:
+    """Return what disturbed the first launch whose times are not used; empty without one."""
+    return next(filter(None, map(disturbances.untimed, result.launches)), "")
 
 
 def _is_replayed(result: CaseResult) -> bool:
@@ -266,6 +280,11 @@ def _lines(
 ) -> list[Line]:
     """Return one metric of all cases; `cases` and `rows` have an entry for each report from `start` on."""
     newest = {identity: result for of_report in cases for identity, result in of_report.items()}
+    # Cases of a workload without the figure, such as the time to first token of a score, would have empty lines.
+    measured = {
+        one.case.generates for of_report in cases for one in of_report.values() if _value(one, spec) is not None
+    }
+    newest = {identity: result for identity, result in newest.items() if result.case.generates in measured}
     names = _names(newest)
     strategies = list(dict.fromkeys(result.case.strategy for result in newest.values()))
     ordered = sorted(newest.items(), key=lambda one: (strategies.index(one[1].case.strategy), one[1].case.batch_size))
@@ -322,7 +341,7 @@ def _id(row: Row) -> str:
 
 def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, place: int) -> Figure:
     assert spec.trended is not None
-    value = _value(result, spec) if result.outcome == "completed" else None
+    value = _value(result, spec)
     figure = Figure(value=None if value is None else value / spec.trended.scale, outcome=result.outcome)
     case = result.case
     mark = marks.get(place)
@@ -337,11 +356,17 @@ def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, pl
         if row is not None and row.verdict in _CHANGES and result.id in (row.cases or [result.id]):
             change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]
             return msgspec.structs.replace(figure, change=change, reason=row.reason)
+    noisy = figure.value is not None and spec.kind != "exact" and not spec.trended.of_series
+    if noisy and (reason := _disturbance(result)):
+        return msgspec.structs.replace(figure, change="disturbed", reason=f"{reason}.")
     return figure
 
 
 def _value(result: CaseResult, spec: MetricSpec) -> float | None:
+    """Return the figure of a case; None if it did not complete or has none."""
     assert spec.trended is not None
+    if result.outcome != "completed":
+        return None
     if spec.trended.value is not None:
         return spec.trended.value(result)
     figure = spec.figure(result) if spec.figure is not None else None

@@ -15,7 +15,7 @@ from support.quiet_policy import with_noise
 from support.report_factory import make_answers, make_failed, make_memory, make_report, make_work
 from support.verdict_factory import make_invalid, make_traffic, with_launches
 
-from pytest_llmgpu.gate.classify import exit_status, fails
+from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.noise_model import DAY_SD
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
@@ -158,17 +158,17 @@ def test_a_case_that_is_gone_is_missing() -> None:
         pytest.param({}, {"workload": GENERATE, "new_tokens": 8, "strategy": "tp"}, id="workload"),
     ],
 )
-def test_reports_that_share_no_case_have_one_line_with_the_reason(
+def test_reports_of_another_device_or_workload_are_not_comparable(
     was: dict[str, Any], is_now: dict[str, Any], prose: Prose
 ) -> None:
-    """Rows that are new or missing do not explain that the device or the workload is another one."""
+    """Cases that only the baseline has are not missing then; the reason is what to do."""
     base, head = [_full(**was)], [_full(**is_now)]
     found = _judge(base, head)
-    assert {row.verdict for row in found.rows} == {"NEW", "MISSING"}
-    assert prose == found.warnings[0]
-    for same in (head, [*base, *head]):
-        assert not any("cannot be compared" in warning for warning in _judge(same, head).warnings)
-    assert not any("cannot be compared" in warning for warning in _judge([], head).warnings)
+    assert {row.id: row.verdict for row in found.rows} == {base[0].id: "NOT_COMPARABLE", head[0].id: "NEW"}
+    assert exit_status(found, Policy(allow_missing=True)) == ExitStatus.NOT_COMPARABLE
+    assert prose == found.rows[-1].reason
+    mixed = _judge([*base, *head], head)
+    assert [row.verdict for row in mixed.rows if row.id == base[0].id] == ["MISSING"]
 
 
 def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_llmgpu.gate.classify import exit_status
 from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.matching import apart
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
 
@@ -22,11 +23,16 @@ _UPDATE = "LLMGPU_UPDATE_VERDICTS"
 
 
 def _judged() -> Iterator[tuple[str, list[str]]]:
-    """Yield each ordered pair of kept reports that share a judged row, with its exit status and its rows."""
+    """Yield each ordered pair of kept reports that share a judged row, with its exit status and its rows.
+
+    Reports of different devices or workloads share none.
+    """
     paths = sorted(path for folder in _FOLDERS for path in (_ROOT / folder).glob("*.json*"))
     reports = {path.name: file.load(path) for path in paths}
     for base_name, base in reports.items():
         for head_name, head in reports.items():
+            if apart(base.cases, head.cases) is not None:
+                continue
             verdicts = judge(base, head, Policy(), today=datetime.date(2026, 11, 22))
             rows = [f"{row.id} {row.metric} {row.verdict}" for row in verdicts.rows if row.verdict != "NEW"]
             if base is head or not all(row.endswith("MISSING") for row in rows):

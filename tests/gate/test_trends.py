@@ -11,7 +11,15 @@ import altair
 import msgspec
 import pytest
 from support.chart_data import texts_of
-from support.report_factory import make_answers, make_failed, make_profile, make_report, make_result, make_traffic
+from support.report_factory import (
+    make_answers,
+    make_failed,
+    make_generation,
+    make_profile,
+    make_report,
+    make_result,
+    make_traffic,
+)
 from support.stored_reports import H200, gpus, measured
 from support.verdict_factory import BATCHES, with_launches
 
@@ -111,6 +119,55 @@ def test_cases_of_one_id_are_distinguished_by_what_differs() -> None:
     _keep(1, _timed(1.0), _timed(1.0, strategy="tp"))
     _keep(2, _timed(1.0, gpu_memory_bytes=16 << 30))
     assert [line.name for line in _trend().lines] == ["mp-bs1 uncapped", "mp-bs1 16 GiB", "tp-bs1"]
+
+
+def _texts(new_tokens: int = 3) -> CaseResult:
+    """Return a case that generated."""
+    result = _timed(1.0, workload="generate", prompt_tokens=9, new_tokens=new_tokens)
+    batches = len(result.launches[0].batches.latency_s)
+    texts = make_generation(
+        [[1] * new_tokens] * batches,
+        [[-1.0] * new_tokens] * batches,
+        [[-1.0] * new_tokens] * batches,
+        first_token_s=[0.02] * batches,
+        step_s=[0.01] * (new_tokens - 1) * batches,
+    )
+    result.launches = [msgspec.structs.replace(one, generation=texts, load_s=2.0) for one in result.launches]
+    derive(result)
+    return result
+
+
+def test_cases_of_both_workloads_have_the_tables_of_their_figures() -> None:
+    """A score has no tokens; names have the workload where it alone differs."""
+    scored = _timed(1.0)
+    scored.launches = [msgspec.structs.replace(one, load_s=2.0) for one in scored.launches]
+    _keep(1, scored, _texts())
+    _keep(2, _texts(new_tokens=4))
+    names = {trend.metric: [line.name for line in trend.lines] for trend in trends(chosen(_STORE))}
+    texts = ["mp-generate-bs1 3 tokens after 9", "mp-generate-bs1 4 tokens after 9"]
+    assert names["time"] == ["mp-bs1", *texts]
+    assert names["first_token"] == names["token_time"] == texts
+    assert names["load_time"] == ["mp score", "mp 3 tokens after 9", "mp 4 tokens after 9"]
+
+
+def test_times_of_disturbed_launches_are_marked_and_found_as_no_change() -> None:
+    """The gate calls them INVALID; exact figures are not marked."""
+    for number in range(1, 9):
+        result = _timed(1.0 if number < 7 else 1.5)
+        result.traffic = make_traffic()
+        if number >= 7:
+            profile = msgspec.structs.replace(make_profile(), invalid=["processes of other programs: GPU 0 has 2"])
+            result.launches = [msgspec.structs.replace(one, profile=profile) for one in result.launches]
+        _keep(number, result)
+    (line,) = _trend().lines
+    assert [one.change if one else None for one in line.figures] == [None] * 6 + ["disturbed"] * 2
+    (sent,) = _trend("sent").lines
+    assert not any(one and one.change for one in sent.figures)
+    text = tables(trends(chosen(_STORE)), _plain)
+    assert "? 315 " in text
+    assert "? 0008 mp-bs1: processes of other programs" in text
+    page = render(trends(chosen(_STORE)), "m")
+    assert "? 0008 mp-bs1: processes of other programs" in page
 
 
 def test_load_time_has_one_line_for_each_series() -> None:

@@ -19,6 +19,7 @@ MARKS: dict[Change, str] = {
     "worse": "\N{BLACK UP-POINTING TRIANGLE}",
     "better": "\N{BLACK DOWN-POINTING TRIANGLE}",
     "changed": "\N{BLACK DIAMOND}",
+    "disturbed": "?",
 }
 """The mark of a change, in a chart and in the list below it."""
 
@@ -68,7 +69,7 @@ def _drawn(trend: Trend, batch_sizes: Collection[int] | None) -> list[Line]:
         for line in trend.lines
         if line.batch_size is None
         or (line.strategy, line.batch_size) in ends
-        or any(one is not None and one.change for one in line.figures)
+        or any(one is not None and one.changed for one in line.figures)
     ]
 
 

@@ -10,7 +10,7 @@ from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.charts.images import image
 from pytest_llmgpu.render.charts.trends import MARKS, of_trends
 from pytest_llmgpu.render.html.templates import asset, content_security_policy, templates
-from pytest_llmgpu.render.terminal.trends import changes
+from pytest_llmgpu.render.terminal.trends import changes, disturbed
 
 _NARROW_PX = 240  # width of a plot that fits on the screen of a phone, with its axis and names
 
@@ -42,7 +42,7 @@ def render(trends: Sequence[Trend], machine: str, batch_sizes: Collection[int] |
             for trend in trends
             if (name := f"trend-{trend.metric}") in charts
         ],
-        omitted=drawn.omitted,
+        notes=[*disturbed(trends), *(f"Left out: {reason}" for reason in drawn.omitted)],
     )
 
 

@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tabulate import tabulate
 
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
-from pytest_llmgpu.report.text import signed_percent, significant
+from pytest_llmgpu.report.text import listed, signed_percent, significant
 
-_STYLES: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "changed": ("~", "33")}
+_STYLES: dict[Change, tuple[str, str]] = {
+    "worse": ("!", "31"),
+    "better": ("*", "32"),
+    "changed": ("~", "33"),
+    "disturbed": ("?", "33"),
+}
 """The mark before a figure that changed, and its ANSI style."""
 
-_LEGEND = "! worse   * better   ~ predictions changed"
+_LEGEND = "! worse   * better   ~ predictions changed   ? disturbed"
+_NAMED = 2
 _ENDED = {"oom": "OOM", "skipped_after_oom": "-"}
 
 
@@ -36,7 +42,7 @@ def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
             f"{trend.title}\n" + tabulate(body, [trend.of, *head(trend)], disable_numparse=True, colalign=align)
         )
     marks: dict[Change, str] = {change: mark for change, (mark, _) in _STYLES.items()}
-    reasons = [line for trend in trends for line in changes(trend, marks)]
+    reasons = [*(line for trend in trends for line in changes(trend, marks)), *disturbed(trends)]
     return "\n\n".join([*parts, "\n".join([_LEGEND, *reasons] if reasons else ["No change was found."])])
 
 
@@ -58,14 +64,14 @@ def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str
     if one.value is None:
         return _ENDED.get(one.outcome, "done" if one.outcome == "completed" else one.outcome)
     text = significant(one.value)
-    if one.change is None or not then or (one.growth is None and one.value == then):
+    if not one.changed or not then or (one.growth is None and one.value == then):
         return text
     growth = one.value / then - 1 if one.growth is None else one.growth
     return f"{text} ({f'{one.value - then:+.2f} points' if points else signed_percent(growth)})"
 
 
 def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) -> Iterator[str]:
-    """Yield one line per change, with its reason.
+    """Yield one line per change, with its reason; none for disturbed figures.
 
     Args:
         trend: the trend of one metric.
@@ -75,9 +81,19 @@ def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) ->
     metric = f" {trend.metric}" if named else ""
     for line in trend.lines:
         for column, one in zip(trend.columns, line.figures, strict=True):
-            if one is not None and one.change is not None:
+            if one is not None and one.change is not None and one.changed:
                 reason = " ".join(one.reason.split())
                 yield f"{marks[one.change]} {column.number:04} {line.name}{metric}: {reason}"
+
+
+def disturbed(trends: Sequence[Trend]) -> Iterator[str]:
+    """Yield one line per report with disturbed figures: its cases, and the reason of the first one."""
+    for place, column in enumerate(trends[0].columns if trends else ()):
+        figures = [(line.name, line.figures[place]) for trend in trends for line in trend.lines]
+        found = {name: one.reason for name, one in figures if one is not None and one.change == "disturbed"}
+        if found:
+            reason = " ".join(next(iter(found.values())).split())
+            yield f"? {column.number:04} {listed(found, _NAMED)}: {reason}"
 
 
 def before(figures: Sequence[Figure | None]) -> list[float | None]:
