@@ -37,8 +37,8 @@ class Group(NamedTuple):
 
     @property
     def largest(self) -> Row:
-        """The row of the largest slowdown; the worst row if none is slower."""
-        slower = [row for row in self.rows if is_slower(row)]
+        """The row of the largest slowdown with the worst verdict; the worst row if none of these is slower."""
+        slower = [row for row in self.rows if is_slower(row) and row.verdict == self.rows[0].verdict]
         return max(slower, key=lambda row: round(row.ratio or 0.0, 9), default=self.rows[0])
 
     @property
@@ -104,7 +104,7 @@ def next_step(found: Group) -> str:
     """Return the next step for the reader of the cause."""
     if found.differences:
         return "Measure again in the environment of the baseline, or make this report the baseline."
-    return step_of(found.rows[0])
+    return step_of(*found.rows)
 
 
 def _cause(row: Row, differing: Sequence[str]) -> Hashable:

@@ -200,9 +200,10 @@ def row_in_words(row: Row, limit: float | None = None) -> str:
     spec = spec_of(row.metric)
     name = row.id if row.metric == "outcome" else f"{row.id} {_metric(row)}"
     if row.unseen and limit is not None and row.smallest_seen is not None:
-        seen = slowdown(row.smallest_seen)
-        none = f"no slowdown below {seen}" if row.smallest_seen > FACTORS_FROM else f"only slowdowns from {seen}"
-        return f"{name}: {none} would have been seen, allowed is {slowdown(limit)}"
+        seen = f"only slowdowns from {slowdown(row.smallest_seen)} would"
+        if row.smallest_seen > FACTORS_FROM:
+            seen = f"not even a slowdown by a factor of {FACTORS_FROM:g} would"
+        return f"{name}: {seen} have been seen, allowed is {slowdown(limit)}"
     if row.verdict not in COMPARED or row.base is None or row.head is None or not (spec.points or row.ratio):
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
     change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
@@ -273,10 +274,10 @@ def _describe_undecided(found: Undecided) -> list[str]:
     return parts
 
 
-def step_of(row: Row) -> str:
-    """Return the next step for the reader of a row."""
+def step_of(row: Row, *others: Row) -> str:
+    """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
     if row.verdict == "NOT_ENOUGH_DATA":
-        return " ".join(_describe_undecided(_decide_undecided([row])))
+        return " ".join(_describe_undecided(_decide_undecided([row, *others])))
     return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
 
 

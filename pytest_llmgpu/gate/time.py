@@ -71,6 +71,9 @@ _POINT = 0.01
 _SHOWN = 0.0005
 """Least part of a change by other GPUs that a reason states."""
 
+_LARGEST_THRESHOLD = 1.0
+"""With a larger threshold, which allows more than twice the time, a reason states that a time cannot be judged."""
+
 _THOUSAND = 1000
 
 _NAMES = {
@@ -525,11 +528,12 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
     low, high = 100 * (decision.low - 1), 100 * (decision.high - 1)
     of_rank = f" of rank {estimate.rank}" if len(case.ranks) > 1 else ""
     over = f", mean over {plural(case.members, 'case')}" if case.members else ""
+    threshold = f", threshold {_threshold(decision.threshold)}" if _can_be_judged(case, decision) else ""
     first = (
         f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(decision.ratio - 1)} "
-        f"(90 % CI {low:+.1f} to {high:+.1f} %), threshold {_threshold(decision.threshold)}: "
+        f"(90 % CI {low:+.1f} to {high:+.1f} %){threshold}: "
         f"{_seconds(head_s)}, was {_seconds(base_s)}{over}."
-        f"{_other_gpus(case, estimate.rank)}{_of_sums(case, estimate.rank, decision.ratio)}{case.left_out}"
+        f"{_other_gpus(case, decision, estimate.rank)}{_of_sums(case, estimate.rank, decision.ratio)}{case.left_out}"
     )
     if decision.verdict in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (first, note)))
@@ -550,8 +554,11 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
 
 
 def _next_step(case: Timed, decision: Decision) -> str:
-    """Return the next step for a row that more launches do not decide; empty for the others."""
-    if decision.verdict != "NOT_ENOUGH_DATA":
+    """Return the next step for a row that more launches do not decide; empty for the others.
+
+    An OK row has one as well: behind so much noise that a slowdown would not have been seen, it is not OK.
+    """
+    if decision.verdict not in {"NOT_ENOUGH_DATA", "OK"}:
         return ""
     if decision.scattered:
         return "Look for other users of the machine (nvidia-smi, top), then measure again."
@@ -678,11 +685,17 @@ def _why_absent(result: CaseResult) -> str:
     return "the report has no reason"
 
 
-def _other_gpus(case: Timed, rank: int) -> str:
+def _can_be_judged(case: Timed, decision: Decision) -> bool:
+    """Return whether other GPUs and noise leave a threshold that a reader can use."""
+    return not case.machine_sd or decision.verdict == "REGRESSED" or decision.threshold <= _LARGEST_THRESHOLD
+
+
+def _other_gpus(case: Timed, decision: Decision, rank: int) -> str:
     """Return a sentence if the GPUs are others of the same kind, with what their GEMM explains; else empty."""
     if not case.machine_sd:
         return ""
-    by = f" The baseline is of other GPUs of the same kind; their times differ by {100 * case.machine_sd:.2g} %"
+    first = "The baseline is of" if _can_be_judged(case, decision) else "Slowdowns cannot be judged with a baseline of"
+    by = f" {first} other GPUs of the same kind; their times differ by {100 * case.machine_sd:.2g} %"
     if case.name.metric != "device_time":
         return f"{by} (assumed: as launches do)."
     explained = math.expm1(case.gemm[rank]) if case.gemm else 0.0

@@ -84,6 +84,15 @@ _Marks = dict[int, tuple[float, str] | None]
 whose history is too short to show one have no entry."""
 
 
+class UnreadableError(ValueError):
+    """A stored report cannot be read; the message names it in one line."""
+
+    def __init__(self, stored: Stored, message: str) -> None:
+        super().__init__(message)
+        self.stored = stored
+        """The report."""
+
+
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one case in one report."""
 
@@ -146,7 +155,7 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
         return "series" if any(line.batch_size is None for line in self.lines) else "case"
 
 
-def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
+def chosen(folder: Path, machine: str | None = None, without: Sequence[Stored] = ()) -> list[Stored]:
     """Return the reports of one machine in the order of their measurement, without copies.
 
     A promoted report is in the store twice, and its measurement can be much older than its promotion.
@@ -154,14 +163,17 @@ def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
     Args:
         folder: A store, or the folder of one machine in a store.
         machine: The machine, which is needed if the store has several.
+        without: Reports that are left out.
 
     Raises:
-        ValueError: There is no report, or the machine is ambiguous or unknown, or a report cannot be read.
+        UnreadableError: A report cannot be read.
+        ValueError: There is no report, or the machine is ambiguous or unknown.
     """
     found = store.stored(folder) if folder.is_dir() else []
     if not found:
         whole = folder.resolve()
         found = [one for one in store.stored(whole.parent) if one.machine == whole.name]
+    found = [one for one in found if one not in without]
     machines = sorted({one.machine for one in found})
     if not machines:
         raise ValueError(
@@ -188,13 +200,14 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         last: The number of newest reports with a column; None: all. Older reports are only compared with.
 
     Raises:
-        ValueError: A report or the calibration cannot be read.
+        UnreadableError: A report cannot be read.
+        ValueError: The calibration cannot be read.
     """
     shown = range(0 if last is None else max(0, len(kept) - last), len(kept))
 
     @functools.cache
     def load(place: int) -> Report:
-        return reports.load(kept[place].path)  # A report without a column is kept only if a case needs it.
+        return _loaded(kept[place])  # A report without a column is kept only if a case needs it.
 
     columns = [
         Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
@@ -206,7 +219,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
     series = [_by_series(load(place)) for place in shown]
     pasts: dict[tuple[str, _Identity], list[_Past]] = {}
     for place in range(max(0, shown.start - history.WINDOW), len(kept)):
-        _add_times(pasts, place, load(place) if place in shown else reports.load(kept[place].path), noise)
+        _add_times(pasts, place, load(place) if place in shown else _loaded(kept[place]), noise)
     names = [f"{one.number:04}" for one in kept]
     searched = sum(len(past) >= history.FEWEST for past in pasts.values())
     marks = {name: _marks(past, names, shown.start, searched) for name, past in pasts.items()}
@@ -311,11 +324,18 @@ def _without_copies(kept: Sequence[Stored]) -> list[Stored]:
         # The names of the files are compared first, because few files are opened then.
         alike = [other for other in found if (other.created, other.commit) == (one.created, one.commit)]
         if alike:
-            report = reports.load(one.path)
-            if any(promotion.is_same(report, reports.load(other.path)) for other in alike):
+            report = _loaded(one)
+            if any(promotion.is_same(report, _loaded(other)) for other in alike):
                 continue
         found.append(one)
     return found
+
+
+def _loaded(one: Stored) -> Report:
+    try:
+        return reports.load(one.path)
+    except ValueError as error:
+        raise UnreadableError(one, str(error)) from None
 
 
 def _rows(earlier: Iterable[Report], report: Report, noise: Calibration | None) -> _Rows:

@@ -298,6 +298,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
 
         def record(result: CaseResult) -> None:
             result.markers = sorted({mark.name for mark in item.iter_markers()})
+            result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
             _add_junit_properties(item, kept[-1])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pytest_llmgpu.gate.classify import TIMES
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
 
 
 class Figures(NamedTuple):
@@ -45,6 +45,13 @@ def verdict(row: Row) -> str:
     """Return the verdict of a row, with the reason why it cannot fail the gate."""
     why = "not gated" if not row.gated else "known" if row.known is not None else ""
     return f"{row.verdict} ({why})" if why else row.verdict
+
+
+def mark(verdict: Verdict) -> Literal["failure", "warning", "ok"]:
+    """Return the kind of a verdict, by which it is coloured wherever it is shown."""
+    if verdict in WORSE or verdict == "MISSING":
+        return "failure"
+    return "warning" if verdict in UNCLEAR else "ok"
 
 
 def counts(verdicts: Verdicts) -> str:

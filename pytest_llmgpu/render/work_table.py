@@ -39,6 +39,8 @@ class WorkTable:
     """The columns in which a case has a figure."""
     rows: Sequence[tuple[str, str, Sequence[str]]]
     """Strategy, batch size and figures of each case with batches, work passes or energy."""
+    title: str = "More figures of each case"
+    """The heading, which holds for every choice of columns."""
 
 
 def _figure(metric: str) -> Callable[[CaseResult], float | None]:
@@ -102,7 +104,7 @@ SUMMARY: tuple[WorkColumn, ...] = (
         value=lambda result: result.tokens_per_s if result.case.generates else None,
     ),
     WorkColumn(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
-    WorkColumn(name="sent_bytes", title="sent/GPU\nMB/sequence", value=_mean_of(_SENT), drop_order=2),
+    WorkColumn(name="sent_bytes", title="sent/device\nMB/sequence", value=_mean_of(_SENT), drop_order=2),
     _BETWEEN_NODES,
     WorkColumn(name="device_busy", title="computing\n%", value=_busy, unit=0.01, drop_order=3),
     WorkColumn(name="utilization_pct", title="GPU busy\n% (NVML)", value=_mean_of(_BUSY), drop_order=4),

@@ -482,7 +482,7 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(
             column="wire_bytes_per_sequence", label="sent per sequence", measure="wire-bytes-per-sequence"
         ),
-        trended=Trended(name="sent", title="sent (MB/sequence, all GPUs)", scale=1e6, judged_by=("traffic",)),
+        trended=Trended(name="sent", title="sent (MB/sequence, all ranks)", scale=1e6, judged_by=("traffic",)),
     ),
     MetricSpec(name="path", kind="exact", next_step="Compare `topology` and the NCCL variables of the two reports."),
     MetricSpec(

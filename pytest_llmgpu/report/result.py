@@ -403,6 +403,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """Id that is unique in the report: `mp-bs8`, or `mp-bs8#2` for a second measurement of the case."""
     nodeid: str | None = None
     """Node id of the test that measured the case; null if no test did."""
+    line: Count | None = None
+    """Number of the line where the test begins in its file, from 1; null if it is not known."""
     markers: list[str] = []
     """Names of the markers of the test. A policy can have other thresholds for a marker."""
     key: str

@@ -74,11 +74,16 @@ def listed(names: Iterable[object], most: int = 12) -> str:
 
 
 def guess(name: str, names: Iterable[str]) -> str:
-    """Return ` (did you mean tp?)` for the allowed name that is most similar; empty if none is similar."""
+    """Return ` (did you mean tp?)` for the most similar name with the same digits; empty if none is similar."""
     import difflib  # not when pytest loads the plugin
 
-    close = difflib.get_close_matches(name, list(names), 1)
+    # Another number is another thing: float8 is no misspelt float32.
+    close = difflib.get_close_matches(name, [one for one in names if _digits(one) == _digits(name)], 1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _digits(text: str) -> str:
+    return "".join(filter(str.isdigit, text))
 
 
 def capital(text: str) -> str:

@@ -81,6 +81,8 @@ class Recorder:
         self._unsaved: str | None = None
         """The reason why the report is not in the store."""
         self._saved: Path | None = None
+        self._ambiguous: list[str] = []
+        """A line if other reports of the store have the name of the saved one."""
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -117,6 +119,7 @@ class Recorder:
             lines.append(self._unsaved)
         elif self._saved is not None:
             lines.append(f"saved: {self._shown(self._saved)}")
+            lines += self._ambiguous
         if self._page_path is not None:
             lines.append(self._unmade or f"page: {self._shown(self._page_path)}")
         return lines
@@ -311,6 +314,12 @@ class Recorder:
             self._unsaved = (
                 f"the report could not be saved in {self._shown(self._storage_path)}: {file.one_line(error)}"
             )
+            return
+        try:
+            if name is not None:
+                references.resolve(name, self._storage_path)
+        except ValueError as error:
+            self._ambiguous = [f"note: {error}"]
 
     def _shown(self, where: Path) -> str:
         """Return a path relative to the rootdir, for messages."""

@@ -67,10 +67,18 @@ def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse() -> 
     found = group(_verdicts(*rows, differences=("NCCL_P2P_DISABLE unset -> 1",)), Policy())
     assert [{row.id for row in one.rows} for one in found] == [{"tp-bs2", "iok-bs64", "tp-bs4"}, {"mp-bs1"}]
     assert [one.fails for one in found] == [True, False]
-    assert found[0].largest.id == "iok-bs64"
-    assert "+210.0 %" in title(found[0])
+    assert found[0].largest.id == "tp-bs2", "the title has the worst verdict, and iok-bs64 is not decided"
+    assert "+60.0 %" in title(found[0])
     assert "NCCL_P2P_DISABLE" in lines(found[0])[0]
     assert next_step(found[0]) != next_step(found[1])
+
+
+def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
+    """The largest number of launches decides all of them."""
+    found = group(
+        _verdicts(*(_row(f"mp-bs{size}", "NOT_ENOUGH_DATA", launches_needed=size + 3) for size in (1, 4))), Policy()
+    )[0]
+    assert next_step(found) == "--llmgpu-launches=7 in both reports decides 2 of 2 undecided rows."
 
 
 def test_metrics_of_the_same_cases_have_one_cause() -> None:

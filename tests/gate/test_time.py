@@ -226,6 +226,17 @@ def test_noise_of_launches_makes_no_time_of_another_machine_ok() -> None:
     assert row.threshold is not None
     assert row.threshold > 1
     assert row.verdict == "NOT_ENOUGH_DATA"
+    assert "Slowdowns cannot be judged with a baseline of other GPUs" in row.reason
+    assert "threshold" not in row.reason
+    assert "same GPUs" in row.next_step
+
+
+def test_a_time_of_another_machine_that_is_ok_has_a_next_step() -> None:
+    """The row has not enough data where its launches would not have shown a slowdown of the policy's limit."""
+    row = _judged(with_launches([1.0]), with_launches([1.01]), machine_sd=0.05)
+    assert row.verdict == "OK"
+    assert "threshold" in row.reason
+    assert "same GPUs" in row.next_step
 
 
 def test_extreme_times_give_finite_ratios() -> None:

@@ -35,7 +35,7 @@ from pytest_llmgpu.render.terminal.trends import tables
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.file import load
 from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.store.store import save, stored
 
@@ -455,13 +455,20 @@ def test_a_metric_that_is_always_0_has_no_chart_but_a_reason(capsys: pytest.Capt
     assert not Path("site/trend-sent.svg").exists()
 
 
-def test_a_broken_report_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A trend without one of its reports would be misleading."""
-    report: Report = measured()
-    path = save(report, _STORE)
-    path.write_bytes(b"{")
+def test_broken_reports_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status shows that the trend is incomplete; also a copy of a promotion can be broken."""
+    paths = [save(measured(), _STORE) for _ in range(3)]
+    for path in paths[:2]:
+        path.write_bytes(b"{")
     assert main(["trend"]) == 2
-    assert capsys.readouterr().err.startswith(f"llmgpu: report {path}: ")
+    printed = capsys.readouterr()
+    assert "1 report\n" in printed.out
+    assert sorted(printed.err.splitlines()) == [
+        f"llmgpu: report {path}: is not valid JSON: Input data was truncated" for path in paths[:2]
+    ]
+    paths[2].write_bytes(b"{")
+    assert main(["trend"]) == 2
+    assert "no numbered report" in capsys.readouterr().err.splitlines()[-1]
 
 
 def _daily(

@@ -143,7 +143,10 @@ def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pyt
     runs.seconds = _slower
     assert runs(_COMPARE).ret == 1
     assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0
-    assert "noisy" in runs.report().cases[0].markers
+    [case, *_] = runs.report().cases
+    assert "noisy" in case.markers
+    assert case.line is not None
+    assert pytester.path.joinpath("test_it.py").read_text().splitlines()[case.line - 1].startswith("def test_")
 
 
 def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:

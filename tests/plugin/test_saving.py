@@ -66,6 +66,14 @@ def test_a_run_that_did_not_complete_loses_its_name(tmp_path: Path, interrupted:
     assert [(one.number, one.name) for one in store.stored(tmp_path / "store")] == list(enumerate(names, 1))
 
 
+def test_a_second_run_of_a_name_is_noted(tmp_path: Path) -> None:
+    """Both are kept, and the summary names them: the name alone finds neither."""
+    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 2
+    *_, note = _finished(tmp_path, Options(save="base")).whereabouts()
+    assert note.startswith("note: 'base' is ambiguous: it can be CPU-Xeon/0001 (")
+    assert "CPU-Xeon/0002" in note
+
+
 @pytest.mark.parametrize(("exit_status", "interrupted"), [(1, False), (2, True)])
 def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     tmp_path: Path, exit_status: int, interrupted: bool

@@ -23,6 +23,8 @@ from pytest_llmgpu.report import text
         (text.plural(2000, "batch"), "2,000 batches"),
         (text.listed(["a", "b"]), "a, b"),
         (text.listed(range(5), most=2), "0, 1 and 3 more"),
+        (text.guess("flaot32", ["float16", "float32"]), " (did you mean float32?)"),
+        (text.guess("float8", ["float16", "float32"]), ""),
         (text.printable("a\x1b]0;b\nc"), "a ]0;b c"),
     ],
 )

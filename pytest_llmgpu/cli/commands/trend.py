@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli.output import color, save, show
+from pytest_llmgpu.cli.output import color, complain, save, show
 from pytest_llmgpu.report.option_values import batch_sizes
 from pytest_llmgpu.report.text import plural
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.store.store import Stored
 
 HELP = "show how each case changed over stored reports"
 
@@ -47,8 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
             sizes = batch_sizes(arguments.batch_sizes)
         except ValueError as error:
             raise ValueError(f"--batch-sizes {arguments.batch_sizes}: {error}") from None
-    kept = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
-    found = trends.trends(kept, last=arguments.last)
+    broken: list[Stored] = []
+    while True:
+        try:
+            kept = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine, broken)
+            found = trends.trends(kept, last=arguments.last)
+            break
+        except trends.UnreadableError as error:
+            complain(str(error))
+            broken.append(error.stored)
     machine, kept = kept[0].machine, kept[-arguments.last :]
     shown = trend_tables.tables(found, cases.painter(color())) if found else "no case has figures"
     show(f"{machine}, {plural(len(kept), 'report')}\n\n{shown}")
@@ -65,4 +76,4 @@ def run(arguments: argparse.Namespace) -> int:
 
         save(trend.render(found, machine, sizes), arguments.html)
         show(str(arguments.html))
-    return 0
+    return 2 if broken else 0

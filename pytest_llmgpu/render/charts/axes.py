@@ -111,7 +111,8 @@ def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", 
         "type": "quantitative",
         "title": title,
         "scale": {**kind, "nice": zero, "padding": 0 if zero else PADDING},
-        "axis": {"format": _NUMBER, "labelOverlap": "greedy", **ticks},
+        # An expression: the `format` of a logarithmic axis has no text for ticks of a high first digit, such as 7.
+        "axis": {"labelExpr": f"format(datum.value, '{_NUMBER}')", "labelOverlap": "greedy", **ticks},
     }
 
 

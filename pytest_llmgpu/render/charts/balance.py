@@ -52,15 +52,19 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
         rows = _rows(several)
         before = _rows([(entry, figure.of_devices(entry.result)) for entry in panel.before])
         entry, of_devices = max(several, key=lambda pair: max(pair[1].values()) - min(pair[1].values()))
-        low, high = (pick(of_devices, key=of_devices.__getitem__) for pick in (min, max))
+        ends = {
+            formatted(of_devices[index], figure.unit, digits=3): f"on GPU {index}"
+            for index in (pick(of_devices, key=of_devices.__getitem__) for pick in (min, max))
+        }
         devices = sorted({index for _, values in several for index in values})
         yield Chart(
             id=figure.slug,
             title=figure.title,
             summary=(
                 f"Largest difference: {entry.title} at batch size {entry.batch_size}, "
-                f"{formatted(of_devices[low], figure.unit, digits=3)} on GPU {low} and "
-                f"{formatted(of_devices[high], figure.unit, digits=3)} on GPU {high}."
+                f"{' and '.join(map(' '.join, ends.items()))}."
+                if len(ends) > 1
+                else "The GPUs of each case are equal."
             ),
             spec=_spec(panel, f"{figure.axis} ({figure.unit})", rows, before),
             headers=["strategy", "batch size", *(f"GPU {index} ({figure.unit})" for index in devices)],

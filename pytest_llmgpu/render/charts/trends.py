@@ -186,11 +186,11 @@ def _pixels(value: float, low: float, high: float, *, log: bool) -> float:
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Return ascending places moved at least one line of text apart, and none below the plot."""
+    """Return ascending places moved at least one line of text apart, and none on the axis below the plot."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + axes.LINE) if moved else place)
-    lowest: float = axes.HEIGHT
+    lowest = axes.HEIGHT - axes.LINE / 2
     for number in reversed(range(len(moved))):
         moved[number] = min(moved[number], lowest)
         lowest = moved[number] - axes.LINE

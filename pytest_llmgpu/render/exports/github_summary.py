@@ -79,7 +79,7 @@ def _headline(report: Report) -> str:
         result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:
         policy = policy_of(verdicts)
-        counted = Counter(row.verdict for row in worst_first(verdicts.rows))
+        counted = Counter(row.verdict for row in worst_first(verdicts.rows) if row.gated)
         found = headline.decide(verdicts, policy)
         result = f"{_MARKS[_severity(found, verdicts, policy)]} {markdown(headline.describe(found))}"
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())

@@ -22,11 +22,9 @@ _FIGURES = {
     "token_time": "time per token",
     "accuracy": "accuracy",
     "memory": "peak memory",
-    "traffic": "sent/sequence, all GPUs",
+    "traffic": "sent/sequence, all ranks",
 }
 """Metric to its column; the table has only these, so that it fits a page."""
-
-_OF_TEXTS = {"first_token", "token_time"}
 
 
 def render(report: Report) -> str:
@@ -38,7 +36,7 @@ def header(report: Report) -> tuple[str, str]:
     """Return the first two lines of the table."""
     titles = [_FIGURES[name] for name in _columns(report)]
     return (
-        f"| case | measured | outcome | {' | '.join(titles)} | verdict |",
+        line(["case", "measured", "outcome", *titles, "verdict"]),
         f"|---|---|---|{'---:|' * len(titles)}---|",
     )
 
@@ -58,12 +56,9 @@ def line(cells: Sequence[str]) -> str:
 
 
 def _columns(report: Report) -> list[str]:
-    """Return the metrics of the table: those of texts where cases generate, and accuracy where cases score."""
-    generating = {result.case.generates for result in report.cases}
-    left_out = {"accuracy"} if generating == {True} else set()
-    if True not in generating:
-        left_out |= _OF_TEXTS
-    return [name for name in _FIGURES if name not in left_out]
+    """Return the metrics of the table, which are those that a case has."""
+    measured = {name for result in report.cases for name in figures(result)}
+    return [name for name in _FIGURES if name in measured]
 
 
 def _case(result: CaseResult, columns: Sequence[str], rows: Sequence[Row]) -> str:

@@ -19,22 +19,20 @@ from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.charts.chart import Chart
-from pytest_llmgpu.render.exports.notices import Level, level
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
 from pytest_llmgpu.render.summary import Conclusion, conclude, describe
 from pytest_llmgpu.render.time_table import entries, make_time_table
 from pytest_llmgpu.render.work_table import make_work_table
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.metrics import spec_of
+from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import BETTER, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
 _LIBRARIES = ("jinja2", "vl_convert")
 _OPEN_PROBLEMS, _OPEN_ROWS = 3, 25  # the others are in a closed element
 _MOST_CASES = 1000
-_MARKS: dict[Level, str] = {"failure": "failure", "warning": "warning", "info": "ok"}
 
 
 def check(path: Path) -> None:
@@ -129,7 +127,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         verdicts=verdicts,
         compared=compared,
         verdict=comparison.verdict,
-        mark=lambda row: _MARKS[level(row, policy)] if row.verdict not in BETTER else "ok",
+        mark=comparison.mark,
         parts=[
             (title, [(row, comparison.figures(row)) for row in rows])
             for title, rows in ([] if verdicts is None else _parts(verdicts))
@@ -158,18 +156,25 @@ def _status(conclusion: Conclusion) -> tuple[str, str]:
 
 
 def _compared(verdicts: Verdicts, report: Report, baseline: Report | None) -> list[tuple[Row, comparison.Figures]]:
-    """Return the row of each case; one without numbers has the times that both reports have."""
-    before, now = (
-        {result.id: result.inference_s for result in (() if one is None else one.cases)} for one in (baseline, report)
-    )
+    """Return the row of each case; one without numbers has the times, or the executions if these changed."""
+    results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
     found = []
     for row in comparison.cases(verdicts.rows):
-        shown = comparison.figures(row)
+        named, shown = row, comparison.figures(row)
         if not shown.was and not shown.now:
-            times = [spec_of("time").written(time) if (time := of.get(row.id)) else "-" for of in (before, now)]
-            shown = shown._replace(was=times[0], now=times[1])
-        found.append((row, shown))
+            named = row if row.metric == "execution" else msgspec.structs.replace(row, metric="time")
+            was, now = (_without_numbers(of_report.get(row.id), named.metric) for of_report in results)
+            shown = shown._replace(was=was, now=now)
+        found.append((named, shown))
     return found
+
+
+def _without_numbers(result: CaseResult | None, metric: MetricName) -> str:
+    if result is None:
+        return "-"
+    if metric == "execution":
+        return result.case.execution.removeprefix("cuda_")  # the column is narrow
+    return spec_of("time").written(result.inference_s) if result.inference_s else result.outcome.replace("_", " ")
 
 
 def _parts(verdicts: Verdicts) -> list[tuple[str, list[Row]]]:

@@ -90,7 +90,7 @@ def work_table(cases: Sequence[CaseResult]) -> str:
         _Column(column.title, [texts[number] for _, _, texts in table.rows], column.drop_order)
         for number, column in enumerate(table.columns)
     ]
-    return "\n".join(["Work, energy and latency of a batch", *_fitted([row[:2] for row in table.rows], columns)])
+    return "\n".join([table.title, *_fitted([row[:2] for row in table.rows], columns)])
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:

@@ -10,21 +10,17 @@ from tabulate import tabulate
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.cause_groups import by_reason
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.render.comparison import counts, figures, verdict
+from pytest_llmgpu.render.comparison import counts, figures, mark, verdict
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
 from pytest_llmgpu.report.metrics import JUDGED
 from pytest_llmgpu.report.text import listed, plural, printable
-from pytest_llmgpu.report.verdicts import BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 
 MOST_CASES = 50
 """The default limit on the cases of a table, and on its reasons."""
 
-_RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
-_STYLES: dict[Verdict, str] = {
-    **dict.fromkeys(UNCLEAR, _YELLOW),
-    **dict.fromkeys((*WORSE, "MISSING"), _RED),
-    **dict.fromkeys(BETTER, _GREEN),
-}
+_RED, _GREEN, _YELLOW = "31", "32", "33"
+_STYLES = {"failure": _RED, "warning": _YELLOW, "ok": _GREEN}
 _TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
 _INDENT = " " * 4
 _MOST_NAMES = 3  # cases that a note names
@@ -109,7 +105,7 @@ def _table(cases: Sequence[Sequence[Row]], paint: Painter) -> str:
 
 def _verdict(row: Row, paint: Painter) -> str:
     word = verdict(row)
-    return word.replace(row.verdict, paint(row.verdict, _STYLES[row.verdict])) if row.verdict in _STYLES else word
+    return word.replace(row.verdict, paint(row.verdict, _STYLES[mark(row.verdict)]))
 
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
@@ -121,7 +117,7 @@ def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[
             return
         worst = group[0]
         ids = listed(map(printable, dict.fromkeys(row.id for row in group)), _MOST_NAMES)
-        yield f"{paint(worst.verdict, _STYLES.get(worst.verdict, _BOLD))}  {worst.metric}: {ids}"
+        yield f"{paint(worst.verdict, _STYLES[mark(worst.verdict)])}  {worst.metric}: {ids}"
         known = [f"Known: {worst.known}"] if worst.known is not None else []
         for line in [*worst.reason.splitlines(), *known]:
             yield textwrap.fill(printable(line), WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)

@@ -202,6 +202,7 @@ def test_a_logarithmic_axis_has_ticks_however_wide_it_is() -> None:
     for seconds, ticks in (
         ((0.9, 60.0), {"1", "2", "5", "10", "20", "50"}),
         ((1.0, 1.04), {"1", "1.01", "1.02", "1.03", "1.04"}),
+        ((90.0, 91.0), {"90", "90.2", "90.4", "90.6", "90.8", "91"}),
         ((60.0,), {"60"}),
     ):
         results = [make_result(value, batch_size=3 * 2**place) for place, value in enumerate(seconds)]
@@ -409,6 +410,10 @@ def test_balance_names_the_gpus_that_are_furthest_apart() -> None:
     assert chart.headers == ["strategy", "batch size", "GPU 0 (GiB)", "GPU 1 (GiB)", "GPU 2 (GiB)", "GPU 3 (GiB)"]
     assert chart.rows[0] == ["mp", "1", "17.12", "17.12", "17.12", "18.12"]
     assert "17.1 GiB on GPU 0 and 18.1 GiB on GPU 3" in chart.summary
+    same = [msgspec.structs.replace(one, nvml_used_max_bytes=GIB) for one in make_memory(4)]
+    equal = charts.of_report(make_report([make_result(memory=same, devices=4)]))
+    [chart] = [chart for chart in equal.charts if chart.id == "balance-memory"]
+    assert chart.summary == "The GPUs of each case are equal."
     one = charts.of_report(make_report([make_result(profile=make_profile(1), devices=1)]))
     assert "GPU utilisation of each GPU: there is one device." in one.omitted
 

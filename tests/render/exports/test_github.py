@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.export_reports import NASTY, TODAY, judged, nasty, row, two_strategies, verdicts, without_traffic
-from support.report_factory import make_failed, make_report, make_result
+from support.report_factory import make_accuracy, make_failed, make_report, make_result
 
 from pytest_llmgpu.gate.policy import Known, Policy
 from pytest_llmgpu.render.exports import export, github_summary
@@ -64,7 +64,7 @@ def test_annotations_are_limited_to_what_github_shows() -> None:
 
 
 def test_an_annotation_stands_at_its_test() -> None:
-    """The file is that of the node id, and line breaks are kept."""
+    """The file is that of the node id, the line is 1 if the report has none, and line breaks are kept."""
     regressed = msgspec.structs.replace(
         row("REGRESSED", reason="+5 %.\nRun it again."), nodeid="a/test_b.py::test_c[x]"
     )
@@ -76,6 +76,11 @@ def test_an_annotation_stands_at_its_test() -> None:
         {"file": "a/test_b.py", "line": "1", "title": "pytest-llmgpu: REGRESSED: mp-bs8 wall time: +5 %"},
         f"Run it again.\nNext: {spec_of('time').next_step}",
     )
+    measured = make_result()
+    measured.nodeid, measured.line = "a/test_b.py::test_c[x]", 42
+    report.cases = [measured]
+    (line,) = _annotations(report)
+    assert _parsed(line)[1]["line"] == "42"
 
 
 def test_one_cause_has_one_annotation() -> None:
@@ -181,6 +186,13 @@ def test_the_first_line_of_the_summary_has_the_result(report: Report, headline: 
     assert re.match(rf"## LLM inference: {headline}", first), first
 
 
+def test_the_first_line_of_the_summary_counts_gated_rows() -> None:
+    """A slower metric that the policy only shows is no part of the result."""
+    report = make_report()
+    report.verdicts = verdicts([row("OK"), msgspec.structs.replace(row("REGRESSED", "load_time"), gated=False)])
+    assert "(1 OK)" in _summary(report).splitlines()[0]
+
+
 def test_only_a_decided_comparison_is_green() -> None:
     """Every row is OK, and a gated one was compared."""
     report = make_report()
@@ -241,7 +253,7 @@ def test_tables_keep_their_columns_with_any_text() -> None:
         tables = [line for line in text.splitlines() if line.startswith("|")]
         assert tables
         widths = {line.count("|") for line in tables}
-        assert widths <= {10, 9}
+        assert widths <= {7, 9}
         assert not re.search(r"<(?!/?(?:code|br|details|summary)>|!-- -->)", text)
         assert not re.search(r"@\w|\bhttps?://|www\.|::error::%0A *$", text)
 
@@ -263,13 +275,13 @@ def test_escaped_text_is_rendered_as_given() -> None:
 
 
 def test_a_table_of_texts_has_the_times_of_a_token() -> None:
-    """They take the place of the accuracy, which texts do not have; beside cases that score they stand, too."""
+    """They take the place of the accuracy, which texts do not have; a column has a figure of some case."""
     text = make_result(workload="generate", batch_size=8)
     text.first_token_s, text.token_p50_s = 0.0081, 0.00676
     lines = export("markdown", make_report([text])).splitlines()
-    assert "| sequences/s | time to first token | time per token | peak memory |" in lines[0]
+    assert "| sequences/s | time to first token | time per token | verdict |" in lines[0]
     assert "| 0.0081 s | 0.00676 s |" in lines[2]
-    both = export("markdown", make_report([text, make_result()])).splitlines()
+    both = export("markdown", make_report([text, make_result(60.0, make_accuracy(0.75, items=16))])).splitlines()
     assert "| time per token | accuracy |" in both[0]
     assert len({row.count("|") for row in both}) == 1
 

@@ -251,7 +251,43 @@ def test_a_page_names_a_case_that_only_the_baseline_has() -> None:
     head, base = paper_report(), paper_report()
     del head.cases[0]
     changes = Page(html_report.render(head, base)).text.partition("Was and now, the largest change first")[2]
-    assert re.match(r".{0,60} mp-bs1 outcome \S+ s - MISSING", changes)
+    assert re.match(r".{0,60} mp-bs1 time \S+ s - MISSING", changes)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_case_without_a_compared_number_has_what_changed() -> None:
+    """A new outcome stands in place of its time, and the execution where that changed."""
+    base = make_report([make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)])
+    head = make_report([make_result(batch_size=1), make_failed("oom", batch_size=2), make_result(batch_size=4)])
+    head.cases[0].launches[0].plan_sha256 = "other"  # the times cannot be compared
+    changes = Page(html_report.render(head, base)).text.partition("Was and now, the largest change first")[2]
+    assert "mp-bs1 execution graphs eager REGRESSED" in changes
+    assert re.search(r"mp-bs2 time \S+ s oom CAPACITY_ REGRESSED", changes)
+    assert re.search(r"mp-bs4 time - \S+ s NEW", changes)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_verdict_has_one_colour() -> None:
+    """A row that fails the gate and one that is not gated have the colour of their verdict."""
+    report = paper_report()
+    rows = [
+        time_row(report, number, verdict, gated=gated, unseen=unseen, reason=verdict)
+        for number, (verdict, gated, unseen) in enumerate(
+            [
+                ("NOT_ENOUGH_DATA", True, True),
+                ("NOT_ENOUGH_DATA", False, False),
+                ("REGRESSED", True, False),
+                ("REGRESSED", False, False),
+            ]
+        )
+    ]
+    page = html_report.render(report, verdicts=make_verdicts(*rows))
+    found = re.findall(r'class="verdict (\w+)">(\w+)', page.replace("_<wbr>", "_"))
+    assert set(found) == {("warning", "NOT_ENOUGH_DATA"), ("failure", "REGRESSED")}
+    assert re.findall(r'problem (\w+)">\s*<h3><span class="tag">([A-Z_]+)', page) == [
+        ("failure", "REGRESSED"),
+        ("warning", "NOT_ENOUGH_DATA"),
+    ]
 
 
 @pytest.mark.usefixtures("quick")
