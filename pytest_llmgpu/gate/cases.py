@@ -24,7 +24,7 @@ from pytest_llmgpu.gate.series import (
     by_series,
     series_rows,
     settled,
-    undecided_load_time,
+    undecided_amount,
     with_distinct_names,
 )
 from pytest_llmgpu.gate.time import Timed
@@ -291,7 +291,7 @@ class Comparison:
         rows = with_distinct_names(
             [next(times) if isinstance(entry, Timed) else entry for entry in self._entries], self.head.cases
         )
-        return [self._with_cause(row) for row in rows if not undecided_load_time(row)]
+        return [self._with_cause(row) for row in rows if not undecided_amount(row)]
 
     def _with_cause(self, row: Row) -> Row:
         if row.verdict == "OK" or self.base is None or row.id not in self._compared:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.gate.noise_model import Prior
-from pytest_llmgpu.gate.policy import LoadTimeRule, Rules
+from pytest_llmgpu.gate.policy import Rules, ShownRule
 from pytest_llmgpu.gate.time import Name, Samples, Timed
-from pytest_llmgpu.report.metrics import loads_s, spec_of
-from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
+from pytest_llmgpu.report.derived import launch_energy_j, transfer_s
+from pytest_llmgpu.report.metrics import MetricName, spec_of
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Row, Verdict
 
 _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
@@ -22,6 +23,14 @@ _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
 
 _NAMED = 2
 """Most fields in the name of a series."""
+
+_AMOUNTS: dict[MetricName, Callable[[Launch], float | None]] = {
+    "load_time": lambda launch: launch.load_s,
+    "warmup_time": lambda launch: launch.warmup_s,
+    "transfer_time": transfer_s,
+    "energy": launch_energy_j,
+}
+"""Metric to its amount in a launch. They are shown and not gated by default."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -33,6 +42,8 @@ class Series(msgspec.Struct, kw_only=True):
     """Largest batch size that completed; 0 where none did."""
     fails: int | None = None
     """Smallest batch size that was out of memory; None where none was."""
+    completed: dict[int, CaseResult] = {}
+    """Batch size to the result that completed."""
 
     @property
     def known(self) -> bool:
@@ -48,46 +59,60 @@ def by_series(results: Sequence[CaseResult]) -> dict[tuple[object, ...], Series]
         series = found.setdefault(result.case.series_fields, Series(result=result))
         if result.outcome == "completed":
             series.fits = max(series.fits, size)
+            series.completed.setdefault(size, result)
         elif result.outcome in OUT_OF_MEMORY:
             series.fails = size if series.fails is None else min(series.fails, size)
     return found
 
 
 def series_rows(base: Series, head: Series, rules: Rules, load: Prior) -> Iterator[Row | Timed]:
-    """Yield the verdicts on a series that both reports have; of the load time, what the verdict needs.
+    """Yield the verdicts on a series that both reports have; of the amounts of launches, what the verdict needs.
 
     Args:
         base: The series of the baseline.
         head: The series of the candidate.
         rules: The rules of the series.
-        load: The expected noise of load times.
+        load: The expected noise of load times, and of the other amounts that are shown and not gated.
     """
     if (row := _largest_batch(base, head, gated=rules.largest_batch.gate)) is not None:
         yield row
-    if (timed := _load_times(base, head, rules.load_time, load)) is not None:
-        yield timed
+    for metric in _AMOUNTS:
+        if (timed := _amounts(base, head, metric, getattr(rules, metric), load)) is not None:
+            yield timed
 
 
-def _load_times(base: Series, head: Series, rule: LoadTimeRule, prior: Prior) -> Timed | None:
-    """Return the times to load the model; None where a report lacks them."""
-    then, now = loads_s(base.result), loads_s(head.result)
-    if not then or not now:
+def _amounts(base: Series, head: Series, metric: MetricName, rule: ShownRule, prior: Prior) -> Timed | None:
+    """Return an amount of each launch, its mean over the batch sizes in which all launches have it; None without any.
+
+    The model is loaded once for all batch sizes.
+    """
+    pairs = [(base.completed[size], result) for size, result in head.completed.items() if size in base.completed]
+    columns = [[list(map(_AMOUNTS[metric], result.launches)) for result in pair] for pair in pairs]
+    known = [pair for pair in columns if all(side and all(side) for side in pair)]
+    if not known:
         return None
+    samples = Samples(
+        *(
+            [statistics.fmean(map(math.log, launch)) for launch in zip(*sides, strict=False)]
+            for sides in zip(*known, strict=True)
+        )
+    )
     case = head.result.case
     return Timed(
-        name=Name(case.series, case.strategy, None, "load_time"),
+        name=Name(case.series, case.strategy, None, metric),
         gated=rule.gate,
-        ranks=[Samples(list(map(math.log, then)), list(map(math.log, now)))],
-        seconds=[(statistics.geometric_mean(then), statistics.geometric_mean(now))],
+        ranks=[samples],
+        seconds=[tuple(math.exp(statistics.fmean(side)) for side in samples)],
         prior=prior,
         threshold=rule.margin,
         spread=noise_regime.largest_spread("load"),
+        members=0 if metric == "load_time" else len(known),
     )
 
 
-def undecided_load_time(row: Row) -> bool:
-    """Return whether a row has too few launches to decide about a load time that is not gated: it is not shown."""
-    return row.metric == "load_time" and not row.gated and row.n == 1 and row.verdict == "NOT_ENOUGH_DATA"
+def undecided_amount(row: Row) -> bool:
+    """Return whether a row has too few launches to decide about an amount that is not gated: it is not shown."""
+    return row.metric in _AMOUNTS and not row.gated and row.n == 1 and row.verdict == "NOT_ENOUGH_DATA"
 
 
 def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:

@@ -1,4 +1,4 @@
-"""The one rule for all times: device time and wall times of a case, of all cases together, and load time.
+"""The one rule for all times: device time and wall times of a case, of all cases together, and amounts of a series.
 
 Wall times (`WALL_TIMES`) are the time of a case and, where it generates, time to first token and time per token.
 
@@ -6,8 +6,9 @@ The datum is the mean log time of a launch, because clocks, allocator and host a
 deviation is that of `noise_model`. A row is REGRESSED if its change is statistically significant and exceeds the
 threshold. All gated rows of times are one family of tests (Holm).
 
-`device_times`, `wall_times` and `load_times` collect the data of a row, `all_cases` adds the mean over the cases, and
-`rows` judges all of them: `decide` returns the figures of a verdict, `describe` words them.
+`device_times` and `wall_times` collect the data of a row, `series.series_rows` those of amounts that are only shown,
+`all_cases` adds the mean over the cases, and `rows` judges all of them: `decide` returns the figures of a verdict,
+`describe` words them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pytest_llmgpu.gate.stats.distributions import t_quantile, t_tail
 from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.gate.work import lost
 from pytest_llmgpu.report.derived import device_times_s, inference_s
-from pytest_llmgpu.report.metrics import MetricName, default_threshold
+from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Row, Verdict
@@ -82,6 +83,9 @@ _NAMES = {
     "first_token": "Time to first token",
     "token_time": "Time per token",
     "load_time": "Load time",
+    "warmup_time": "Warm-up",
+    "transfer_time": "Transfer time",
+    "energy": "Energy",
 }
 
 
@@ -370,7 +374,7 @@ def days_apart(one: str, other: str) -> bool:
 
 
 def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
-    """Judge times. All gated rows are one family of tests, the other rows are another.
+    """Judge times. All gated rows are one family of tests, the other rows of each metric are another.
 
     Args:
         cases: The times of each row.
@@ -379,21 +383,17 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
     """
     cases = _explained_by_gemm(cases)
     estimates = list(map(estimated, cases))
-    gates = [case.gated for case in cases]
-    slower = holm([_p(case, one, 1) for case, one in zip(cases, estimates, strict=True)], gates)
-    faster = holm([_p(case, one, -1) for case, one in zip(cases, estimates, strict=True)], gates)
-    members = Counter(gates)
+    families = [case.gated or case.name.metric for case in cases]
+    slower = holm([_p(case, one, 1) for case, one in zip(cases, estimates, strict=True)], families)
+    faster = holm([_p(case, one, -1) for case, one in zip(cases, estimates, strict=True)], families)
+    members = Counter(families)
     found = []
     for number, (case, estimate) in enumerate(zip(cases, estimates, strict=True)):
+        family = members[families[number]]
         decision = decide(
-            case,
-            estimate,
-            slower=slower[number],
-            faster=faster[number],
-            family=members[case.gated],
-            confidence=confidence,
+            case, estimate, slower=slower[number], faster=faster[number], family=family, confidence=confidence
         )
-        found.append(_row(case, estimate, decision, describe(case, estimate, decision, members[case.gated], note)))
+        found.append(_row(case, estimate, decision, describe(case, estimate, decision, family, note)))
     return found
 
 
@@ -526,13 +526,14 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
     """
     base_s, head_s = case.seconds[estimate.rank]
     low, high = 100 * (decision.low - 1), 100 * (decision.high - 1)
+    unit = spec_of(case.name.metric).unit
     of_rank = f" of rank {estimate.rank}" if len(case.ranks) > 1 else ""
     over = f", mean over {plural(case.members, 'case')}" if case.members else ""
     threshold = f", threshold {_threshold(decision.threshold)}" if _can_be_judged(case, decision) else ""
     first = (
         f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(decision.ratio - 1)} "
         f"(90 % CI {low:+.1f} to {high:+.1f} %){threshold}: "
-        f"{_seconds(head_s)}, was {_seconds(base_s)}{over}."
+        f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}{over}."
         f"{_other_gpus(case, decision, estimate.rank)}{_of_sums(case, estimate.rank, decision.ratio)}{case.left_out}"
     )
     if decision.verdict in {"REGRESSED", "IMPROVED"}:
@@ -730,9 +731,9 @@ def _mean_s(log_times: Sequence[float]) -> float:
     return _ratio(_mean(log_times))
 
 
-def _seconds(value: float) -> str:
-    """Return seconds with four digits, as 210.0 s."""
-    return f"{value:#.4g} s" if value < _THOUSAND else f"{value:.4g} s"
+def _amount(value: float, unit: str) -> str:
+    """Return an amount with four digits, as 210.0 s."""
+    return f"{value:#.4g} {unit}" if value < _THOUSAND else f"{value:.4g} {unit}"
 
 
 def _threshold(fraction: float) -> str:

@@ -73,6 +73,12 @@ def device_busy(launch: Launch) -> float | None:
     return min(1.0, math.fsum(times_s) / len(times_s) / timed_s) if timed_s else None
 
 
+def transfer_s(launch: Launch) -> float | None:
+    """Return the time in which the collectives of a work pass transferred data; None without collectives."""
+    collectives = [] if launch.work is None else launch.work.collectives or []
+    return math.fsum(_middle_mean(one.transfer_s) for one in collectives if one.transfer_s) or None
+
+
 def _middle_mean(values: Sequence[float]) -> float:
     left_out = max(1, len(values) // 4) if len(values) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
     middle = sorted(values)[left_out : len(values) - left_out]
@@ -113,7 +119,7 @@ def derive(result: CaseResult) -> None:
 def _derive_energy(result: CaseResult, launches: Sequence[Launch]) -> None:
     """Fill in the energy, or the reason why it is not known."""
     names = "energy_j_per_sequence", "energy_j_per_token"
-    measured = [(launch.batches, energy_j) for launch in launches if (energy_j := _energy_j(launch)) is not None]
+    measured = [(launch.batches, energy_j) for launch in launches if (energy_j := launch_energy_j(launch)) is not None]
     if len(measured) < len(launches):
         reason = f"the energy of a window of at least {_LEAST_ENERGY_WINDOW_S:g} s is not known"
         result.why = {**result.why, **dict.fromkeys(names, reason)}
@@ -168,7 +174,8 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _energy_j(launch: Launch) -> float | None:
+def launch_energy_j(launch: Launch) -> float | None:
+    """Return the energy of all GPUs during a launch; None if it is not known, or the window is too short."""
     profile = launch.profile
     if profile is None or not profile.devices or profile.duration_s < _LEAST_ENERGY_WINDOW_S:
         return None

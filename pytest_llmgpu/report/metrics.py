@@ -515,6 +515,23 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(column="load_s", label=None, measure=None),
         trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",), of_series=True),
     ),
+    *(
+        MetricSpec(
+            name=name,
+            kind="noisy",
+            scope="series",
+            gate=False,
+            threshold=0.25,
+            unit=unit,
+            written=lambda value, unit=unit: f"{significant(value)} {unit}",  # type: ignore[misc]
+            next_step=next_step,
+        )
+        for name, unit, next_step in (
+            ("warmup_time", "s", "Read `execution_choice` of the launches: it has the number of recorded shapes."),
+            ("transfer_time", "s", "Read the traffic, its path, and `collectives` of `work` in the two reports."),
+            ("energy", "J", "Compare the time, and the power limit and the clocks of the GPUs."),
+        )
+    ),
     MetricSpec(
         name="utilization",
         kind="noisy",

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Callable
+
 import pytest
-from support.report_factory import make_failed, make_result
+from support.report_factory import make_failed, make_profile, make_result, make_work
 
 from pytest_llmgpu.gate.noise_model import prior_of
-from pytest_llmgpu.gate.policy import LoadTimeRule, Policy, Rules
-from pytest_llmgpu.gate.series import Series, by_series, series_rows, settled, undecided_load_time
+from pytest_llmgpu.gate.policy import Policy, Rules, ShownRule
+from pytest_llmgpu.gate.series import Series, by_series, series_rows, settled, undecided_amount
 from pytest_llmgpu.gate.time import Timed, rows
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Launch
 from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.work import CollectiveWork
 
 TEST = "benchmarks/test_a.py::test_b[mp-bs64]"
 
@@ -22,11 +24,30 @@ def _series(fits: list[int], fails: list[int]) -> list[CaseResult]:
     return results
 
 
-def _loaded(batch_size: int, times_s: list[float]) -> CaseResult:
-    """Return a case of which each launch took that long to load its model."""
+_LAUNCHED: dict[str, Callable[[float], Launch]] = {
+    "load_time": lambda amount: Launch(load_s=amount),
+    "warmup_time": lambda amount: Launch(warmup_s=amount),
+    "transfer_time": lambda amount: Launch(
+        work=make_work(
+            collectives=[
+                CollectiveWork(collective=name, calls=1, transfer_s=[amount / 2] * 3, wait_s=[9.0] * 3)
+                for name in ("all_reduce", "all_gather")
+            ]
+        )
+    ),
+    "energy": lambda amount: Launch(
+        profile=make_profile(
+            devices=[DeviceProfile(index=gpu, uuid=f"GPU-{gpu}", energy_j=amount / 2) for gpu in (0, 1)]
+        )
+    ),
+}
+"""Metric to a launch that has this amount of it."""
+
+
+def _launched(metric: str, batch_size: int, amounts: list[float]) -> CaseResult:
+    """Return a case with an amount of a metric in each launch."""
     result = make_result(batch_size=batch_size)
-    (launch,) = result.launches
-    result.launches = [msgspec.structs.replace(launch, load_s=load_s) for load_s in times_s]
+    result.launches = list(map(_LAUNCHED[metric], amounts))
     return result
 
 
@@ -34,7 +55,7 @@ def _rows(base: Series, head: Series, rules: Rules) -> list[Row]:
     """Return the rows of a series as the gate shows them."""
     found = list(series_rows(base, head, rules, prior_of("load")))
     judged = rows([one for one in found if isinstance(one, Timed)], 0.99, "")
-    return [row for row in (*(one for one in found if isinstance(one, Row)), *judged) if not undecided_load_time(row)]
+    return [row for row in (*(one for one in found if isinstance(one, Row)), *judged) if not undecided_amount(row)]
 
 
 @pytest.mark.parametrize(
@@ -88,20 +109,37 @@ def test_a_probe_needs_no_second_one() -> None:
         ([10.0], [11.0], None),
     ],
 )
-def test_load_time_is_judged_once_per_series(base: list[float], head: list[float], verdict: str | None) -> None:
-    """Batch sizes of one load are one row, which is shown and not gated; one launch decides large changes only."""
+@pytest.mark.parametrize("metric", _LAUNCHED)
+def test_an_amount_is_judged_once_per_series(
+    base: list[float], head: list[float], verdict: str | None, metric: str
+) -> None:
+    """All batch sizes are one row, which is shown and not gated; one launch decides large changes only."""
 
-    def of(times: list[float]) -> list[CaseResult]:
-        return [_loaded(size, times) for size in (1, 2)]
+    def of(amounts: list[float]) -> list[CaseResult]:
+        return [_launched(metric, size, [size * amount for amount in amounts]) for size in (1, 4)]
 
     (then,), (now,) = by_series(of(base)).values(), by_series(of(head)).values()
-    rows = [row for row in _rows(then, now, Policy()) if row.metric == "load_time"]
-    assert [row.verdict for row in rows] == ([verdict] if verdict else [])
-    assert not any(row.gated for row in rows)
+    found = _rows(then, now, Policy())
+    assert [(row.metric, row.verdict) for row in found] == ([(metric, verdict)] if verdict else [])
+    assert not any(row.gated for row in found)
+    assert [row.base for row in found] == [pytest.approx(2 * base[0])] * len(found)  # the mean of log amounts
 
 
-def test_a_gated_load_time_states_that_one_launch_decides_nothing() -> None:
+@pytest.mark.parametrize("lacking", [[], [0.0], [10.0, 0.0]])
+def test_a_batch_size_of_which_a_launch_lacks_the_amount_is_left_out(lacking: list[float]) -> None:
+    """So is one that a report lacks. Without any other there is no row."""
+    both, new = _launched("energy", 1, [10.0] * 9), _launched("energy", 4, [90.0] * 9)
+    without = _launched("energy", 2, lacking)
+    (then,), (now,) = by_series([both, without]).values(), by_series([both, without, new]).values()
+    (row,) = _rows(then, now, Policy())
+    assert row.metric == "energy"
+    assert row.base == pytest.approx(10.0)
+    (then,) = by_series([without]).values()
+    assert _rows(then, now, Policy()) == []
+
+
+def test_a_gated_amount_states_that_one_launch_decides_nothing() -> None:
     """Where the policy gates it, a lack of launches is a row of its own."""
-    (then,), (now,) = by_series([_loaded(1, [10.0])]).values(), by_series([_loaded(1, [11.0])]).values()
-    policy = Policy(load_time=LoadTimeRule(gate=True))
+    (then,), (now,) = (by_series([_launched("load_time", 1, [amount])]).values() for amount in (10.0, 11.0))
+    policy = Policy(load_time=ShownRule(gate=True))
     assert [row.verdict for row in _rows(then, now, policy)] == ["NOT_ENOUGH_DATA"]
