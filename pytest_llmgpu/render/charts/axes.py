@@ -169,7 +169,6 @@ def notes(
         tooltip: the entries of the tooltip.
         x: the data field of the x axis.
         first: number of the lines of text below these.
-        encoding: colour and tooltip.
     """
     place = f"scale('x', datum.{x})"
     half = f"{_LETTER / 2} * length(datum.l)"

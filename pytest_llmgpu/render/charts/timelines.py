@@ -95,7 +95,9 @@ def charts(result: CaseResult, environment: Environment, before: CaseResult | No
 
 
 def _sampled(result: CaseResult) -> Profile | None:
-    return next((one.profile for one in result.launches if one.profile and one.profile.series), None)
+    # A window without a sample inside has the nearest one, which is before or after it: it is no line over time.
+    found = (one.profile for one in result.launches if one.profile and one.profile.series and one.profile.samples)
+    return next(found, None)
 
 
 def _rows(indices: Sequence[str], bins: _Bins) -> list[Spec]:

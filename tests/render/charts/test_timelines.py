@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.chart_data import sampled, values_of
 from support.report_factory import make_failed, make_profile, make_report, make_result
@@ -65,7 +66,12 @@ def test_missing_samples_are_gaps_in_a_time_line() -> None:
 
 
 def test_a_case_without_samples_has_no_time_lines() -> None:
-    """It ran on a CPU or never started."""
+    """It ran on a CPU, never started, or was shorter than a period: the only sample is from before it began."""
     environment = make_report().environment
+    short = sampled(1, 1)
+    (launch,) = short.launches
+    assert launch.profile is not None
+    launch.profile = msgspec.structs.replace(launch.profile, samples=0)
+    assert list(timelines.charts(short, environment)) == []
     assert list(timelines.charts(make_result(), environment)) == []
     assert list(timelines.charts(make_failed("skipped_after_oom"), environment)) == []
