@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
@@ -28,7 +30,8 @@ from pytest_llmgpu.gate.series import (
     with_distinct_names,
 )
 from pytest_llmgpu.gate.time import Timed
-from pytest_llmgpu.gate.work import work_rows
+from pytest_llmgpu.gate.work import work_rows, worse
+from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, started
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
@@ -198,6 +201,8 @@ class Comparison:
         )
         if found is not None:
             self._take("device_time", found, rules.device_time.gate)
+        if isinstance(found, Timed) and head.case.generates:
+            self._prefills(of_prefill(base), of_prefill(head), rules)
         regime = noise_regime.noisiest("time", base, head)
         prior = self._prior("time", regime, base, head)
         machine_sd = 0.0
@@ -220,6 +225,21 @@ class Comparison:
                 machine_sd=machine_sd,
             )
             self._take(metric, wall, rule.gate)
+
+    def _prefills(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
+        """Add the device times of prefills, if both reports have them. Computation is assumed to limit them."""
+        found = time.device_times(
+            base,
+            head,
+            comparable(base, head),
+            rules.device_time,
+            prior=prior_of_case("device_compute", self.policy.noise, base, head),
+            regime="device_compute",
+            ceilings=self._ceilings,
+            other_day=self._on_other_days(base, head),
+        )
+        if isinstance(found, Timed):
+            self._entries.append(msgspec.structs.replace(found, prefill=True))
 
     def _on_same_gpus(self, base: CaseResult, head: CaseResult) -> bool:
         """Return whether both results are of the same GPUs; without a profile, those of the machines count."""
@@ -288,10 +308,15 @@ class Comparison:
         means = time.all_cases(timed, known)
         self._entries += means
         times = iter(time.rows([*timed, *means], self.policy.confidence, note))
-        rows = with_distinct_names(
-            [next(times) if isinstance(entry, Timed) else entry for entry in self._entries], self.head.cases
-        )
-        return [self._with_cause(row) for row in rows if not undecided_amount(row)]
+        rows: list[Row] = []
+        for entry in self._entries:
+            row = next(times) if isinstance(entry, Timed) else entry
+            if isinstance(entry, Timed) and entry.prefill:
+                rows[-1] = worse(rows[-1], row)
+            else:
+                rows.append(row)
+        named = with_distinct_names(rows, self.head.cases)
+        return [self._with_cause(row) for row in named if not undecided_amount(row)]
 
     def _with_cause(self, row: Row) -> Row:
         if row.verdict == "OK" or self.base is None or row.id not in self._compared:

@@ -150,6 +150,8 @@ class Timed(msgspec.Struct, frozen=True):
     """The result of the baseline and of the candidate; empty where the times are not those of one case."""
     members: int = 0
     """The number of cases of a row that is the mean over cases; else 0."""
+    prefill: bool = False
+    """True if the times are of prefills; the row before is that of the decode steps of the case."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -332,6 +334,7 @@ def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> lis
             if case.name.metric == metric
             and case.gated
             and case.whole
+            and not case.prefill
             and min(map(len, case.ranks[0])) >= _LEAST_LAUNCHES
             and (case.name.id, metric) not in known
         ]

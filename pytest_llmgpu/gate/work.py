@@ -14,10 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
+from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, OF_PREFILL, ONLY_CANDIDATE, SEVERITY, Row, Verdict
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork
 
 _NAMED = 3
@@ -76,16 +77,24 @@ def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Foun
     if not head.case.generates:
         yield from step
         return
-    first = {found.metric: found for found in _work_rows(_of_prefill(base), _of_prefill(head), rules)}
+    first = {found.metric: found for found in _work_rows(of_prefill(base), of_prefill(head), rules)}
     for found in step:
         yield _worse(found, first.pop(found.metric, None))
     yield from (_worse(None, found) for found in first.values())
 
 
-def _of_prefill(result: CaseResult) -> CaseResult:
-    """Return a result of a case that generates with the work of its prefills alone."""
-    launches = [msgspec.structs.replace(launch, work=launch.prefill_work) for launch in result.launches]
-    return msgspec.structs.replace(result, launches=launches)
+def worse(step: Row | None, prefill: Row) -> Row:
+    """Return the worse of two rows on one metric; that of a decode step where they are equally bad or only it is there.
+
+    The smallest slowdown that is seen is that of both.
+    """
+    if step is None or SEVERITY.index(prefill.verdict) < SEVERITY.index(step.verdict):
+        row = msgspec.structs.replace(prefill, reason=f"{OF_PREFILL}{prefill.reason}")
+    else:
+        row = step
+    if step is None or step.smallest_seen is None or prefill.smallest_seen is None:
+        return row
+    return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))
 
 
 def _worse(step: Found | None, prefill: Found | None) -> Found:
@@ -93,11 +102,9 @@ def _worse(step: Found | None, prefill: Found | None) -> Found:
     if prefill is None or not isinstance(prefill.row, Row):
         assert step is not None or prefill is not None
         return step or prefill  # type: ignore[return-value]  # one of them is there
-    row = msgspec.structs.replace(prefill.row, reason=f"Of the prefill: {prefill.row.reason}")
-    if step is None or not isinstance(step.row, Row):
-        return prefill._replace(row=row)
-    worse = SEVERITY.index(row.verdict) < SEVERITY.index(step.row.verdict)
-    return prefill._replace(row=row) if worse else step
+    return prefill._replace(
+        row=worse(step.row if step is not None and isinstance(step.row, Row) else None, prefill.row)
+    )
 
 
 def _work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Found]:

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Launch
 
@@ -54,6 +56,12 @@ def device_times_s(launch: Launch) -> list[float] | None:
     """
     times = [_middle_mean(rank.device_time_s) for rank in launch.ranks if rank.device_time_s]
     return times if times and len(times) == len(launch.ranks) and min(times) > 0 else None
+
+
+def of_prefill(result: CaseResult) -> CaseResult:
+    """Return a result of a case that generates with the work of its prefills in place of that of its decode steps."""
+    launches = [msgspec.structs.replace(launch, work=launch.prefill_work) for launch in result.launches]
+    return msgspec.structs.replace(result, launches=launches)
 
 
 def device_busy(launch: Launch) -> float | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generated, inference_s, peaks_bytes
+from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generated, inference_s, of_prefill, peaks_bytes
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
@@ -226,8 +226,7 @@ def _flops(result: CaseResult) -> Figure | None:
     found = _of_work(result, "flops", unit, _sequences)
     if found is None or not result.case.generates:
         return found
-    prefills = [msgspec.structs.replace(launch, work=launch.prefill_work) for launch in result.launches]
-    prefill = _of_work(msgspec.structs.replace(result, launches=prefills), "flops", unit, _sequences)
+    prefill = _of_work(of_prefill(result), "flops", unit, _sequences)
     steps = (result.case.new_tokens or 1) - 1
     return None if prefill is None else _figure(unit, prefill.value + steps * found.value)
 

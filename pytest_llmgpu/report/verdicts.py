@@ -54,6 +54,9 @@ ONLY_CANDIDATE = "only the candidate has it"
 ALL_CASES = "all cases"
 """Key and id of a row that is the mean over all cases."""
 
+OF_PREFILL = "Of the prefill: "
+"""Start of the reason of a row on the prefills of a case that generates; without it a row is on its decode steps."""
+
 ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 

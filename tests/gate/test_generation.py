@@ -88,10 +88,48 @@ def test_more_work_in_the_prefill_alone_is_a_regression() -> None:
         assert row.reason.startswith("Of the prefill: ") == (verdict != "OK")
 
 
-def test_the_self_test_injects_wrong_texts() -> None:
-    """The regression `answers` is found by the check of the texts."""
-    (result,) = _report().cases
-    (answers,) = (one for one in regressions() if one.name == "answers")
-    wrong = answers.inject(result, Rules())
-    assert not isinstance(wrong, str)
-    assert [row.metric for row in _judge(make_report([wrong])).rows if row.verdict == "REGRESSED"] == ["accuracy"]
+def _worked() -> Report:
+    """Return a report with the work of prefills and decode steps."""
+    found = _report()
+    for launch in found.cases[0].launches:
+        launch.work = launch.prefill_work = make_work()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("answers", "accuracy"),
+        ("first-token", "first_token"),
+        ("token-time", "token_time"),
+        ("device-time", "device_time"),
+        ("prefill", "device_time"),
+    ],
+)
+def test_a_regression_of_the_self_test_is_found_by_its_metric(name: str, metric: str) -> None:
+    """Wrong texts by their check, a slower prefill by its kernels although the decode steps are as fast."""
+    base = _worked()
+    (one,) = (one for one in regressions(0.4) if one.name == name)
+    copy = one.inject(base.cases[0], Rules())
+    assert not isinstance(copy, str)
+    rows = Comparison(base, make_report([copy]), Policy(), Calibration()).rows
+    (worse,) = (row for row in rows if row.verdict == "REGRESSED")
+    assert worse.metric == metric
+    assert worse.reason.startswith("Of the prefill: ") == (name == "prefill")
+
+
+def test_the_device_time_of_a_case_is_seen_as_well_as_in_the_noisier_of_its_parts() -> None:
+    """Prefills count as limited by computation, whose clock is random: the headline promises no more than they show."""
+    base, alone = _worked(), _worked()
+    for launch in alone.cases[0].launches:
+        launch.prefill_work = None
+    seen = [
+        next(
+            row.smallest_seen
+            for row in Comparison(one, one, Policy(), Calibration()).rows
+            if row.metric == "device_time"
+        )
+        for one in (alone, base)
+    ]
+    assert None not in seen
+    assert seen[0] < seen[1]  # type: ignore[operator]  # no None

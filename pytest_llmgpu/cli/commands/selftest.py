@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 HELP = "check that the gate detects regressions injected into a report"
 
-_NAMES = ("time", "device-time", "flops", "host-sync", "kernel", "collective", "memory", "batch-size", "answers")
-_SLOWER = _NAMES[:5]
+_SLOWER = ("time", "first-token", "token-time", "device-time", "prefill", "flops", "host-sync", "kernel")
 """The regressions that make forwards slower."""
+_NAMES = (*_SLOWER, "collective", "memory", "batch-size", "answers")
 _SHOWN = 3
 """Most reasons per regression."""
 _INDENT = "    "
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         type=_percent,
         default=0.05,
-        help="size of the regressions of time and device time in percent (default: 5)",
+        help="size of the slowdowns in percent (default: 5)",
     )
     add_rules(parser)
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - prints it instead of the text")
@@ -101,6 +101,7 @@ def _instead(found: SelfTest) -> str:
 
 def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[str]:
     """Yield why a regression is not detected, with the cases of one reason together."""
+    from pytest_llmgpu.gate.classify import TIMES
     from pytest_llmgpu.render.terminal.cases import WIDTH
 
     by_reason: dict[tuple[str, str], list[Missed]] = {}
@@ -112,7 +113,7 @@ def _misses(missed: Sequence[Missed], title: str, *, assumed: bool) -> Iterator[
         more = f" and {len(cases) - 1:,} more" if len(cases) > 1 else ""
         yield printable(f"{title}: {cases[0].id}{more}{f', {verdict}' if verdict else ''}")
         yield from (textwrap.indent(textwrap.fill(printable(line), WIDTH), _INDENT) for line in reason.splitlines())
-        if verdict in {"NOT_ENOUGH_DATA", "REGRESSED"} and cases[0].metric in {"device_time", "time"}:
+        if verdict in {"NOT_ENOUGH_DATA", "REGRESSED"} and cases[0].metric in TIMES:
             yield f"{_INDENT}{_launches(cases)}{' (built-in noise: llmgpu calibrate)' if assumed else ''}"
     if len(by_reason) > _SHOWN:
         yield f"{_INDENT}and {len(by_reason) - _SHOWN:,} more reasons: see --json"

@@ -16,7 +16,8 @@ import msgspec
 
 from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.gate.policy import Rules
-from pytest_llmgpu.report.derived import decode, derive, encode, predictions_of
+from pytest_llmgpu.report.derived import decode, derive, encode, generated, of_prefill, predictions_of
+from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
 from pytest_llmgpu.report.text import GIB
@@ -57,26 +58,25 @@ class Regression(NamedTuple):
 
 
 def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
-    """Return all regressions. The first two are slowdowns by a fraction."""
+    """Return all regressions. The first five are slowdowns by a fraction."""
+    more = f"{100 * slowdown:.3g} % more time"
+    kernels = _of_work(
+        "device-time",
+        f"{more} in the kernels of every rank",
+        "device_time",
+        functools.partial(_slower_kernels, slowdown),
+        figure="device_time_s",
+    )._replace(slowdown=slowdown)
     return (
-        Regression(
-            "time",
-            f"{100 * slowdown:.3g} % more time in every batch",
-            "time",
-            functools.partial(_slower, slowdown),
-            slowdown=slowdown,
-        ),
-        _of_work(
-            "device-time",
-            f"{100 * slowdown:.3g} % more time in the kernels of every rank",
-            "device_time",
-            functools.partial(_slower_kernels, slowdown),
-            figure="device_time_s",
-        )._replace(slowdown=slowdown),
+        Regression("time", f"{more} in every batch", "time", functools.partial(_slower, slowdown), slowdown=slowdown),
+        _of_tokens("first-token", f"{more} to the first token", "first_token", "first_token_s", slowdown),
+        _of_tokens("token-time", f"{more} in every decode step", "token_time", "step_s", slowdown),
+        kernels,
+        _of_prefills(kernels)._replace(name="prefill", text=f"{more} in the kernels of every prefill"),
         _of_work("flops", f"{100 * _MORE_FLOPS:g} % more FLOPs on every rank", "flops", _more_flops),
         _of_work("host-sync", "one more host synchronization on every rank", "host_syncs", _one_more_sync),
         _of_work("kernel", "one more kernel call on every rank", "kernels", _one_more_kernel),
-        Regression("collective", "one more collective per batch on every rank", "traffic", _one_more_collective),
+        Regression("collective", "one more collective per forward on every rank", "traffic", _one_more_collective),
         Regression("memory", "1 GiB more on the fullest device", "memory", _more_memory, suits=_on_a_gpu),
         Regression(
             "batch-size", "out of memory at the largest batch size", "outcome", _out_of_memory, largest_only=True
@@ -103,6 +103,44 @@ def _slower(slowdown: float, result: CaseResult, _: Rules) -> CaseResult | str:
     if not any(launch.batches.latency_s for launch in result.launches):
         return "No batch was timed."
     return _derived(result, [slower(launch) for launch in result.launches])
+
+
+def _of_tokens(name: str, text: str, metric: MetricName, column: str, slowdown: float) -> Regression:
+    """Return a slowdown of the times in one column of the generation."""
+
+    def slower(texts: Generation) -> Generation:
+        return msgspec.structs.replace(
+            texts, **{column: [(1 + slowdown) * time_s for time_s in getattr(texts, column)]}
+        )
+
+    def suits(result: CaseResult) -> bool:
+        texts = generated(result)
+        return texts is not None and bool(getattr(texts, column))
+
+    return Regression(name, text, metric, lambda result, _: _with_texts(result, slower), slowdown=slowdown, suits=suits)
+
+
+def _with_texts(result: CaseResult, changed: Callable[[Generation], Generation]) -> CaseResult:
+    """Return a copy whose generated texts are changed."""
+    launches = [
+        launch if launch.generation is None else msgspec.structs.replace(launch, generation=changed(launch.generation))
+        for launch in result.launches
+    ]
+    return _derived(result, launches)
+
+
+def _of_prefills(one: Regression) -> Regression:
+    """Return a regression of the work of decode steps as one of the prefills."""
+
+    def inject(result: CaseResult, rules: Rules) -> CaseResult | str:
+        copy = one.inject(of_prefill(result), rules)
+        if isinstance(copy, str):
+            return copy
+        pairs = zip(result.launches, copy.launches, strict=True)
+        launches = [msgspec.structs.replace(launch, prefill_work=changed.work) for launch, changed in pairs]
+        return msgspec.structs.replace(result, launches=launches)
+
+    return one._replace(inject=inject, suits=lambda result: one.suits is not None and one.suits(of_prefill(result)))
 
 
 def _of_work(
@@ -151,7 +189,7 @@ def _one_more_collective(result: CaseResult, _: Rules) -> CaseResult | str:
     if result.traffic is None:
         return f"The traffic is not known: {result.why.get('traffic', 'the report has no reason')}."
     batches = next((launch.batches for launch in result.launches if launch.batches.latency_s), Batches())
-    calls = len(batches.latency_s) or 1
+    calls = (len(batches.latency_s) or 1) * (result.case.new_tokens or 1)
     ranks = [_with_more_calls(rank, calls) for rank in result.traffic.ranks]
     traffic = msgspec.structs.replace(result.traffic, ranks=ranks)
     added = traffic.sent_bytes - result.traffic.sent_bytes
@@ -220,19 +258,12 @@ def _wrong_answers(result: CaseResult, rules: Rules) -> CaseResult | str:
 
 def _wrong_texts(result: CaseResult) -> CaseResult:
     """Return a copy whose decode steps have other log-likelihoods than the model, with the check of its texts."""
-    launches = [
-        launch
-        if launch.generation is None
-        else msgspec.structs.replace(
-            launch,
-            generation=msgspec.structs.replace(
-                launch.generation,
-                loglikelihoods=encode(_OFF * value for value in decode(launch.generation.loglikelihoods)),
-            ),
-        )
-        for launch in result.launches
-    ]
-    copy = msgspec.structs.replace(result, launches=launches)
+    copy = _with_texts(
+        result,
+        lambda texts: msgspec.structs.replace(
+            texts, loglikelihoods=encode(_OFF * value for value in decode(texts.loglikelihoods))
+        ),
+    )
     copy.accuracy_check = generation_check.check(copy, ())
     return copy
 
