@@ -113,6 +113,10 @@ class Undecided(NamedTuple):
     """The number of rows that this number of launches decides."""
     steps: Sequence[str]
     """The next steps of the other rows, and the one that measures device time where a report lacks it."""
+    in_turn: bool = False
+    """True if the launches of both reports alternated."""
+    calibrated: bool = False
+    """True if a calibration was used."""
 
 
 def decide(verdicts: Verdicts, policy: Policy) -> Headline:
@@ -224,7 +228,9 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
     return NextSteps(
         worst=worst[0] if worst else None,
         commits=(base, head) if base and head and base != head else None,
-        undecided=_decide_undecided(undecided, lacks),
+        undecided=_decide_undecided(undecided, lacks)._replace(
+            in_turn=verdicts.in_turn, calibrated=verdicts.calibration_sha256 is not None
+        ),
     )
 
 
@@ -266,10 +272,13 @@ def _describe_undecided(found: Undecided) -> list[str]:
     if found.launches is not None:
         parts.append(f"--llmgpu-launches={found.launches} in both reports decides {found.decided:,} of {rows}.")
     elif found.rows:
+        ways = [
+            *["llmgpu ab BASE HEAD -- pytest ... launches both in turn"] * (not found.in_turn),
+            *["llmgpu calibrate measures the noise of this machine"] * (not found.calibrated),
+        ] or ["measure on a quieter machine"]
         parts.append(
-            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {rows}: llmgpu ab BASE HEAD -- pytest ... "
-            "launches both in turn, llmgpu calibrate measures the noise of this machine. FLOPs, ops and traffic are "
-            "decided by one launch."
+            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {rows}: {', '.join(ways)}. FLOPs, ops and "
+            "traffic are decided by one launch."
         )
     return parts
 

@@ -99,6 +99,7 @@ def judge(
         policy=policy_file.dump(policy),
         policy_sha256=policy_file.sha256(policy),
         calibration_sha256=calibration.sha256,
+        in_turn=in_turn,
         armed=armed,
         warnings=warnings,
         rows=known,

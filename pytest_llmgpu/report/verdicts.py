@@ -212,6 +212,8 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the text of `policy`."""
     calibration_sha256: str | None = None
     """SHA-256 of the calibration file with the noise of this runner; null if default noise was assumed."""
+    in_turn: bool = False
+    """True if launches of the baseline and the candidate alternated, which lowers the threshold of wall time."""
     armed: Armed
     """Count of what was compared and what was not."""
     warnings: list[str] = []

@@ -226,3 +226,15 @@ def test_device_time_is_measured_where_a_report_lacks_it(reason: str, lacking: s
     assert step in describe_next(next_steps(verdicts, Policy()))
     decided = msgspec.structs.replace(verdicts, rows=[_row("OK"), _row("NOT_ENOUGH_DATA", "memory")])
     assert step not in describe_next(next_steps(decided, Policy()))
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_what_was_done_is_no_next_step(in_turn: bool, calibrated: bool) -> None:
+    """Launches in turn and a calibration are advised to those who lack them."""
+    verdicts = msgspec.structs.replace(
+        _verdicts(_row("NOT_ENOUGH_DATA")), in_turn=in_turn, calibration_sha256="f" * 64 if calibrated else None
+    )
+    text = describe_next(next_steps(verdicts, Policy()))
+    assert ("llmgpu ab" not in text, "llmgpu calibrate" not in text) == (in_turn, calibrated)
+    assert ("quieter machine" in text) == (in_turn and calibrated)
