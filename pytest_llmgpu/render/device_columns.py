@@ -105,18 +105,26 @@ def missing(results: Sequence[CaseResult], column: Column, environment: Environm
     return next(filter(None, (profile.why.get("samples") for profile in sampled)), "no sample was taken").rstrip(".")
 
 
-def collectives(result: CaseResult) -> Mapping[CollectiveKind, tuple[float, float]]:
-    """Return per kind the calls per batch and the wire bytes per sequence: both are means over the ranks."""
+def collectives(result: CaseResult, *, of_step: bool = False) -> Mapping[CollectiveKind, tuple[float, float]]:
+    """Return per kind the calls per batch and the wire bytes per sequence: both are means over the ranks.
+
+    Args:
+        result: The case.
+        of_step: True: calls per decode step of the largest batch and bytes per token; none for a case that scores.
+    """
     launch = result.launches[-1] if result.launches else None
     if result.traffic is None or launch is None or not sum(launch.batches.sequences):
         return {}
-    ranks, batches = len(result.traffic.ranks), launch.batches
+    sequences = launch.batches.sequences
+    ranks, batches, rows = result.traffic.ranks, len(sequences), sum(sequences)
+    if of_step:
+        ranks, batches, rows = result.traffic.step or [], 1, max(sequences)
     sums: dict[CollectiveKind, tuple[float, float]] = {}
-    for one in (one for rank in result.traffic.ranks for one in rank):
+    for one in (one for rank in ranks for one in rank):
         calls, size = sums.get(one.collective, (0.0, 0.0))
         sums[one.collective] = (
-            calls + one.calls / len(batches.sequences) / ranks,
-            size + one.wire_bytes / sum(batches.sequences) / ranks,
+            calls + one.calls / batches / len(ranks),
+            size + one.wire_bytes / rows / len(ranks),
         )
     return sums
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from pytest_llmgpu.render.device_columns import COMMUNICATION, Column, device_values, digits
 from pytest_llmgpu.render.time_table import entries
-from pytest_llmgpu.report.derived import batch_latency_s, device_busy
+from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import GIB
+from pytest_llmgpu.report.text import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class WorkTable:
     """The columns in which a case has a figure."""
     rows: Sequence[tuple[str, str, Sequence[str]]]
     """Strategy, batch size and figures of each case with batches, work passes or energy."""
-    title: str = "More figures of each case"
+    title: str
     """The heading, which holds for every choice of columns."""
 
 
@@ -57,6 +57,11 @@ def _figure(metric: str) -> Callable[[CaseResult], float | None]:
 def _busy(result: CaseResult) -> float | None:
     found = [busy for launch in result.launches if (busy := device_busy(launch)) is not None]
     return statistics.fmean(found) if found else None
+
+
+def _formula_bytes(result: CaseResult) -> float | None:
+    texts = generated(result)
+    return None if texts is None else texts.kv_cache_formula_bytes
 
 
 def _share(bound_s: float | None, measured_s: float | None) -> float | None:
@@ -121,18 +126,6 @@ WORK: tuple[WorkColumn, ...] = (
         value=lambda result: None if result.bound is None else result.bound.share,
         unit=0.01,
     ),
-    WorkColumn(
-        name="prefill_bound_share",
-        title="of bound\n%, prefill",
-        value=lambda result: _share(result.bound.prefill_s if result.bound else None, result.first_token_s),
-        unit=0.01,
-    ),
-    WorkColumn(
-        name="step_bound_share",
-        title="of bound\n%, step",
-        value=lambda result: _share(result.bound.step_s if result.bound else None, result.token_p50_s),
-        unit=0.01,
-    ),
     WorkColumn(name="device_busy", title="computing\n%", value=_busy, unit=0.01, drop_order=1),
     _BETWEEN_NODES,
     WorkColumn(
@@ -157,17 +150,50 @@ WORK: tuple[WorkColumn, ...] = (
 )
 """The columns in their order."""
 
+TOKENS: tuple[WorkColumn, ...] = (
+    WorkColumn(name="token_p95_s", title="p95\nms", value=lambda result: result.token_p95_s, unit=1e-3, drop_order=2),
+    WorkColumn(name="token_p99_s", title="p99\nms", value=lambda result: result.token_p99_s, unit=1e-3),
+    WorkColumn(name="kv_cache_bytes", title="KV cache\nMiB", value=_figure("kv_cache"), unit=MIB),
+    WorkColumn(name="kv_cache_formula_bytes", title="formula\nMiB", value=_formula_bytes, unit=MIB, drop_order=1),
+    WorkColumn(name="wire_bytes_per_token", title="sent\nMB/token", value=_figure("token_traffic"), unit=1e6),
+    WorkColumn(
+        name="prefill_bound_share",
+        title="of bound\n%, prefill",
+        value=lambda result: _share(result.bound.prefill_s if result.bound else None, result.first_token_s),
+        unit=0.01,
+    ),
+    WorkColumn(
+        name="step_bound_share",
+        title="of bound\n%, step",
+        value=lambda result: _share(result.bound.step_s if result.bound else None, result.token_p50_s),
+        unit=0.01,
+    ),
+)
+"""The columns of cases that generate, in a table of their own."""
 
-def make_work_table(cases: Sequence[CaseResult]) -> WorkTable | None:
-    """Return the table of one block of cases; None if no case has more than its time."""
-    found = [(entry, [column.value(entry.result) for column in WORK]) for entry in entries(cases)]
+
+def make_work_tables(cases: Sequence[CaseResult]) -> list[WorkTable]:
+    """Return the tables of one block of cases that have figures: the second one is that of generated tokens."""
+    found = [
+        make_work_table(cases),
+        make_work_table(cases, TOKENS, "Decode steps, KV cache, and bytes that all ranks send"),
+    ]
+    return [table for table in found if table is not None]
+
+
+def make_work_table(
+    cases: Sequence[CaseResult], choice: Sequence[WorkColumn] = WORK, title: str = "More figures of each case"
+) -> WorkTable | None:
+    """Return a table of one block of cases; None if no case has more than the figure of the first column."""
+    found = [(entry, [column.value(entry.result) for column in choice]) for entry in entries(cases)]
     found = [(entry, values) for entry, values in found if any(value is not None for value in values[1:])]
     if not found:
         return None
-    columns = zip(WORK, zip(*(values for _, values in found), strict=True), strict=True)
+    columns = zip(choice, zip(*(values for _, values in found), strict=True), strict=True)
     used = {column: written(values, column.unit) for column, values in columns if any(v is not None for v in values)}
     cells = zip(*used.values(), strict=True)
     return WorkTable(
+        title=title,
         columns=list(used),
         rows=[(entry.title, entry.row, texts) for (entry, _), texts in zip(found, cells, strict=True)],
     )

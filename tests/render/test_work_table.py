@@ -7,14 +7,14 @@ import io
 
 import msgspec
 import pytest
-from support.report_factory import make_failed, make_report, make_result
+from support.report_factory import make_failed, make_generation, make_report, make_result
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.terminal.cases import WIDTH, work_table
-from pytest_llmgpu.render.work_table import make_work_table
-from pytest_llmgpu.report.derived import batch_latency_s
+from pytest_llmgpu.render.work_table import make_work_table, make_work_tables
+from pytest_llmgpu.report.derived import batch_latency_s, derive
 from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.result import CaseResult, Collective, Traffic
+from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
 
@@ -67,6 +67,25 @@ def test_cases_that_did_not_complete_have_no_table() -> None:
     assert table is not None
     assert [row[0] for row in table.rows] == ["tp"]
     assert not any(column.name.startswith("energy") for column in table.columns)
+
+
+def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
+    """The KV cache is beside its formula, the bytes of a token are those of all ranks; a score has no such table."""
+    result = make_result(strategy="tp", workload="generate", prompt_tokens=9, new_tokens=3)
+    texts = make_generation([[1] * 3], [[-1.0] * 3], [[-1.0] * 3], step_s=[0.01, 0.03], kv_cache_bytes=3 << 20)
+    result.launches[0] = msgspec.structs.replace(
+        result.launches[0], generation=texts, batches=Batches(latency_s=[1.0], sequences=[2], tokens=[9])
+    )
+    sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=10**6)
+    result.traffic = Traffic(ranks=[[sent]] * 2, wire_bytes_per_sequence=1.0, step=[[sent]] * 2)
+    derive(result)
+    _, tokens = make_work_tables([result])
+    assert [column.name for column in tokens.columns] == [
+        *("token_p95_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token")
+    ]
+    [(_, _, cells)] = tokens.rows
+    assert cells == ("29.0", "3", "1", "1")
+    assert len(make_work_tables([_worked()])) == 1
 
 
 def test_a_narrow_table_drops_the_latencies_first() -> None:

@@ -10,7 +10,7 @@ from pytest_llmgpu.render.exports.escaping import spreadsheet
 from pytest_llmgpu.render.exports.figures import exported, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.grouping import unique
-from pytest_llmgpu.render.work_table import WORK
+from pytest_llmgpu.render.work_table import TOKENS, WORK
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, Figure
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -58,7 +58,7 @@ _FIRST = (
 
 _OF_METRICS = (*(spec.exported.column for spec in METRICS if spec.exported), *(f"verdict_{name}" for name in JUDGED))
 
-_OF_WORK = tuple(column for column in WORK if column.name not in {*_FIRST, *_OF_METRICS})
+_OF_WORK = tuple(column for column in (*WORK, *TOKENS) if column.name not in {*_FIRST, *_OF_METRICS})
 
 _OF_REPORT = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
 

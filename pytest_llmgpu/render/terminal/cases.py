@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from pytest_llmgpu.render.device_columns import (
     missing,
 )
 from pytest_llmgpu.render.time_table import LEGEND, Cell, Entry, entries, make_time_table
-from pytest_llmgpu.render.work_table import SUMMARY, make_work_table, written
+from pytest_llmgpu.render.work_table import SUMMARY, make_work_tables, written
 from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
@@ -82,15 +83,15 @@ def _rank(result: CaseResult) -> tuple[bool, float]:
 
 
 def work_table(cases: Sequence[CaseResult]) -> str:
-    """Return the table of device time, share of the bound, energy and latencies; empty if none of it was measured."""
-    table = make_work_table(cases)
-    if table is None:
-        return ""
-    columns = [
-        _Column(column.title, [texts[number] for _, _, texts in table.rows], column.drop_order)
-        for number, column in enumerate(table.columns)
-    ]
-    return "\n".join([table.title, *_fitted([row[:2] for row in table.rows], columns)])
+    """Return the tables of work, energy, latencies and tokens; empty if none of it was measured."""
+    texts = []
+    for table in make_work_tables(cases):
+        columns = [
+            _Column(column.title, [texts[number] for _, _, texts in table.rows], column.drop_order)
+            for number, column in enumerate(table.columns)
+        ]
+        texts.append("\n".join([table.title, *_fitted([row[:2] for row in table.rows], columns)]))
+    return "\n\n".join(texts)
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
@@ -144,13 +145,14 @@ def _device_table(
 
 def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
     """Yield per strategy how often its ranks communicate and how many bytes they send, by kind of collective."""
-    for title, results in by_title.items():
-        found = [collectives(result) for result in results]
+    for (title, results), of_step in itertools.product(by_title.items(), (False, True)):
+        found = [collectives(result, of_step=of_step) for result in results]
+        whole, share = ("decode step", "token") if of_step else ("batch", "sequence")
         parts = []
         for kind in dict.fromkeys(kind for of_case in found for kind in of_case):
             calls, sizes = zip(*(of_case[kind] for of_case in found if kind in of_case), strict=True)
             megabytes = _range(size / _BYTES_PER_MB for size in sizes)
-            parts.append(f"{_range(calls)} {kind} per batch ({megabytes} MB/sequence)")
+            parts.append(f"{_range(calls)} {kind} per {whole} ({megabytes} MB/{share})")
         if parts:
             ranks = [result.traffic.ranks for result in results if result.traffic is not None]
             equal = all(rank == of_case[0] for of_case in ranks for rank in of_case)

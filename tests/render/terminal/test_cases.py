@@ -240,6 +240,12 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
     ]
     on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
     assert on_cpu == ["mp, one process: 480 all_reduce per batch (1 MB/sequence)"]
+    texts = _sending([64_000_000] * 2, devices=2, device="cpu")
+    assert texts.traffic is not None
+    texts.traffic = msgspec.structs.replace(texts.traffic, step=[[gathered]] * 2)
+    assert device_tables([texts], _ENVIRONMENT).splitlines()[1:] == [
+        "mp, each rank: 2 all_gather per decode step (16 MB/token)"
+    ]
 
 
 def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
