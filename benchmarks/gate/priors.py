@@ -5,9 +5,8 @@
 Each argument names a regime, a report with several launches, and ids of its cases (all of them without a colon). The
 launches of one GPU and case are one group. A group's variance has its own degrees of freedom; s0 and df0 are the
 moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation. Deviations of
-`device_compute` and `replayed` are scaled to 24 forwards, as `prior_of` does. Only launches of even number are used;
-those of odd number are held back for `reach.py` (`--all`: every launch). `between_gpus` is the deviation of device time
-between the GPUs of the recordings, `GPU_SD` of the noise model. Needs scipy. Prints JSON.
+`device_compute` and `replayed` are scaled to 24 forwards, as `prior_of` does. `between_gpus` is the deviation of device
+time between the GPUs that recorded the same batches, `GPU_SD` of the noise model. Needs scipy. Prints JSON.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def fit(groups: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return math.sqrt(math.exp(mean + float(digamma(half)) - math.log(half))), 2 * half
 
 
-def levels(result: CaseResult, regime: str, *, step: int = 2) -> dict[str, list[float]]:
+def levels(result: CaseResult, regime: str) -> dict[str, list[float]]:
     """Return the log time of each undisturbed launch of a case by the UUIDs of its GPUs.
 
     Device time has one group a rank.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    for launch in result.launches[::step]:
+    for launch in result.launches:
         if not launch.batches.latency_s or disturbances.untimed(launch) is not None:
             continue
         if regime == "load":
@@ -82,8 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", nargs="+", metavar="REGIME=REPORT[:ID,...]")
     groups: dict[str, list[dict[str, object]]] = defaultdict(list)
-    means: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    parser.add_argument("--all", action="store_true", help="use every launch")
+    means: dict[tuple[str, str, str | None], dict[str, float]] = defaultdict(dict)
     given = parser.parse_args(arguments)
     for recording in given.recordings:
         regime, _, place = recording.partition("=")
@@ -95,11 +93,11 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             unit = prior_of(regime).s0
             scale = unit / prior_of(regime, forwards=noise_regime.forwards(regime, result)).s0
-            for gpu, logs in levels(result, regime, step=1 if given.all else 2).items():
+            for gpu, logs in levels(result, regime).items():
                 sd = scale * statistics.stdev(logs)
                 one = {"report": Path(path).name, "case": result.id, "gpu": gpu, "launches": len(logs), "sd": sd}
                 groups[regime].append(one)
-                means[regime, result.id][gpu] = statistics.fmean(logs)
+                means[regime, result.id, result.launches[0].plan_sha256][gpu] = statistics.fmean(logs)
     answer = {}
     for regime, found in groups.items():
         s0, df0 = fit([(float(one["sd"]) ** 2, int(one["launches"]) - 1) for one in found])  # type: ignore[arg-type,call-overload]
@@ -107,12 +105,11 @@ def main(arguments: Sequence[str]) -> int:
         gpus = len({one["gpu"] for one in found})
         answer[regime] = {"s0": s0, "df0": df0, "launches": launches, "gpus": gpus, "groups": found}
         if regime in _DEVICE_TIME:
-            sds = {
-                case: statistics.stdev(of.values())
-                for (one, case), of in means.items()
+            answer[regime]["between_gpus"] = [
+                {"case": case, "gpus": len(of), "sd": statistics.stdev(of.values())}
+                for (one, case, _), of in means.items()
                 if one == regime and len(of) > 1
-            }
-            answer[regime]["between_gpus"] = sds
+            ]
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0

@@ -1,13 +1,13 @@
 """What the gate finds and what it leaves alone, tried on pairs of recorded launches; prints JSON.
 
     cd benchmarks/reports
-    python ../gate/reach.py replayed-7b-gpu-1.json.gz replayed-7b-gpu-2.json.gz --eager launches-gpu-2.json.gz:mp-bs32
+    python ../gate/reach.py replayed-7b-240-gpu-1.json.gz replayed-7b-240-gpu-2.json.gz \
+        --eager launches-gpu-2.json.gz:mp-bs32
 
 Each report has the launches of one GPU. A trial judges some launches of a recording against others of it (or of the
 other GPU) with the built-in policy. A report of 21 cases is made of the recorded cases, each copy with a pair of
 launches of its own; the copies of one trial come from the same session, so that only trials are counted, never rows.
 Slowdowns are injected into one case: into the device time and the rows of one module and family, or into the latencies.
-Launches of odd number alone are used where the noise model was estimated from those of even number (`--held-back`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recordings", type=Path, nargs=2, help="recordings of the same cases on two GPUs")
     parser.add_argument("--eager", help="REPORT:ID of an eager case that the GPU limits")
     parser.add_argument("--trials", type=int, default=200, help="trials for each figure (200)")
-    parser.add_argument("--held-back", action="store_true", help="use launches of odd number only")
     given = parser.parse_args(arguments)
     sessions = [file.load(path) for path in given.recordings]
-    if given.held_back:
-        sessions = [_odd(session) for session in sessions]
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
     answer = {
         "recordings": [path.name for path in given.recordings],
@@ -163,14 +160,20 @@ def _eager(session: Report, trials: int, chance: random.Random) -> dict[str, obj
 def _wall_time(
     sessions: Sequence[Report], trials: int, chance: random.Random, *, launches: int, percent: int
 ) -> dict[str, object]:
-    hits = alarms = 0
+    alarms = 0
+    hits: dict[str, list[bool]] = {case.id: [] for case in sessions[0].cases}
     for trial in range(trials):
         base, head = _pair(sessions[trial % len(sessions)], launches, chance)
         place = chance.randrange(_CASES)
         slower = _with(head, place, _more_wall_time(percent / 100))
-        hits += _row(_judged(base, slower, in_turn=True), head.cases[place], "time").verdict == "REGRESSED"
+        row = _row(_judged(base, slower, in_turn=True), head.cases[place], "time")
+        hits[row.id.partition("#")[0]].append(row.verdict == "REGRESSED")
         alarms += _regressed(_judged(base, head, in_turn=True))
-    return {f"{percent}_percent_regressed": hits / trials, "same_program_regressed": alarms / trials}
+    return {
+        f"{percent}_percent_regressed": sum(map(sum, hits.values())) / trials,
+        "by_case": {name: statistics.fmean(found) for name, found in hits.items() if found},
+        "same_program_regressed": alarms / trials,
+    }
 
 
 def _judged(base: Report, head: Report, *, in_turn: bool = False) -> Verdicts:
@@ -347,10 +350,6 @@ def _busy(case: CaseResult) -> CaseResult:
 
 def _only(session: Report, name: str) -> Report:
     return _report(session, [case for case in session.cases if not name or case.id == name])
-
-
-def _odd(session: Report) -> Report:
-    return _report(session, [msgspec.structs.replace(case, launches=case.launches[1::2]) for case in session.cases])
 
 
 if __name__ == "__main__":
