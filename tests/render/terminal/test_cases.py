@@ -244,7 +244,7 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
     assert texts.traffic is not None
     texts.traffic = msgspec.structs.replace(texts.traffic, step=[[gathered]] * 2)
     assert device_tables([texts], _ENVIRONMENT).splitlines()[1:] == [
-        "mp, each rank: 2 all_gather per decode step (16 MB/token)"
+        "mp, each rank: 2 all_gather per decode step (0.500 MB/token)"
     ]
 
 
