@@ -494,16 +494,14 @@ def decide(
         verdict = "OK"
     else:
         verdict = "NOT_ENOUGH_DATA"
-        noise = msgspec.structs.replace(case.prior, s0=estimate.sd)
-        goal = case.threshold + PROMISED
-        if not case.machine_sd:
-            needed = launches_needed(
-                noise,
-                slowdown=goal,
-                threshold=case.threshold,
-                family=family * len(case.ranks),
-                confidence=confidence,
-            )
+    if verdict in {"OK", "NOT_ENOUGH_DATA"} and not case.machine_sd:
+        needed = launches_needed(
+            msgspec.structs.replace(case.prior, s0=estimate.sd),
+            slowdown=case.threshold + PROMISED,
+            threshold=case.threshold,
+            family=family * len(case.ranks),
+            confidence=confidence,
+        )
     return Decision(
         verdict=verdict,
         threshold=math.expm1(limit),

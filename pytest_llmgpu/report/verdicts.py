@@ -116,7 +116,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     that are no time."""
     launches_needed: int | None = None
     """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
-    probability, for a time with not enough data; null means more than 1,000."""
+    probability, for a time that is OK or has not enough data; null means more than 1,000."""
     lost: list[int] | None = None
     """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
     changed."""

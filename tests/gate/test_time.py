@@ -469,3 +469,17 @@ def test_a_slowdown_of_one_case_of_21_is_found(regime: Any, launches: int, slowd
     changes = [math.log1p(slowdown), *[0.0] * 20]
     found = [_simulated(chance, regime, launches, changes, PRIORS[regime].s0)[0] for _ in range(300)]
     assert sum(row.verdict == "REGRESSED" for row in found) >= 285
+
+
+def test_a_time_that_is_ok_by_chance_has_the_launches_that_exclude_a_slowdown() -> None:
+    """A policy whose `largest_unseen_slowdown` is small makes it undecided, and the next step needs their number."""
+    prior = Prior(s0=0.02, df0=1000.0, source="test")
+    row = _judged(with_launches([1.0]), with_launches([0.97]), prior)
+    assert row.verdict == "OK"
+    assert row.smallest_seen == pytest.approx(0.13, abs=0.04)
+    assert row.launches_needed is not None
+    enough = [1.0] * row.launches_needed
+    seen = _judged(with_launches(enough), with_launches([0.97] * len(enough)), prior).smallest_seen
+    assert len(enough) > 1
+    assert seen is not None
+    assert seen < 0.041
