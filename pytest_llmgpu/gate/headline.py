@@ -329,6 +329,8 @@ def _of_pass(headline: Headline) -> str:
     ]
     if seen:
         parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
+    elif headline.host_unseen is None:
+        parts.append("no gated time was compared")
     if headline.host_unseen is not None:
         host = "slowdowns of the host alone are" if headline.device_time is not None else "smaller slowdowns are"
         parts.append(f"{host} not seen with {plural(headline.host_unseen, 'launch')}")

@@ -238,3 +238,13 @@ def test_what_was_done_is_no_next_step(in_turn: bool, calibrated: bool) -> None:
     text = describe_next(next_steps(verdicts, Policy()))
     assert ("llmgpu ab" not in text, "llmgpu calibrate" not in text) == (in_turn, calibrated)
     assert ("quieter machine" in text) == (in_turn and calibrated)
+
+
+def test_a_gate_that_compared_no_gated_time_states_it() -> None:
+    """It would have seen no slowdown at all; a time that is not gated does not count."""
+    silent = "no gated time was compared"
+    assert silent in _headline(_row("OK", "memory"), _row("OK", smallest_seen=0.02, gated=False))
+    assert silent not in _headline(_row("OK", smallest_seen=0.02))
+    assert silent not in _headline(
+        _row("NOT_ENOUGH_DATA", smallest_seen=0.6), policy=Policy(largest_unseen_slowdown=0.5)
+    )
