@@ -60,9 +60,9 @@ def changed_files(result: CaseResult, case: Case) -> str | None:
         case: The same case as it would be measured now.
     """
     before = result.case
-    chosen = ("id", "task", "dataset", "limit", "model")
+    chosen = ("id", "task", "dataset", "limit", "model", "new_tokens")
     if before.key == case.key or any(getattr(before, name) != getattr(case, name) for name in chosen):
-        return None  # a test can also score items of its own, which are another case
+        return None  # a test can also have items, or new tokens, of its own, which are another case
     pairs = ((name, getattr(before, name), getattr(case, name)) for name in case.__struct_fields__)
     found = [f"{name} {shortened(then)} -> {shortened(now)}" for name, then, now in pairs if then != now]
     return listed(found, _NAMED)

@@ -124,10 +124,13 @@ def test_a_launch_whose_later_passes_were_stopped_is_measured_again(stopped: str
 
 
 def test_other_files_are_named_with_what_differs() -> None:
-    """Items that a test chose itself are another case, and no other files."""
+    """Items, or a number of new tokens, that a test chose itself are another case, and no other files."""
     result = make_result(10.0)
     assert resume.changed_files(result, result.case) is None
     assert resume.changed_files(result, make_case(batch_size=2, revision="b")) is None
     assert resume.changed_files(result, make_case(dataset="custom", dataset_sha256="f" * 64)) is None
+    texts = make_result(workload="generate", prompt_tokens=9, new_tokens=8)
+    assert resume.changed_files(texts, msgspec.structs.replace(texts.case, new_tokens=6)) is None
+    assert resume.changed_files(texts, msgspec.structs.replace(texts.case, revision="b")) == "revision none -> b"
     changed = resume.changed_files(result, make_case(revision="b", dataset_sha256="f" * 64))
     assert changed == "revision none -> b, dataset_sha256 dddddddddddd... -> ffffffffffff..."
