@@ -182,6 +182,7 @@ class _Job:
 
     def _no_difference(self, verdicts: Verdicts) -> int:
         from pytest_llmgpu.gate import ab, bisect
+        from pytest_llmgpu.report.metrics import spec_of
 
         metric, case = self._arguments.metric, self._arguments.case
         rows = bisect.selected(verdicts, metric, case)
@@ -197,7 +198,9 @@ class _Job:
             show(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
         else:
             show(f"NO DIFFERENCE: BAD is not worse than GOOD in {plural(len(rows), 'row')}")
-        show(f"next: llmgpu ab {names} --launches 20 -- {shlex.join(self._arguments.command)}")
+        exact = all(spec_of(row.metric).kind == "exact" for row in rows)
+        ab_of_both = f"llmgpu ab {names} --launches 20 -- {shlex.join(self._arguments.command)}"
+        show(f"next: {'other commits, or another --metric: exact figures do not vary' if exact else ab_of_both}")
         return ExitStatus.UNDECIDED if unknown else ExitStatus.NO_DIFFERENCE
 
     def _found(self, sha: str, found: Found, ends: Ends, end: Row) -> Iterator[str]:
