@@ -99,6 +99,7 @@ def _chart(trend: Trend, drawn: Sequence[Line]) -> Chart:
             ended = text
         above += [found for found in (crosses, texts) if found]
     counted = Counter(one.change for line in trend.lines for one in line.figures if one is not None and one.change)
+    disturbed = f", {counted.pop('disturbed')} disturbed ({MARKS['disturbed']})" if "disturbed" in counted else ""
     changes = ", ".join(f"{count} {change} ({MARKS[change]})" for change, count in counted.items())
     judged = next(spec.trended.judged_by for spec in METRICS if spec.trended and spec.trended.name == trend.metric)
     none = "none is significant" if judged else _UNMARKED.get(trend.metric, "the gate does not judge this metric")
@@ -108,7 +109,7 @@ def _chart(trend: Trend, drawn: Sequence[Line]) -> Chart:
         title=_title(trend),
         summary=(
             f"{plural(len(trend.lines), trend.of)} over {plural(len(labels), 'report')} of one machine, "
-            f"oldest first; changes: {changes or none}."
+            f"oldest first; changes: {changes or none}{disturbed}."
             + (f" The data has {plural(left_out, 'more case')} of other batch sizes." if left_out else "")
         ),
         spec=_spec(trend, drawn, labels, rows, above, log=log),

@@ -189,7 +189,7 @@ def test_the_status_comes_first() -> None:
         "accuracy collapsed",
         "Next: Use less.",
         "Batch size mp tp iok",
-        "★ fastest 61.8 min / 82.8 %",
+        "★ most sequences/s 61.8 min / 82.8 %",
         "OOM out of memory",
         "Throughput by batch size",
         "Environment and command pytest benchmarks --strategy=mp,tp,iok -k 'a b'",
