@@ -175,11 +175,10 @@ def test_the_kernels_of_iok_generate_the_texts_of_mp(
     assert decision is not None
     assert decision.ok is True, generation_check.describe(decision)
     for fault in kv_cache_faults.KERNEL_FAULTS:
-        if fault == "padding" and batch_size == 1:
+        if fault in {"padding", "of other rows"} and batch_size == 1:
             continue  # One row has none.
-        with kv_cache_faults.injected_into_kernels(fault):
-            found = generation_check.decide(
-                kv_cache_faults.result(injected, kv_cache_faults.generate(state, injected, None, None)), None
-            )
+        found = generation_check.decide(
+            kv_cache_faults.result(injected, kv_cache_faults.generate(state, injected, fault, None)), None
+        )
         assert found is not None
         assert found.own_ok is False, fault

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import torch
 
 from pytest_llmgpu.inference.kv_cache import KernelCache, LayerCache, StaticCache
 from pytest_llmgpu.ranks import worker
@@ -69,14 +70,31 @@ def injected(name: str) -> Iterator[None]:
 
 
 def generate(state: RankState, case: Case, fault: str | None, reference: worker.ReferenceTexts | None) -> ScoreReply:
-    """In a rank: measure a case that generates, with a fault or without one."""
+    """In a rank: measure a case that generates, without a fault or with one of the cache that the strategy has."""
     if fault is None:
         worker.warm_up(state, case)
         with state.graphs:
             reply = worker.measure(state)
             return msgspec.structs.replace(reply, generation=worker.check_texts(state, reference))
-    with injected(fault):
+    own = state.loaded is not None and state.loaded.own_kv_cache
+    with injected_into_kernels(fault) if own else injected(fault):
         return generate(state, case, None, reference)
+
+
+_prompts = KernelCache.prompts
+
+
+def _prompts_of_the_first_batch(cache: KernelCache, ids_BS: Any, *given: Any, **named: Any) -> Any:
+    """Give the kernels the prompts of the first batch in all batches."""
+    kept_BS = vars(cache).setdefault("kept", ids_BS.clone())
+    rows, width = map(min, kept_BS.shape, ids_BS.shape)
+    ids_BS[:rows, -width:] = kept_BS[:rows, -width:]
+    return _prompts(cache, ids_BS, *given, **named)
+
+
+def _prompts_of_other_rows(cache: KernelCache, ids_BS: Any, *given: Any, **named: Any) -> Any:
+    """Give the kernels the prompt of each row in the next row."""
+    return _prompts(cache, ids_BS.roll(1, 0), *given, **named)
 
 
 def _padding_seen(_cache: KernelCache, *_: Any) -> dict[str, Any]:
@@ -84,11 +102,23 @@ def _padding_seen(_cache: KernelCache, *_: Any) -> dict[str, Any]:
     return {}
 
 
+def _last_token_hidden_from_kernels(cache: KernelCache, rows: int, device: Any, _dtype: Any) -> dict[str, Any]:
+    """Mask the token that a decode step reads."""
+    numbers = torch.arange(cache.length + 1, device=device)
+    padding_B = vars(cache)["_padding_B"]
+    first_B1 = torch.zeros(rows, 1, device=device) if padding_B is None else padding_B[:, None]
+    return {"attention_mask": ((numbers >= first_B1) & (numbers < cache.length))[:, None, None]}
+
+
 KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "stale": ("prompts", _prompts_of_the_first_batch),
+    "of other rows": ("prompts", _prompts_of_other_rows),
+    "mask": ("arguments", _last_token_hidden_from_kernels),
     "padding": ("arguments", _padding_seen),
-    "forgotten": ("length", property(lambda _: 0, lambda *_: None)),  # type: ignore[dict-item]
+    "position": ("length", property(lambda _: 0, lambda *_: None)),  # type: ignore[dict-item]
 }
-"""Faults of kernels that keep keys and values themselves."""
+"""Faults of kernels that keep keys and values themselves, and count positions: a step begins a new text where the
+length is 0."""
 
 
 @contextmanager
