@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _ATTENTION = ("full_attention", "sliding_attention")
 
 
@@ -263,8 +262,6 @@ def reason_against(fields: Mapping[str, Any], slots: int) -> str | None:
         fields: The config of the decoder.
         slots: Tokens of the longest row, generated ones included.
     """
-    if not any(isinstance(fields.get(name), int) for name in _HEADS):
-        return "has no KV cache: its config has no attention heads"
     others = [name for name in fields.get("layer_types") or () if name not in _ATTENTION]
     others += [name for name in fields if name.startswith("mamba_")]
     if others:

@@ -154,8 +154,6 @@ def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
     ("fields", "reason"),
     [
         ({"num_attention_heads": 4}, None),
-        ({"n_head": 4}, None),
-        ({"state_size": 16}, "no KV cache"),
         ({"num_attention_heads": 4, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"num_attention_heads": 4, "mamba_d_state": 16}, "mamba_d_state"),
         ({"n_head": 4, "alibi": True}, "alibi"),

@@ -67,7 +67,8 @@ def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
-    ("model_type", "without"), [("gpt2", None), ("openai-gpt", "past_key_values"), ("bloom", "position_ids")]
+    ("model_type", "without"),
+    [("gpt2", None), ("openai-gpt", "past_key_values"), ("mamba", "past_key_values"), ("bloom", "position_ids")],
 )
 def test_arguments_of_decode_steps_that_a_model_does_not_take_are_found(
     tmp_path: Path, model_type: str, without: str | None

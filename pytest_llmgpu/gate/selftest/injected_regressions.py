@@ -16,7 +16,7 @@ import msgspec
 
 from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.gate.policy import Rules
-from pytest_llmgpu.report.derived import decode, derive, encode, generated, of_prefill, predictions_of
+from pytest_llmgpu.report.derived import decode, derive, encode, generated, predictions_of
 from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
@@ -60,19 +60,16 @@ class Regression(NamedTuple):
 def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
     """Return all regressions. The first five are slowdowns by a fraction."""
     more = f"{100 * slowdown:.3g} % more time"
-    kernels = _of_work(
-        "device-time",
-        f"{more} in the kernels of every rank",
-        "device_time",
-        functools.partial(_slower_kernels, slowdown),
-        figure="device_time_s",
-    )._replace(slowdown=slowdown)
+    slower = functools.partial(_slower_kernels, slowdown)
+    of_kernels = functools.partial(_of_work, metric="device_time", changed=slower, figure="device_time_s")
     return (
         Regression("time", f"{more} in every batch", "time", functools.partial(_slower, slowdown), slowdown=slowdown),
         _of_tokens("first-token", f"{more} to the first token", "first_token", "first_token_s", slowdown),
         _of_tokens("token-time", f"{more} in every decode step", "token_time", "step_s", slowdown),
-        kernels,
-        _of_prefills(kernels)._replace(name="prefill", text=f"{more} in the kernels of every prefill"),
+        of_kernels("device-time", f"{more} in the kernels of every rank")._replace(slowdown=slowdown),
+        of_kernels("prefill", f"{more} in the kernels of every prefill", part="prefill_work")._replace(
+            slowdown=slowdown
+        ),
         _of_work("flops", f"{100 * _MORE_FLOPS:g} % more FLOPs on every rank", "flops", _more_flops),
         _of_work("host-sync", "one more host synchronization on every rank", "host_syncs", _one_more_sync),
         _of_work("kernel", "one more kernel call on every rank", "kernels", _one_more_kernel),
@@ -129,43 +126,43 @@ def _with_texts(result: CaseResult, changed: Callable[[Generation], Generation])
     return _derived(result, launches)
 
 
-def _of_prefills(one: Regression) -> Regression:
-    """Return a regression of the work of decode steps as one of the prefills."""
-
-    def inject(result: CaseResult, rules: Rules) -> CaseResult | str:
-        copy = one.inject(of_prefill(result), rules)
-        if isinstance(copy, str):
-            return copy
-        pairs = zip(result.launches, copy.launches, strict=True)
-        launches = [msgspec.structs.replace(launch, prefill_work=changed.work) for launch, changed in pairs]
-        return msgspec.structs.replace(result, launches=launches)
-
-    return one._replace(inject=inject, suits=lambda result: one.suits is not None and one.suits(of_prefill(result)))
-
-
 def _of_work(
-    name: str, text: str, metric: MetricName, changed: Callable[[RankWork], RankWork], *, figure: str | None = None
+    name: str,
+    text: str,
+    metric: MetricName,
+    changed: Callable[[RankWork], RankWork],
+    *,
+    figure: str | None = None,
+    part: str = "work",
 ) -> Regression:
-    """Return a regression of the work of every rank; `figure` is the attribute that it changes, if not `metric`."""
+    """Return a regression of the work of every rank.
+
+    Args:
+        name: The name of the regression.
+        text: Its description.
+        metric: The metric that it changes.
+        changed: Returns the changed work of a rank.
+        figure: The attribute that it changes, if not `metric`.
+        part: The field of a launch: `work`, or `prefill_work`.
+    """
 
     def suits(result: CaseResult) -> bool:
-        ranks = [rank for launch in result.launches for rank in launch.ranks]
+        works = [getattr(launch, part) for launch in result.launches]
+        ranks = [rank for work in works if work is not None for rank in work.ranks]
         return bool(ranks) and all(getattr(rank, figure or metric) is not None for rank in ranks)
 
-    return Regression(name, text, metric, functools.partial(_other_work, changed), suits=suits)
+    def inject(result: CaseResult, _: Rules) -> CaseResult:
+        launches = [
+            launch
+            if (work := getattr(launch, part)) is None
+            else msgspec.structs.replace(
+                launch, **{part: msgspec.structs.replace(work, ranks=list(map(changed, work.ranks)))}
+            )
+            for launch in result.launches
+        ]
+        return msgspec.structs.replace(result, launches=launches)
 
-
-def _other_work(changed: Callable[[RankWork], RankWork], result: CaseResult, _: Rules) -> CaseResult | str:
-    """Return a copy in which the work of every rank is changed."""
-    launches = [
-        launch
-        if launch.work is None
-        else msgspec.structs.replace(
-            launch, work=msgspec.structs.replace(launch.work, ranks=[changed(rank) for rank in launch.work.ranks])
-        )
-        for launch in result.launches
-    ]
-    return msgspec.structs.replace(result, launches=launches)
+    return Regression(name, text, metric, inject, suits=suits)
 
 
 def _more_flops(rank: RankWork) -> RankWork:
