@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from pytest_llmgpu.cli.commands import commands
+from pytest_llmgpu.cli.commands import COMMANDS
 from pytest_llmgpu.cli.output import complain, one_printable_line, show
 
 _INTERRUPTED = 130
@@ -23,8 +25,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {one_printable_line(message)}; see {self.prog} --help\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; the parsed `run` is the command's function."""
+def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser. Named commands have their arguments, and their function as `run`; others have a help only."""
     made = _Parser(
         prog="llmgpu",
         description="Work with the reports that pytest-llmgpu writes.",
@@ -32,10 +34,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = made.add_subparsers(metavar="COMMAND")
-    for name, command in commands().items():
-        subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+    for name, text in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=text, description=text)
+        if name in named:
+            command = importlib.import_module(f"{__name__}.commands.{name}")
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
     return made
 
 
@@ -46,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The command's exit status; 2 for bad usage, for input that cannot be read and for output that cannot be written,
         each with one line on stderr. With LLMGPU_DEBUG=1 a traceback comes before that line.
     """
-    all_commands = parser()
-    chosen = all_commands.parse_args(argv)
-    if not chosen.version and "run" not in chosen:
-        all_commands.error(f"a command is needed: {', '.join(commands())}")
-    from pytest_llmgpu.report.file import paused
-
+    words = sys.argv[1:] if argv is None else argv
     try:
+        parsing = parser(words)
+        chosen = parsing.parse_args(words)
+        if not chosen.version and "run" not in chosen:
+            parsing.error(f"a command is needed: {', '.join(COMMANDS)}")
+        from pytest_llmgpu.report.file import paused
+
         with paused():
             status: int = _version() if chosen.version else chosen.run(chosen)
     except (ValueError, ArithmeticError, OSError) as error:

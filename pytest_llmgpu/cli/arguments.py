@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pytest_llmgpu.report.report import Report
-    from pytest_llmgpu.store.references import Source
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.store import references, store
+from pytest_llmgpu.store.references import Source
 
 REFERENCE = (
     "a path; a number or a name in the store; latest; the first digits of a commit; MACHINE/ followed by any of these; "
@@ -24,8 +23,6 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 def storage_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the store."""
-    from pytest_llmgpu.store import store
-
     given: Path | None = arguments.storage
     return store.DEFAULT if given is None else given
 
@@ -41,7 +38,5 @@ def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Re
     Raises:
         ValueError: one line: no report or several reports have that name.
     """
-    from pytest_llmgpu.store import references, store
-
     machine = None if same_machine_as is None else store.hardware(same_machine_as)
     return references.resolve(reference, storage_of(arguments), machine=machine)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from pytest_llmgpu.cli.arguments import source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, verdicts_of
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.report.report import Report
-    from pytest_llmgpu.report.verdicts import Candidate, Verdicts
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
 
 _RULES = ("policy", "today", "calibration")
 _SHA_DIGITS = 8
@@ -72,11 +73,6 @@ def refuse_rules(arguments: argparse.Namespace, baseline: str) -> None:
 
 def read_verdicts(path: Path, report: Report) -> Verdicts:
     """Return the verdicts in a file; ValueError in one line, also if they belong to another report."""
-    import msgspec
-
-    from pytest_llmgpu.report import decompression
-    from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
-
     try:
         data = with_present_names(decompression.unpack(decompression.read(path)))
         found = msgspec.json.decode(data, type=Verdicts)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.gate.calibration import Calibration
-    from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.report.report import Report
-    from pytest_llmgpu.report.verdicts import Baseline, Verdicts
-    from pytest_llmgpu.store.references import Source
+from pytest_llmgpu.gate import calibration, judge, policy_file
+from pytest_llmgpu.gate.calibration import Calibration
+from pytest_llmgpu.gate.policy import Policy, switched
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Baseline, Verdicts
+from pytest_llmgpu.store import references
+from pytest_llmgpu.store.references import Source
 
 
 class Judged(NamedTuple):
@@ -62,9 +62,6 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
 
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """Return the policy in force: the file, overridden by the command line; ValueError in one line."""
-    from pytest_llmgpu.gate import policy_file
-    from pytest_llmgpu.gate.policy import switched
-
     return switched(policy_file.load(_policy_path(arguments)), arguments)
 
 
@@ -79,8 +76,6 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     Raises:
         ValueError: one line: a file cannot be read.
     """
-    from pytest_llmgpu.gate import policy_file
-
     head = source(arguments.head, arguments).report(rows=False)
     base_source = _base(arguments, head, may_lack_base=may_lack_base)
     base = base_source.report(rows=False) if base_source is not None else None
@@ -101,37 +96,27 @@ def verdicts_of(
     Raises:
         ValueError: one line: the calibration cannot be read.
     """
-    from pytest_llmgpu.gate import judge
-
     today, noise = rules_of(arguments, head)
     return judge.judge(base, head, policy, today=today, calibration=noise, baseline=baseline, in_turn=arguments.in_turn)
 
 
 def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
     """Return the day and the calibration to judge a report with: the given ones, or the defaults of `add_rules`."""
-    from pytest_llmgpu.gate import calibration
-
     today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
     return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
 
 
 def describe_noise(arguments: argparse.Namespace, head: Report) -> str:
     """Return the line that names the calibration in force; see `calibration.in_words`."""
-    from pytest_llmgpu.gate import calibration
-
     return calibration.in_words(rules_of(arguments, head)[1], arguments.calibration)
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:
-    from pytest_llmgpu.gate import policy_file
-
     path: Path | None = arguments.policy
     return policy_file.find(Path()) if path is None else path
 
 
 def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -> Source | None:
-    from pytest_llmgpu.store import references
-
     try:
         return source(arguments.base, arguments, same_machine_as=head)
     except references.AbsentError as error:

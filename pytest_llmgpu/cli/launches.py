@@ -9,12 +9,12 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pytest_llmgpu.cli import subprocesses
 from pytest_llmgpu.cli.output import show
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.store import store
 
 _JSON = "--llmgpu-json"
 _COMPLETE = (0, 1)
@@ -43,8 +43,6 @@ def kept(parent: Path, name: str = "") -> Path:
     Raises:
         ValueError: one line: the folder cannot be created.
     """
-    from pytest_llmgpu.store import store
-
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{name}_{now}" if name else now
     for number in itertools.count(1):
@@ -83,9 +81,6 @@ def launch(
     Raises:
         ValueError: one line: the command cannot be run, or it ended without a complete report.
     """
-    from pytest_llmgpu.cli import subprocesses
-    from pytest_llmgpu.report import file
-
     began = time.monotonic()
     path, log = into / "launches" / f"{name}.json.gz", into / "launches" / f"{name}.log"
     whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
@@ -99,8 +94,6 @@ def launch(
 
 def describe_ending(status: int, log: Path) -> str:
     """Return the exit status of a command, the last line of its output and the path of its log."""
-    from pytest_llmgpu.cli import subprocesses
-
     how = f"signal {-status}" if status < 0 else f"status {status}"
     last = subprocesses.last_line(log)
     return f"{how}{f': {last}' if last else ''}; see {log}"

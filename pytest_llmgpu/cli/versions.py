@@ -6,15 +6,13 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli import launches
+from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.output import show
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.cli.worktrees import Worktree
-    from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.cli.worktrees import Worktree
+from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate.policy import Policy, switched
+from pytest_llmgpu.report.report import Report
 
 LETTERS = 8
 """Digits of a commit in the output."""
@@ -22,8 +20,6 @@ LETTERS = 8
 
 def prepare(versions: Sequence[Version], setup: str | None) -> None:
     """Print the commits and create the environment of each worktree."""
-    from pytest_llmgpu.cli import worktrees
-
     for one in versions:
         show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
     if worktrees.changed(Path()):
@@ -39,8 +35,6 @@ class Version:
 
     def __init__(self, name: str, tree: Worktree, kept: Path) -> None:
         """Set the name of the version in the output and in its files, which are written to the folder `kept`."""
-        from pytest_llmgpu.cli import worktrees
-
         self.name, self.tree = name, tree
         self._kept = kept
         self._environ = worktrees.environment(tree)
@@ -52,8 +46,6 @@ class Version:
 
     def build(self, setup: str | None) -> None:
         """Run the shell command that creates the environment of the worktree; ValueError in one line if it fails."""
-        from pytest_llmgpu.cli import subprocesses, worktrees
-
         if setup is None:
             return
         began, log = time.monotonic(), self._kept / f"{self.name}-setup.log"
@@ -96,8 +88,5 @@ def policy_at(base: Worktree, arguments: argparse.Namespace) -> tuple[Policy, st
 
     It is the file of --policy or the base commit's: a change must not edit the thresholds that it is judged by.
     """
-    from pytest_llmgpu.gate import policy_file
-    from pytest_llmgpu.gate.policy import switched
-
     path = policy_file.find(base.folder) if arguments.policy is None else arguments.policy
     return switched(policy_file.load(path), arguments), policy_file.in_words(path)

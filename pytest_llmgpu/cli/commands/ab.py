@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli import launches
+from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.gate_arguments import add_rules, describe_noise, rules_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.cli.worktrees import Worktree
-    from pytest_llmgpu.gate.ab import Both, Side
-    from pytest_llmgpu.report.report import Report
-    from pytest_llmgpu.report.verdicts import Verdicts
-
-HELP = "measure two commits alternately and judge the second"
+from pytest_llmgpu.cli.worktrees import Worktree
+from pytest_llmgpu.gate import ab, judge, policy_file
+from pytest_llmgpu.gate.ab import Both, Side
+from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Baseline, Verdicts
 
 _EPILOG = """\
 Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
@@ -54,10 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.cli import subprocesses, worktrees
-    from pytest_llmgpu.gate.classify import exit_status
-    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-
     launches.check(arguments.command)
     if arguments.again is not None:
         show("note: --again no longer has an effect: --launches is the largest number of launches of each commit")
@@ -77,8 +73,6 @@ class _Job:
     """The measurement of two commits in their worktrees."""
 
     def __init__(self, arguments: argparse.Namespace, trees: Sequence[Worktree]) -> None:
-        from pytest_llmgpu.gate import ab
-
         self._arguments = arguments
         self._looks = ab.looks(arguments.launches)
         policy, self._policy_in_words = policy_at(trees[0], arguments)
@@ -91,8 +85,6 @@ class _Job:
 
     def measured(self) -> Verdicts:
         """Measure both commits and return the last verdicts; the head's report has them too."""
-        from pytest_llmgpu.gate import ab, policy_file
-
         (self.kept / "policy.toml").write_text(policy_file.dump(self.policy), encoding="utf-8")
         _, verdicts = ab.compare(
             self._measure, self._judge, lambda found: ab.undecided(found, self.policy), self._looks
@@ -100,17 +92,9 @@ class _Job:
         return verdicts
 
     def _measure(self, side: Side, number: int, deselected: Sequence[str]) -> Report:
-        from pytest_llmgpu.gate import ab
-
         return self.versions[ab.SIDES.index(side)].launch(self._arguments.command, number, deselected)
 
     def _judge(self, both: Both) -> Verdicts:
-        import hashlib
-
-        from pytest_llmgpu.gate import judge
-        from pytest_llmgpu.report import file
-        from pytest_llmgpu.report.verdicts import Baseline
-
         data = file.encode(both.base, compressed=True)
         file.dump(both.base, self.kept / "base.json.gz")
         tree = self.versions[0].tree

@@ -10,23 +10,21 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli import launches
+from pytest_llmgpu.cli import bisection, launches, subprocesses, worktrees
+from pytest_llmgpu.cli.bisection import Bisection
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
+from pytest_llmgpu.gate import ab, bisect, judge, policy_file
+from pytest_llmgpu.gate.ab import Side
+from pytest_llmgpu.gate.bisect import Ends, Found, NotBuiltError, Step
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.metrics import JUDGED, spec_of
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural, signed_percent
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.cli.bisection import Bisection
-    from pytest_llmgpu.gate.ab import Side
-    from pytest_llmgpu.gate.bisect import Ends, Found, Step
-    from pytest_llmgpu.gate.policy import Policy
-    from pytest_llmgpu.report.report import Report
-    from pytest_llmgpu.report.verdicts import Row, Verdicts
-
-HELP = "find the commit that made a metric worse"
+from pytest_llmgpu.report.verdicts import WORSE, Row, Verdicts
 
 _EPILOG = """\
 git bisect chooses the commits. Its state and each commit are in temporary git worktrees under TMPDIR: your working
@@ -84,8 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.cli import bisection, subprocesses, worktrees
-
     _check(arguments)
     good, bad = (worktrees.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
     with subprocesses.interruptible(), bisection.begun(good, bad) as history:
@@ -93,8 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from pytest_llmgpu.report.metrics import JUDGED
-
     launches.check(arguments.command)
     if arguments.metric is not None and arguments.metric not in JUDGED:
         raise ValueError(f"--metric={arguments.metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
@@ -116,8 +110,6 @@ class _Job:
 
     def run(self) -> int:
         """Measure the ends, find the commit, print it and return the exit status."""
-        from pytest_llmgpu.gate import bisect
-
         ends = self._measured_ends()
         end = bisect.worst(ends.verdicts, self._arguments.metric, self._arguments.case)
         if end is None:
@@ -146,9 +138,6 @@ class _Job:
         return ExitStatus.UNDECIDED if found.first_bad is None else ExitStatus.FOUND
 
     def _measured_ends(self) -> Ends:
-        from pytest_llmgpu.cli import worktrees
-        from pytest_llmgpu.gate import ab, bisect, policy_file
-
         with worktrees.checked_out([*self._references.values()]) as trees:
             self._policy, in_words = policy_at(trees[0], self._arguments)
             (self._kept / "policy.toml").write_text(policy_file.dump(self._policy), encoding="utf-8")
@@ -169,8 +158,6 @@ class _Job:
             )
 
     def _judge(self, base: Report, head: Report, policy: Policy) -> Verdicts:
-        from pytest_llmgpu.gate import judge
-
         today, noise = rules_of(self._arguments, head)
         return judge.judge(base, head, policy, today=today, calibration=noise, in_turn=True)
 
@@ -181,9 +168,6 @@ class _Job:
         show(f"{step.sha[:LETTERS]}  {step.mark or 'undecided'}{change}  {text.subject}{reason}")
 
     def _no_difference(self, verdicts: Verdicts) -> int:
-        from pytest_llmgpu.gate import ab, bisect
-        from pytest_llmgpu.report.metrics import spec_of
-
         metric, case = self._arguments.metric, self._arguments.case
         rows = bisect.selected(verdicts, metric, case)
         if not rows:
@@ -205,10 +189,6 @@ class _Job:
 
     def _found(self, sha: str, found: Found, ends: Ends, end: Row) -> Iterator[str]:
         """Yield the lines on the first bad commit, and keep its report and that of the commit before it."""
-        from pytest_llmgpu.gate import bisect
-        from pytest_llmgpu.report import file
-        from pytest_llmgpu.report.verdicts import WORSE
-
         measured = {step.sha: step.report for step in found.steps if step.report is not None}
         measured |= {self._shas["good"]: ends.both.base, self._shas["bad"]: ends.both.head}
         before = next((one for one in self._history.parents(sha) if one in measured), self._shas["good"])
@@ -270,9 +250,6 @@ class _Candidates:
         self._open.close()
 
     def _built(self, sha: str) -> Version:
-        from pytest_llmgpu.cli import worktrees
-        from pytest_llmgpu.gate.bisect import NotBuiltError
-
         try:
             (tree,) = self._open.enter_context(worktrees.checked_out([sha]))
             version = Version(sha[:LETTERS], tree, self._kept)

@@ -7,19 +7,18 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pytest_llmgpu.cli import launches
+from tabulate import tabulate
+
+from pytest_llmgpu.analysis import launch_findings, launch_merging
+from pytest_llmgpu.cli import launches, subprocesses
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.gate import calibration
+from pytest_llmgpu.gate.calibration import Measured
+from pytest_llmgpu.gate.noise_model import Deviation
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.gate.calibration import Measured
-    from pytest_llmgpu.gate.noise_model import Deviation
-    from pytest_llmgpu.report.report import Report
-
-HELP = "measure the noise between launches of one commit on this runner; the gate reads it"
 
 _EPILOG = """\
 Use launches of one commit on an idle machine: their differences are noise. The gate reads the result from the store for
@@ -52,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.analysis import launch_merging
-    from pytest_llmgpu.gate import calibration
-
     found = _named(arguments) if arguments.launches is None else _launched(arguments)
     report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
     # With --launches all launches are one session, even if they run past midnight.
@@ -73,11 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text(measured: Measured, report: Report, path: Path, previous: Path | None) -> Iterator[str]:
     """Yield the lines on a calibration: its table, its file, and how it could be better."""
-    from tabulate import tabulate
-
-    from pytest_llmgpu.analysis import launch_findings
-    from pytest_llmgpu.gate import calibration
-
     noises = measured.cases.values()
     rows = [[noise.id, noise.launches, _pct(noise.device_time), _pct(noise.time)] for noise in noises]
     yield tabulate(rows, ["case", "launches", "device time", "time"], disable_numparse=True)
@@ -120,9 +111,6 @@ def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
 
 def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
     """Run the command as often as --launches says; return each launch's name and report."""
-    from pytest_llmgpu.cli import subprocesses
-    from pytest_llmgpu.gate import calibration
-
     if arguments.launches < calibration.LEAST:
         raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} launches are needed")
     launches.check(arguments.words)

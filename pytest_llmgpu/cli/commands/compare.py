@@ -6,8 +6,7 @@ import argparse
 
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import color, show
-
-HELP = "show what changed between reports, worst first; the exit status is 0 also for a regression"
+from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-
     policy = policy_of(arguments)
     names: list[str] = arguments.head
     found = [judged(argparse.Namespace(**{**vars(arguments), "head": name}), policy) for name in names]

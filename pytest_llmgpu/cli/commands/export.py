@@ -9,9 +9,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import read_verdicts, refuse_rules
 from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import save, write_data
-from pytest_llmgpu.render.exports import FORMATS
-
-HELP = "write a report in the format of another tool or page"
+from pytest_llmgpu.render.exports import FORMATS, export
 
 _STDOUT = "-"
 
@@ -36,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.render.exports import export
-
     report = source(arguments.head, arguments).report()
     if arguments.base is not None:
         policy = policy_of(arguments)

@@ -6,9 +6,10 @@ import argparse
 
 from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
 from pytest_llmgpu.cli.output import color, show, write_json
+from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report import option_values
-
-HELP = "judge a report against a baseline; the exit status is the result"
 
 _STATUSES = (
     "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data: a large slowdown "
@@ -43,10 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.gate import policy_file
-    from pytest_llmgpu.gate.classify import exit_status
-    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-
     in_force = policy_of(arguments)
     if arguments.dump_policy:
         show(policy_file.dump(in_force).rstrip("\n"))

@@ -8,8 +8,8 @@ from pathlib import Path
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison
 from pytest_llmgpu.cli.output import show
-
-HELP = "write a report as one HTML page that needs no network"
+from pytest_llmgpu.render.html import report as html_report
+from pytest_llmgpu.store.references import public
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.render.html import report as html_report
-    from pytest_llmgpu.store.references import public
-
     found = source(arguments.report, arguments)
     output: Path = arguments.output or Path(page_name(found.name))
     html_report.check(output)

@@ -6,8 +6,7 @@ import argparse
 
 from pytest_llmgpu.cli.arguments import add_storage, storage_of
 from pytest_llmgpu.cli.output import complain, show
-
-HELP = "list the reports of the store"
+from pytest_llmgpu.store import listing, store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.store import listing, store
-
     folder = storage_of(arguments)
     if arguments.storage is not None and not folder.is_dir():
         raise ValueError(f"storage {folder}: is not a folder")

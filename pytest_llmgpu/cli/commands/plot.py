@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, source
 from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison
 from pytest_llmgpu.cli.output import show
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.render.charts import Chart
-    from pytest_llmgpu.report.report import Report
-
-HELP = "draw the charts of a report as PNG or SVG"
+from pytest_llmgpu.render import charts
+from pytest_llmgpu.render.charts import Chart, timelines
+from pytest_llmgpu.render.charts.images import formats, write
+from pytest_llmgpu.report.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.render import charts
-    from pytest_llmgpu.render.charts.images import formats, write
-
     chosen = formats(arguments.format)
     report = source(arguments.report, arguments).report()
     compared = comparison(arguments, report)
@@ -46,8 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _timelines(report: Report, name: str) -> list[Chart]:
-    from pytest_llmgpu.render.charts import timelines
-
     result = next((result for result in report.cases if result.id == name), None)
     if result is None:
         known = ", ".join(result.id for result in report.cases) or "none"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pytest_llmgpu.analysis import launch_findings
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import complain, show
+from pytest_llmgpu.gate import promotion
+from pytest_llmgpu.gate.promotion import Trial
+from pytest_llmgpu.report.report import Promotion
 from pytest_llmgpu.report.text import listed
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.gate.promotion import Trial
-    from pytest_llmgpu.store.references import Source
-
-HELP = "make a report the baseline unless it is dirty, failed, invalid, undecided or worse"
+from pytest_llmgpu.store import references
+from pytest_llmgpu.store import store as storage
+from pytest_llmgpu.store.references import Source
 
 _REFUSED = 1
 _REMEDY = "remove the cause and measure again, or pass --force REASON, which the baseline keeps"
@@ -45,11 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.analysis import launch_findings
-    from pytest_llmgpu.gate import promotion
-    from pytest_llmgpu.report.report import Promotion
-    from pytest_llmgpu.store import store as storage
-
     policy = policy_of(arguments)
     candidate = source(arguments.report, arguments).report()
     today, noise = rules_of(arguments, candidate)
@@ -92,9 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _present(path: Path | None, store: Path, machine: str) -> Source | None:
     """Return the existing baseline; None if there is none. A broken one is an error, so that it is not replaced."""
-    from pytest_llmgpu.gate import promotion
-    from pytest_llmgpu.store import references
-
     if path is None:
         kept = promotion.current_in(store, machine)
         path = kept.path if kept is not None else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from pytest_llmgpu.cli.output import show
-
-HELP = "print the JSON Schema of a report"
+from pytest_llmgpu.report.schema import schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - the contract of commands
     """Run the command and return its exit status."""
-    import json
-
-    from pytest_llmgpu.report.schema import schema
-
     show(json.dumps(schema(), indent=2))
     return 0

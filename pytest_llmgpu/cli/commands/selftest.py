@@ -15,8 +15,6 @@ from pytest_llmgpu.report.text import plural, printable
 if TYPE_CHECKING:
     from pytest_llmgpu.gate.selftest.selftest import Missed, SelfTest, Trial
 
-HELP = "check that the gate detects regressions injected into a report"
-
 _SLOWER = ("time", "first-token", "token-time", "device-time", "prefill", "flops", "host-sync", "kernel")
 """The regressions that make forwards slower."""
 _NAMES = (*_SLOWER, "collective", "memory", "batch-size", "answers")

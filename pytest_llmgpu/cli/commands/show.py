@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source
 from pytest_llmgpu.cli.output import color, show
+from pytest_llmgpu.render.terminal import report as terminal
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.report.report import Report
-
-HELP = "show the tables and findings of a report"
+from pytest_llmgpu.store import listing, store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from pytest_llmgpu.render.terminal import report as terminal
-    from pytest_llmgpu.store import listing, store
-
     found = source(arguments.report, arguments)
     report = found.report()
     if arguments.log is not None:

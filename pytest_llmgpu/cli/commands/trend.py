@@ -13,8 +13,6 @@ from pytest_llmgpu.report.text import plural
 if TYPE_CHECKING:
     from pytest_llmgpu.store.store import Stored
 
-HELP = "show how each case changed over stored reports"
-
 _LAST = 8
 
 
