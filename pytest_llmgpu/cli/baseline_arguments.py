@@ -9,7 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_llmgpu.cli.arguments import source
-from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, verdicts_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
+from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.report import Report
@@ -55,8 +56,11 @@ def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
             "--verdicts: cannot be combined with BASELINE, which computes new verdicts; give one of the two"
         )
     found, policy = source(arguments.baseline, arguments, same_machine_as=report), policy_of(arguments)
-    base = found.report()
-    verdicts = verdicts_of(arguments, policy, base, report, found.baseline(arguments.baseline, base))
+    base, (today, noise) = found.report(), rules_of(arguments, report)
+    baseline = found.baseline(arguments.baseline, base)
+    verdicts = judge.judge(
+        base, report, policy, today=today, calibration=noise, baseline=baseline, in_turn=arguments.in_turn
+    )
     return Comparison(base, verdicts, policy)
 
 

@@ -12,7 +12,7 @@ from pytest_llmgpu.gate import calibration, judge, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.policy import Policy, switched
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Baseline, Verdicts
+from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import references
 from pytest_llmgpu.store.references import Source
 
@@ -81,34 +81,18 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     base = base_source.report(rows=False) if base_source is not None else None
     baseline = base_source.baseline(arguments.base, base) if base_source is not None and base is not None else None
     del base_source
-    found = verdicts_of(arguments, policy, base, head, baseline)
-    if base is None:
-        return Judged(found, None)
-    noise = describe_noise(arguments, head)
-    return Judged(found, f"{noise}\n{policy_file.in_words(_policy_path(arguments))}")
-
-
-def verdicts_of(
-    arguments: argparse.Namespace, policy: Policy, base: Report | None, head: Report, baseline: Baseline | None
-) -> Verdicts:
-    """Return the gate's verdicts with the day and the calibration of `add_rules`; see `gate.judge`.
-
-    Raises:
-        ValueError: one line: the calibration cannot be read.
-    """
     today, noise = rules_of(arguments, head)
-    return judge.judge(base, head, policy, today=today, calibration=noise, baseline=baseline, in_turn=arguments.in_turn)
+    found = judge.judge(
+        base, head, policy, today=today, calibration=noise, baseline=baseline, in_turn=arguments.in_turn
+    )
+    in_words = calibration.in_words(noise, arguments.calibration), policy_file.in_words(_policy_path(arguments))
+    return Judged(found, None if base is None else "\n".join(in_words))
 
 
 def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
     """Return the day and the calibration to judge a report with: the given ones, or the defaults of `add_rules`."""
     today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
     return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
-
-
-def describe_noise(arguments: argparse.Namespace, head: Report) -> str:
-    """Return the line that names the calibration in force; see `calibration.in_words`."""
-    return calibration.in_words(rules_of(arguments, head)[1], arguments.calibration)
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
-from pytest_llmgpu.cli.gate_arguments import add_rules, describe_noise, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.worktrees import Worktree
-from pytest_llmgpu.gate import ab, judge, policy_file
+from pytest_llmgpu.gate import ab, calibration, judge, policy_file
 from pytest_llmgpu.gate.ab import Both, Side
 from pytest_llmgpu.gate.classify import exit_status
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
@@ -99,7 +99,7 @@ class _Job:
         file.dump(both.base, self.kept / "base.json.gz")
         tree = self.versions[0].tree
         today, noise = rules_of(self._arguments, both.head)
-        self.judged_by = f"{describe_noise(self._arguments, both.head)}\n{self._policy_in_words}"
+        self.judged_by = f"{calibration.in_words(noise, self._arguments.calibration)}\n{self._policy_in_words}"
         both.head.verdicts = judge.judge(
             both.base,
             both.head,
