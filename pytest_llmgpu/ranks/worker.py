@@ -104,15 +104,18 @@ class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankState:
-    """The data that a rank keeps between commands."""
+    """The data that a rank keeps between commands. What `load` and `warm_up` set is missing before them."""
+
+    case: Case
+    source: ModelSource
+    strategy: Strategy
+    loaded: Loaded
+    plan: Plan
+    """The batches of the latest case."""
 
     def __init__(self, on_batch: Callable[[FinishedBatch], None]) -> None:
         self.on_batch = on_batch
         self.phase: Phase = "load"
-        self.case: Case | None = None
-        self.source: ModelSource | None = None
-        self.strategy: Strategy | None = None
-        self.loaded: Loaded | None = None
         self.devices: Sequence[torch.device] = ()
         self.weights_bytes: Sequence[int | None] = ()
         self.loading_peak_bytes: Sequence[int | None] = ()
@@ -121,8 +124,6 @@ class RankState:
         """SHA-256 of a dataset to its task and its items."""
         self.requests: dict[tuple[str, int | None, int | None], Requests] = {}
         """SHA-256 of a dataset, tokens of a prompt and new tokens to its tokenised items."""
-        self.plan: Plan | None = None
-        """The batches of the latest case."""
         self.model_size: ModelSize | str | None = None
         """The size of the loaded model, or the reason why it has none; None before the first work passes."""
         self.generation: Generation | None = None
@@ -257,8 +258,6 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         case: The case, which the loaded model serves.
         not_recorded: The operation because of which the forwards of this model run eagerly; None if none is known.
     """
-    assert state.strategy is not None
-    assert state.loaded is not None
     state.case, loaded = case, state.loaded
     task, items = state.datasets[case.dataset_sha256]
     state.phase, state.warmed_up = "forward", None
@@ -318,8 +317,6 @@ def measure(state: RankState) -> ScoreReply:
     """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
     import torch
 
-    assert state.case is not None
-    assert state.loaded is not None
     assert state.warmed_up is not None
     loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
     state.generator = warmed_up.generator
@@ -370,9 +367,6 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
         state: The state of the rank.
         reference: Texts of the same prompts by the reference strategy; None if there are none.
     """
-    assert state.case is not None
-    assert state.loaded is not None
-    assert state.plan is not None
     assert state.generation is not None
     case, loaded, prompts = state.case, state.loaded, state.plan.requests
 
@@ -399,10 +393,6 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
 
 def account(state: RankState) -> TrafficReply:
     """Count the traffic of the latest case, in eager forwards that are not measured."""
-    assert state.case is not None
-    assert state.strategy is not None
-    assert state.loaded is not None
-    assert state.plan is not None
     state.graphs.close()
     loaded, plan = state.loaded, state.plan
     if loaded.world_size == 1 and len(loaded.devices) == 1:
@@ -425,9 +415,6 @@ def record_work(state: RankState) -> None:
 
     This comes right after `measure`: the CUDA graphs of the case are not recorded twice.
     """
-    assert state.case is not None
-    assert state.loaded is not None
-    assert state.plan is not None
     loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
     if state.generator is None:
         with work.scoring_forward(loaded, state.case.workload) as forward:
@@ -443,9 +430,6 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
     Returns:
         One reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
     """
-    assert state.case is not None
-    assert state.loaded is not None
-    assert state.plan is not None
     assert state.passes
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
@@ -464,9 +448,6 @@ def model_size(state: RankState) -> ModelSize | str | None:
     """Return the size of the whole model, or the reason why it has none; None on every rank but the first."""
     import torch
 
-    assert state.case is not None
-    assert state.source is not None
-    assert state.loaded is not None
     if state.loaded.rank != 0:
         return None
     if state.model_size is None:
@@ -481,14 +462,11 @@ def model_size(state: RankState) -> ModelSize | str | None:
 
 def measure_ceilings(state: RankState, wanted: Wanted) -> Ceilings:
     """Measure the rates that the GPUs of this rank reach."""
-    assert state.case is not None
-    assert state.loaded is not None
     return ceilings.measure(state.devices, state.case.dtype, state.loaded.world_size, wanted)
 
 
 def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a function of the user on the loaded model: `fn(loaded, *args)`."""
-    assert state.loaded is not None
     state.phase = "forward"
     state.graphs.close()
     with compiled_layers.suspended():  # the function may run any number of shapes
@@ -497,9 +475,6 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
 
 def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:
     """Return the tokenised items of a case; they are kept for the cases that follow."""
-    assert state.case is not None
-    assert state.source is not None
-    assert state.loaded is not None
     case = state.case
     wanted = case.dataset_sha256, case.prompt_tokens, case.new_tokens
     if wanted not in state.requests:

@@ -217,7 +217,6 @@ def _started(folder: Path, strategy: str, devices: int, backend: str, model: str
 
 def _score(state: RankState, sha256: str, batch_size: int, cuda_graphs: str) -> ScoreReply:
     """In a rank: score with or without CUDA graphs."""
-    assert state.case is not None
     changed = {"dataset_sha256": sha256, "batch_size": batch_size, "cuda_graphs": cuda_graphs}
     return worker.score(state, msgspec.structs.replace(state.case, **changed))
 
@@ -235,7 +234,6 @@ def _held(state: RankState) -> tuple[int, int]:
 
 def _layers(state: RankState) -> list[str]:
     """In a rank: the class of each layer."""
-    assert state.loaded is not None
     model: Any = state.loaded.model
     return [type(layer).__name__ for layer in model.get_decoder().layers]
 
@@ -258,7 +256,6 @@ _SHAPES = ((2, 32), (2, 32), (8, 64), (2, 32), (1, 16), (8, 64))
 
 def _replay(state: RankState) -> list[_Replay]:
     """In a rank: replay batches of different ids, with a larger shape between two equal ones."""
-    assert state.loaded is not None
     return _compare(state.loaded)
 
 

@@ -190,7 +190,6 @@ def state(model: Any, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch) -
 
 
 def _warm_up(state: RankState, not_recorded: str | None = None) -> None:
-    assert state.case is not None
     worker.warm_up(state, state.case, not_recorded)
 
 
@@ -223,7 +222,6 @@ def test_answers_of_a_replay_are_those_of_an_eager_forward(
 ) -> None:
     """A difference of about 1 % is rounding in bfloat16 and an error of the case in float32; no graph stays behind."""
     graphs.factor = factor
-    assert state.case is not None
     state.case = msgspec.structs.replace(state.case, dtype=dtype)
     if fits:
         _warm_up(state)

@@ -94,7 +94,6 @@ def test_compiled_layers_compute_the_numbers_of_mp(loaded: Callable[..., RankSta
     )
     assert decision is not None
     assert decision.ok is True, generation_check.describe(decision)
-    assert state.loaded is not None
     assert state.loaded.compiled is not None
     assert ranks.graphs(state) == 2, "a prefill and a decode step"
     worker.record_work(state)

@@ -40,7 +40,6 @@ class RaisesWhenUnpickled:
 
 def graphs(state: RankState) -> int:
     """Return the number of graphs that were compiled for the latest case."""
-    assert state.loaded is not None
     assert state.loaded.compiled is not None
     return state.loaded.compiled.graphs
 
