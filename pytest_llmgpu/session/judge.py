@@ -23,7 +23,7 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import BETTER, Baseline, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import BETTER, Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import references, store
 from pytest_llmgpu.store.references import Source
 
@@ -141,7 +141,9 @@ class Judge:
             self.policy,
             today=self._today,
             calibration=self._noise,
-            baseline=self._baseline(),
+            baseline=None
+            if self._source is None or self.base is None
+            else self._source.baseline(self._reference, self.base),
         )
         return self._verdicts
 
@@ -201,12 +203,6 @@ class Judge:
         return Ruling(
             worst, fails=False, text="" if worst in _GOOD else _describe_rows(counting[:1], limit), rows=ordered
         )
-
-    def _baseline(self) -> Baseline | None:
-        """Return the name of the baseline, as the user wrote it but without private folders, and its digest."""
-        if self._source is None or self.base is None:
-            return None
-        return self._source.baseline(self._reference, self.base)
 
 
 def _describe_rows(rows: list[Row], limit: float) -> str:

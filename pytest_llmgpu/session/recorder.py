@@ -153,24 +153,20 @@ class Recorder:
         """Continue a session: the results that follow are added to those that its report has."""
         self.report = report
         self._earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
-        counts: Counter[tuple[str, str]] = Counter()
         for place, result in enumerate(report.cases):
-            measured = (result.nodeid or "", result.key)
-            name = (*measured, counts[measured])
-            self._measured[name] = (place, by_launch(result))
-            counts[measured] += 1
+            self._measured[self._next(result.nodeid or "", result.key)] = (place, by_launch(result))
+        self._counts.clear()
 
     def kept(self, nodeid: str, case: Case) -> CaseResult | None:
         """Return the result of a case that the session had before it was resumed; None if it is to be measured.
 
         A test that measures the same case twice calls this, or `add`, once for each of them.
         """
-        measured = (valid(nodeid), case.key)
-        name = (*measured, self._counts[measured])
-        place, launches = self._measured.get(name, (0, []))
+        measured = valid(nodeid), case.key
+        place, launches = self._measured.get((*measured, self._counts[measured]), (0, []))
         if self.report is None or len(launches) < self._launch:
             return None
-        self._counts[measured] += 1
+        self._next(*measured)
         return self.report.cases[place]
 
     def peers(self, case: Case) -> list[CaseResult]:
@@ -246,15 +242,18 @@ class Recorder:
         """Return a text of a library or a rank without private folders, names and secrets."""
         return anonymous(short_paths(text, self._rootdir))
 
+    def _next(self, nodeid: str, key: str) -> tuple[str, str, int]:
+        """Count a measurement of this launch, and return its name in `_measured`."""
+        self._counts[nodeid, key] += 1
+        return nodeid, key, self._counts[nodeid, key] - 1
+
     def _launches_of(self, result: CaseResult) -> tuple[int, list[CaseResult]]:
         """Return the place of a result's case in the report, and the results of all its launches.
 
         A test that measures the same case twice has two cases in the report, in every launch.
         """
         assert self.report is not None
-        measured = (result.nodeid or "", result.key)
-        name = (*measured, self._counts[measured])
-        self._counts[measured] += 1
+        name = self._next(result.nodeid or "", result.key)
         place, launches = self._measured.setdefault(name, (len(self.report.cases), []))
         launches.append(result)
         return place, launches

@@ -103,8 +103,8 @@ class BenchmarkSession:
         """Machine and case of each test, and its batch size if the test does not choose it."""
         self._completed: set[Group] = set()
         self._out_of_memory: set[Group] = set()
-        self._groups: set[Group] = set()
-        self._excused: set[Group] = set()
+        self._required: set[Group] = set()
+        """The groups of which something should fit into memory."""
         self._launch = ""
         self._handlers = _interrupt_on_termination()
 
@@ -118,7 +118,7 @@ class BenchmarkSession:
             nodeid: The test, if it measures; else None.
             batch_size: Sequences per forward; None where the test chooses the batch size.
             scored: Tasks whose items, chosen by the options, the test scores; empty where the test has its own items.
-            may_fit_nowhere: Whether the test is marked so; a group is excused only if all of its tests are.
+            may_fit_nowhere: Whether the test is marked so; something of a group should fit unless all of its tests are.
 
         Raises:
             ValueError: The test cannot be measured.
@@ -130,11 +130,8 @@ class BenchmarkSession:
             for result in self._kept.get(valid(nodeid or ""), ()):
                 if changed := resume.changed_files(result, request.case):
                     raise ValueError(f"--llmgpu-resume: {nodeid} measured other files: {changed}")
-        if group not in self._groups:
-            self._groups.add(group)
-            self._excused.add(group)
         if not may_fit_nowhere:
-            self._excused.discard(group)
+            self._required.add(group)
         if nodeid is not None:
             self._expected.setdefault(group, []).append(nodeid)
         self._cases += [(request.machine, request.case, batch_size) for request in requests]
@@ -224,7 +221,7 @@ class BenchmarkSession:
     def was_last_hope(self, group: Group, nodeid: str) -> bool:
         """Return whether this is the last test of a group in which no test completed although one should."""
         last = self._expected.get(group, [nodeid])[-1] == nodeid
-        hopeless = last and group not in self._completed and group not in self._excused
+        hopeless = last and group in self._required - self._completed
         if hopeless:
             self._out_of_memory.discard(group)  # the test itself fails
         return hopeless
@@ -238,7 +235,7 @@ class BenchmarkSession:
         unreported = self.judge.unreported() if self.judge is not None else []
         nothing_fitted = [
             f"{strategy}, {options.model}: out of memory, and nothing completed"
-            for strategy, options in sorted(self._out_of_memory - self._completed - self._excused, key=repr)
+            for strategy, options in sorted(self._out_of_memory & self._required - self._completed, key=repr)
         ]
         return [*self.recorder.troubles, *unreported, *nothing_fitted]
 
@@ -265,31 +262,14 @@ class BenchmarkSession:
         Args:
             exit_status: The exit status of pytest; None while it runs.
             interrupted: Whether the run was stopped before its end.
-            deselected: See `finish`.
+            deselected: See `end`.
         """
         expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
         judge = None if self.judge is None else self.judge.judge
         self.recorder.conclude(exit_status, judge, interrupted=interrupted, expected=expected, deselected=deselected)
 
     def end(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
-        """Judge the run, complete the report and end every process (see `finish`).
-
-        Returns:
-            The exit status of the run: that of pytest, or 1 if it is 0 and the run has troubles.
-        """
-
-        def checked(status: int) -> int:
-            return 1 if status == 0 and self.troubles() else status
-
-        if self.judge is not None:
-            # The verdicts decide the status, and no item of the gate may have run.
-            self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
-        status = self.finish(checked(exit_status), interrupted=interrupted, deselected=deselected)
-        # Checked again, because the last writing of the report may have failed.
-        return checked(status)
-
-    def finish(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
-        """End every process and complete the report. Ctrl-C meanwhile changes the exit status, and loses nothing.
+        """Judge the run, end every process and complete the report. Ctrl-C meanwhile loses nothing.
 
         Args:
             exit_status: The exit status of pytest.
@@ -298,8 +278,17 @@ class BenchmarkSession:
                 them. `complete` in the report covers only the tests that were not deselected.
 
         Returns:
-            The exit status, which is that of an interrupted run after Ctrl-C.
+            The exit status of the run: that of pytest, 1 if it is 0 and the run has troubles, or that of an interrupted
+            run after Ctrl-C.
         """
+
+        def checked(status: int) -> int:
+            return 1 if status == 0 and self.troubles() else status
+
+        if self.judge is not None:
+            # The verdicts decide the status, and no item of the gate may have run.
+            self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
+        exit_status = checked(exit_status)
         try:
             self._end_processes()
         except KeyboardInterrupt:
@@ -310,7 +299,8 @@ class BenchmarkSession:
             self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
             self.recorder.save()
             self.recorder.write_page(None if self.judge is None else self.judge.base)
-        return _INTERRUPTED if requested else exit_status
+        # Checked again, because the last writing of the report may have failed.
+        return checked(_INTERRUPTED if requested else exit_status)
 
     def summary(self, *, verbose: bool = False) -> str:
         """Return the tables, the findings and the path of the report; empty where nothing was measured."""
