@@ -75,9 +75,6 @@ def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends (Linux: prctl(2)).
 
     The bond is to the thread that started this process. If the parent has ended already, this process exits now.
-
-    Args:
-        parent: process id of the parent.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -97,9 +94,6 @@ def end_marked(mark: str) -> None:
     """Kill every process that has a variable in its environment, such as `NAME=value`.
 
     A daemon has left its parent's process group, but its environment stays (Linux: proc_pid_environ(5)).
-
-    Args:
-        mark: The name and the value of the variable, which only the processes to kill have.
     """
     killed: set[int] = set()
     while found := _marked(mark.encode()) - killed:  # one of them may have started another meanwhile

@@ -70,12 +70,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(result: CaseResult, earlier: Sequence[CaseResult]) -> Decision:
-    """Decide what is wrong with the answers of a completed result that has its check and its comparison.
-
-    Args:
-        result: The result.
-        earlier: Results of the same session before it, with their findings.
-    """
+    """Decide what is wrong with the answers of a completed result that has its check and its comparison."""
     accuracy, check = measured(result), result.accuracy_check
     if accuracy is None or check is None:
         return Decision()

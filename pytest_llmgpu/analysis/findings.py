@@ -70,13 +70,7 @@ class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
 def decide_memory_limit(
     result: CaseResult, series: Sequence[CaseResult], *, searching: bool = False
 ) -> MemoryLimit | None:
-    """Return what to report about a case that ran out of memory; None where a larger batch size has the finding.
-
-    Args:
-        result: The case.
-        series: Other results of its series.
-        searching: Whether the run searches the largest batch size that fits.
-    """
+    """Return what to report about a case that ran out of memory; None where a larger batch size has the finding."""
     size = result.case.batch_size
     if any(other.outcome == "oom" and other.case.batch_size > size for other in series):
         return None  # this size was run only to find the limit

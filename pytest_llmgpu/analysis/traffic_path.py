@@ -155,12 +155,7 @@ def describe(decision: Decision, traffic: Traffic, profile: Profile, environment
 
 
 def has_moved(base: Path, head: Path) -> bool:
-    """Return whether traffic took another path than before; False where one of the paths is unknown.
-
-    Args:
-        base: The path of the baseline.
-        head: The path of the case.
-    """
+    """Return whether traffic took another path than before; False where one of the paths is unknown."""
     return base.link is not None and head.link is not None and base.link != head.link
 
 

@@ -65,12 +65,7 @@ def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
 
 
 def refuse_rules(arguments: argparse.Namespace, baseline: str) -> None:
-    """Raise ValueError if a rule is given although nothing is judged.
-
-    Args:
-        arguments: the parsed arguments of `add_rules`.
-        baseline: name of the argument that is missing.
-    """
+    """Raise ValueError if a rule is given although nothing is judged."""
     if unused := [name for name in _RULES if getattr(arguments, name) is not None]:
         raise ValueError(f"--{unused[0]}: has an effect only with {baseline}, which is not given")
 

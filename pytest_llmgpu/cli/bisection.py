@@ -82,11 +82,6 @@ class Bisection:
 def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
     """Begin a bisection in a worktree without files, and remove it at the end, also after an error.
 
-    Args:
-        good: the hash of a commit without the change.
-        bad: the hash of a commit with the change.
-        folder: the user's working directory.
-
     Raises:
         ValueError: one line: git cannot bisect between these commits.
     """

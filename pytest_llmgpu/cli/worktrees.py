@@ -41,10 +41,6 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
     They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
     environment. Hooks of the repository do not run.
 
-    Args:
-        references: names of the commits for git; two may be equal.
-        folder: the user's working directory.
-
     Raises:
         ValueError: one line: there is no repository or no such commit, or the commit does not have that folder.
     """

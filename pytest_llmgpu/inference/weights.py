@@ -22,14 +22,7 @@ Reader = Callable[[str, "torch.nn.Parameter"], "torch.Tensor"]
 
 
 def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device, *, seed: int) -> Reader:
-    """Return the reader of a model's parameters.
-
-    Args:
-        skeleton: The model without weights, from `models.skeleton`.
-        source: The source of the values.
-        device: The device of the values.
-        seed: The seed of random values.
-    """
+    """Return the reader of a model's parameters."""
     from safetensors import safe_open
 
     dtype = skeleton.dtype

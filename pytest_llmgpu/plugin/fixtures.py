@@ -168,12 +168,7 @@ def make(chosen: Options) -> ModuleType:
 
 
 def parametrize_marks(chosen: Options, used: Collection[str]) -> list[pytest.MarkDecorator]:
-    """Return the markers that give one test the strategies and batch sizes of its own options.
-
-    Args:
-        chosen: The options of the test.
-        used: The fixtures that the test uses; only these are parametrised.
-    """
+    """Return the markers that give a test the strategies and batch sizes of its options, if it uses these fixtures."""
     return [
         pytest.mark.parametrize(name, parameter["params"], ids=parameter["ids"], indirect=True)
         for name, parameter in _parameters(chosen).items()

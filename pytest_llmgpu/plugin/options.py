@@ -162,10 +162,6 @@ def check_strategy_flags(config: pytest.Config, measured: Collection[str], built
 def check_workload_flags(config: pytest.Config, workloads: Collection[str]) -> None:
     """Refuse flags of a workload that no test has, where they have no effect; ini keys are accepted.
 
-    Args:
-        config: pytest's, with the flags.
-        workloads: The workloads of all tests.
-
     Raises:
         pytest.UsageError: The message has the first such flag.
     """

@@ -63,12 +63,7 @@ class Recording:
         self._capacity = HISTORY_BYTES // (_READING_BYTES + (12 if header.spans else 8) * values)
 
     def add(self, tick: TickRecord, open_since_s: float = math.inf) -> None:
-        """Store a tick and drop the ticks that no slice needs any more.
-
-        Args:
-            tick: The next tick in the order of deadlines.
-            open_since_s: Start of the oldest window that is still open.
-        """
+        """Store a tick and drop the ticks that no slice needs any more."""
         seconds = _flat("f", tick.seconds) if tick.seconds else None
         self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
         self._orders = tick.orders
@@ -109,12 +104,7 @@ class Recording:
         """Cut the profile between two CLOCK_MONOTONIC times.
 
         A window without a reading inside gets the nearest reading, its distance in `why["samples"]`, and 0 samples.
-
-        Args:
-            start_s: Start of the window.
-            end_s: End of the window.
-            held_bytes: UUID to the bytes that are subtracted from memory_used_bytes.
-            why: Faults of the whole stream.
+        `why` has the faults of the whole stream.
         """
         inside = self._inside(start_s, end_s)
         reasons = {**self.header.why, **why}

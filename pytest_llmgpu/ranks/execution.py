@@ -134,12 +134,6 @@ def describe(decision: Decision) -> str:
 def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: str) -> None:
     """Compare the median batch, replayed, with an eager forward.
 
-    Args:
-        loaded: The model, which replays CUDA graphs.
-        plan: The batches, each of a shape that was recorded.
-        decoder: Replays the graphs.
-        dtype: The dtype of the model, which sets the tolerance of the log-likelihoods.
-
     Raises:
         ValueError: The log-likelihoods differ by more than rounding.
     """

@@ -64,14 +64,7 @@ class ProcessRank:
     def __init__(
         self, rank: int, on_batch: BatchListener, start: Callable[[Listener], Channel], node: int | None = None
     ) -> None:
-        """Start the process.
-
-        Args:
-            rank: The number of the rank.
-            on_batch: Called with each finished batch.
-            start: Starts the process, which passes what it sends to a listener.
-            node: The number of its node, for messages; None if there is only one.
-        """
+        """Start the process; `node` is the number of its node, for messages, and None if there is only one."""
         self.rank = rank
         self._node = node
         self._on_batch = on_batch

@@ -27,11 +27,6 @@ from pytest_llmgpu.report.result import Failure
 def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     """Join rank 0's process, and serve it until it says goodbye.
 
-    Args:
-        world: This process among the others.
-        log_directory: Folder for the logs of the rank.
-        limit_s: Time limit until rank 0's process is found.
-
     Returns:
         The exit status: 0 after the goodbye, 1 if the connection was lost.
 

@@ -70,11 +70,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide_out_of_memory(failure: BaseException | Death) -> OutOfMemory | None:
-    """Return why a failure means out of memory; None if it does not.
-
-    Args:
-        failure: An exception, with its causes, or the end of a process.
-    """
+    """Return why a failure, or a cause of an exception, means out of memory; None if it does not."""
     return _of_death(failure) if isinstance(failure, Death) else _of_exception(failure)
 
 

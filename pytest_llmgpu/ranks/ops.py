@@ -43,10 +43,7 @@ def count(forward: Callable[[], object], model: torch.nn.Module | None = None) -
     """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
 
     Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
-
-    Args:
-        forward: The function.
-        model: The model whose modules share the FLOPs; None: they are not split.
+    The FLOPs are split over the modules of a model, if it is given.
     """
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,10 +91,7 @@ def module_hooks(
 ) -> Iterator[None]:
     """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
 
-    Args:
-        model: The model; None: nothing is called.
-        enter: Called before a forward.
-        leave: Called after a forward, even if it raised.
+    `leave` is called even if the forward raised; without a model nothing is called.
     """
     prefix = str(getattr(model, "base_model_prefix", ""))
     handles = []

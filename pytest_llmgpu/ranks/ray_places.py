@@ -54,13 +54,7 @@ class RayPlaces:
     """The places that Ray provides for ranks; it implements `nodes.Nodes`."""
 
     def __init__(self, address: str, device: str, devices: int | None) -> None:
-        """Ask nothing; Ray is used from `wait` on.
-
-        Args:
-            address: The cluster: `auto`, or host and port.
-            device: Value of `--llmgpu-device`.
-            devices: Value of `--llmgpu-devices`.
-        """
+        """Ask nothing; Ray is used from `wait` on."""
         self._address, self._device, self._devices = address, device, devices
         self._peers: Peers | None = None
         """The processes, once all of them are there."""

@@ -179,13 +179,6 @@ def _find(kind: str, measured: str, requested: str | None, case_id: str, registr
     """Return the place and the object of a case's strategy or task.
 
     The report decides nothing that is imported: only a built-in name is looked up, and a place comes from the user.
-
-    Args:
-        kind: `strategy` or `task`.
-        measured: The name in the report.
-        requested: The place that the user gave; None if the user gave none.
-        case_id: The id of the case.
-        registry: `strategies` or `tasks`.
     """
     if requested is None and measured not in registry.BUILT_IN:
         _refuse(

@@ -107,9 +107,6 @@ def batches_used(padded_tokens: Sequence[int]) -> list[int]:
     """Return the numbers of the batches that work passes run: spread evenly over the plan, the same in every launch.
 
     As many as have 8,192 padded tokens together, at least 1 and at most 16.
-
-    Args:
-        padded_tokens: Padded tokens of each batch of the plan.
     """
     planned = len(padded_tokens)
     for count in range(min(_MOST_BATCHES, planned), 1, -1):
@@ -120,11 +117,7 @@ def batches_used(padded_tokens: Sequence[int]) -> list[int]:
 
 
 def passes_of(batches: int) -> int:
-    """Return how many passes run in the execution of a case, the same in every launch.
-
-    Args:
-        batches: The number of batches that each pass runs.
-    """
+    """Return how many passes run in the execution of a case, the same in every launch."""
     return max(_LEAST_PASSES, min(_MOST_PASSES, -(-_FORWARDS // batches)))
 
 

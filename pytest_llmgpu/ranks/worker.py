@@ -152,12 +152,6 @@ class RankState:
 def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceUse]:
     """Apply the memory cap, load the model of a case, and return the memory use of the devices.
 
-    Args:
-        state: The state of the rank.
-        case: The case, which names the model, the device and the memory cap.
-        source: Where the model's files are.
-        place: The strategy as `module:attribute`.
-
     Raises:
         ValueError: The strategy loaded for another number of ranks than were started.
     """
@@ -251,12 +245,8 @@ def score(state: RankState, case: Case) -> ScoreReply:
 def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> None:
     """Prepare `measure`: decide the execution, reserve the workspace, run a batch of every shape.
 
-    The devices are idle when this returns, so that the launcher can read their counters.
-
-    Args:
-        state: The state of the rank.
-        case: The case, which the loaded model serves.
-        not_recorded: The operation because of which the forwards of this model run eagerly; None if none is known.
+    The devices are idle when this returns, so that the launcher can read their counters. `not_recorded` is the
+    operation because of which the forwards of this model run eagerly, if one is known.
     """
     state.case, loaded = case, state.loaded
     task, items = state.datasets[case.dataset_sha256]
@@ -361,12 +351,7 @@ def measure(state: RankState) -> ScoreReply:
 
 
 def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Generation:
-    """Score the texts of the latest case, and those of a reference, in forwards without a KV cache.
-
-    Args:
-        state: The state of the rank.
-        reference: Texts of the same prompts by the reference strategy; None if there are none.
-    """
+    """Score the texts of the latest case, and those of a reference, in forwards without a KV cache."""
     assert state.generation is not None
     case, loaded, prompts = state.case, state.loaded, state.plan.requests
 

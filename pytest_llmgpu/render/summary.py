@@ -109,12 +109,7 @@ def describe(conclusion: Conclusion) -> str:
 
 
 def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = ()) -> list[Problem]:
-    """Return the findings of cases as problems, worst first: one per kind and next step.
-
-    Args:
-        cases: the cases.
-        without: findings that are left out.
-    """
+    """Return the findings of cases as problems, worst first: one per kind and next step."""
     kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
     for result in cases:
         for finding in result.findings:

@@ -206,12 +206,7 @@ def untimed(launch: Launch) -> str | None:
 
 
 def clock_reference(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:
-    """Return the first profile of the same devices that has all their clocks; None if there is none.
-
-    Args:
-        profiles: profiles of the session, in order.
-        profile: profile to find a reference for.
-    """
+    """Return the first profile of the same devices that has all their clocks; None if there is none."""
     uuids = {device.uuid for device in profile.devices}
     for other in profiles:
         if other is not None and {device.uuid for device in other.devices} == uuids == set(clocks_mhz(other)):

@@ -85,10 +85,6 @@ def dump(report: Report, path: Path, texts: CaseTexts | None = None) -> None:
 def write(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file and its folder. A reader finds the old file or the new one, never a part of it.
 
-    Args:
-        path: the file.
-        parts: its content.
-
     Raises:
         OSError: the file cannot be written. The old file is unchanged.
     """
@@ -119,10 +115,6 @@ def encode(report: Report, *, compressed: bool) -> bytes:
     """Return the bytes of a report's file. Equal reports give equal bytes.
 
     A report that was read from an older version is written as one of this version, with all of its fields.
-
-    Args:
-        report: the report.
-        compressed: whether to compress the bytes.
 
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
@@ -227,10 +219,6 @@ def load(path: Path) -> Report:
 
 def parse(data: bytes, name: str) -> Report:
     """Return the report in the bytes of a file, compressed or not.
-
-    Args:
-        data: content of the file.
-        name: name of the report in messages.
 
     Raises:
         ValueError: one line with the name, the error and its place.

@@ -215,13 +215,7 @@ class StoredRows(Sequence[WorkRow]):
     __slots__ = ("_length", "_start", "_text")
 
     def __init__(self, text: Text, start: int, length: int) -> None:
-        """Name the rows.
-
-        Args:
-            text: the text that they are in.
-            start: the byte at which the first one starts.
-            length: the number of their bytes.
-        """
+        """Name the rows by their bytes."""
         self._text, self._start, self._length = text, start, length
 
     def _read(self) -> list[WorkRow]:

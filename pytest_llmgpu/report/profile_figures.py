@@ -21,11 +21,6 @@ def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | st
     """Return the figures of a metric if they are of the window, else the reason why there are none.
 
     A profile without a reading in the window has the nearest reading, which is not a figure of the case.
-
-    Args:
-        profile: profile of the window.
-        device: a device of the profile.
-        name: name of the metric.
     """
     metric = device.metrics.get(name)
     if metric is None or metric.mean is None:

@@ -114,11 +114,8 @@ def printable(text: str) -> str:
 def printable_lines(text: str, *, styled: bool = False) -> str:
     """Return lines of text for a terminal or the log of a CI system. All output passes through here.
 
-    Each control character except the line break is a space, and what a CI system would run as a command is text.
-
-    Args:
-        text: the lines.
-        styled: whether the styles of this package stay.
+    Each control character except the line break is a space, and what a CI system would run as a command is text. The
+    styles of this package stay if the lines are `styled`.
     """
     pieces = _STYLE.split(text) if styled else [text]
     pieces[::2] = ["\n".join(map(printable, piece.split("\n"))) for piece in pieces[::2]]

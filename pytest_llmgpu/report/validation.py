@@ -34,10 +34,6 @@ def explain(data: bytes, error: msgspec.ValidationError) -> str:
     msgspec names a bound and a place, but no value; and it writes `[...]` for the key of a map:
     ``Expected `float` >= 0.0 - at `$.counters[...]` `` becomes
     ``Expected `float` >= 0.0, got -1.0 - at `$.counters.xids` ``.
-
-    Args:
-        data: text of the report, which is JSON.
-        error: of decoding it.
     """
     message, at, place = str(error).rpartition(" - at ")
     if not at or len(data) > _EXPLAINED_BYTES:
@@ -170,13 +166,7 @@ def _refuse(place: str, expected: str) -> NoReturn:
 
 
 def _broken_key(document: Any, entries: dict[str, Any], reason: str) -> str:
-    """Return the key of a map whose value breaks the report, by trying each entry alone. The map keeps only that key.
-
-    Args:
-        document: the whole report, of which `entries` is a part.
-        entries: a map that breaks the report.
-        reason: msgspec's message.
-    """
+    """Return the key of a map whose value breaks the report, by trying each entry alone. It keeps only that key."""
     for key, item in list(entries.items()):
         entries.clear()
         entries[key] = item

@@ -311,13 +311,7 @@ def _check_places(strategy: Strategy, machine: Machine) -> None:
 
 
 def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:
-    """Return whether a dataset is continued, not scored; refuse options of the other workload.
-
-    Args:
-        options: The options in force for the test.
-        dataset: The items.
-        new_tokens: The argument of `measure`; None if it was not given.
-    """
+    """Return whether a dataset is continued, not scored; refuse options of the other workload."""
     is_prompts = dataset.task == tasks.PROMPTS
     if (options.workload or ("generate" if is_prompts else "score")) == "generate":
         if options.scoring != "lean":
@@ -387,12 +381,7 @@ def _backend_and_options(
 
 
 def _check_library(backend: str, chosen_by: str) -> None:
-    """Refuse a strategy whose library is not installed.
-
-    Args:
-        backend: The library.
-        chosen_by: The flag that chose it, with its value.
-    """
+    """Refuse a strategy whose library is not installed."""
     if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
         raise ValueError(f"{chosen_by} needs {backend}: pip install {backend}")
 

@@ -138,10 +138,6 @@ class Recorder:
     def find_session(self, reference: str, devices: Machine) -> Report:
         """Return the report of a broken session with the results that stay, for `resume`.
 
-        Args:
-            reference: The report, as `references.resolve` finds it.
-            devices: The devices of the run.
-
         Raises:
             ValueError: There is no such report, or its session cannot be continued.
         """
@@ -188,15 +184,7 @@ class Recorder:
         kernel_names: Sequence[str] = (),
         ceilings: Ceilings | None = None,
     ) -> CaseResult:
-        """Add a result to the report, with what the run states about it, and write the report.
-
-        Args:
-            result: One launch of a case.
-            options: The options in force for the test.
-            nodeid: The test.
-            devices: The devices of the run.
-            kernel_names: The names of the kernels that results of the session refer to by number.
-            ceilings: The rates of the GPUs, as far as they are measured.
+        """Add one launch of a case to the report, with what the run states about it, and write the report.
 
         Returns:
             The case as it stands in the report: with the launches that were measured before.

@@ -81,14 +81,7 @@ class Runner:
         progress: Progress,
         show_line: Callable[[str], None],
     ) -> None:
-        """Prepare to run; no process is started.
-
-        Args:
-            launcher: Starts the processes.
-            profilers_of: Returns the profilers of the nodes of a machine.
-            progress: Called while a case runs.
-            show_line: Shows a line to the user while a strategy compiles something.
-        """
+        """Prepare to run; no process is started."""
         self._launcher = launcher
         self._profilers_of = profilers_of
         self._progress = progress
@@ -120,11 +113,7 @@ class Runner:
         """The dtype of each matrix product, or `copy`, with the UUID of the GPU; `all_reduce` with all UUIDs."""
 
     def resume(self, report: Report) -> None:
-        """Continue a session: what its cases found holds for those that follow.
-
-        Args:
-            report: The report of the session so far.
-        """
+        """Continue a session: what its cases found holds for those that follow."""
         self.kernel_names = {name: number for number, name in enumerate(report.environment.kernel_names)}
         self.ceilings = report.environment.ceilings
         completed = [result for result in report.cases if result.outcome == "completed"]

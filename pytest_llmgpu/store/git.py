@@ -92,12 +92,6 @@ def output(
 ) -> str:
     """Return the output of git.
 
-    Args:
-        folder: a folder in the repository.
-        arguments: arguments of git.
-        timeout_s: time limit; None for no limit.
-        environ: environment variables of git.
-
     Raises:
         ValueError: git is missing, did not finish in time, or failed. The message is one line.
     """

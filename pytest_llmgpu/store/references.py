@@ -63,12 +63,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return text.report(rows=rows)
 
     def baseline(self, reference: str, report: Report) -> Baseline:
-        """Return the record of this source as a baseline.
-
-        Args:
-            reference: name of the report as the user gave it.
-            report: the report in this source.
-        """
+        """Return the record of this source as a baseline, by the name that the user gave."""
         return Baseline(name=public(reference), sha256=self.sha256, commit=report.commit.sha)
 
 

@@ -33,13 +33,7 @@ class Marking:
         clock: Callable[[], float],
         write: Callable[[MarkRecord], None],
     ) -> None:
-        """Begin without a request.
-
-        Args:
-            devices: The devices in the order of the stream.
-            clock: CLOCK_MONOTONIC.
-            write: Receives the record of a complete mark.
-        """
+        """Begin without a request."""
         self._devices = devices
         self._clock = clock
         self._write = write
@@ -59,11 +53,7 @@ class Marking:
         self._after_tick = True
 
     def step(self, due_s: float) -> bool:
-        """Read one device, if a mark waits and there is time; return whether a device was read.
-
-        Args:
-            due_s: The time of the next tick.
-        """
+        """Read one device, if a mark waits and there is time before the next tick; return whether a device was read."""
         start_s = self._clock()
         if not self._waiting or (start_s + self._expected_s > due_s and not self._after_tick):
             return False

@@ -54,15 +54,7 @@ def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]
 
 
 def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: int) -> str:
-    """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`.
-
-    Args:
-        name: the id of the case.
-        done: the number of finished batches.
-        total: the number of batches of the case.
-        elapsed_s: the seconds since the batches started.
-        batch_size: the number of sequences per batch.
-    """
+    """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`."""
     line = f"{name}  {done}/{total} batches"
     if not done or elapsed_s <= 0:
         return f"{line}  {_clock(elapsed_s)}"
@@ -75,12 +67,8 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
     """Return the report as tables: a summary of the cases, differences from mp, then the findings.
 
     Cases that differ in more than strategy and batch size are in separate blocks, each with a caption. The worst
-    finding comes first.
-
-    Args:
-        report: the report.
-        color: whether the text has colours.
-        verbose: True: every case and finding, and the tables of work, communication and memory. False: about 40 lines.
+    finding comes first. There are about 40 lines; with `verbose` every case and finding, and the tables of work,
+    communication and memory.
     """
     paint = painter(color)
     found = blocks(report.cases)

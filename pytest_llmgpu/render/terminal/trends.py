@@ -23,12 +23,7 @@ _ENDED = {"oom": "OOM", "skipped_after_oom": "-"}
 
 
 def tables(trends: Sequence[Trend], paint: Callable[[str, str], str]) -> str:
-    """Return one table per metric, and the reason of each change.
-
-    Args:
-        trends: the trends of the metrics, all of the same reports.
-        paint: a function of a text and the number of an ANSI style that returns the styled text.
-    """
+    """Return one table per metric, and the reason of each change."""
     parts = []
     for trend in trends:
         body = []
@@ -71,13 +66,7 @@ def cell(one: Figure | None, then: float | None, *, points: bool = False) -> str
 
 
 def changes(trend: Trend, marks: Mapping[Change, str], *, named: bool = True) -> Iterator[str]:
-    """Yield one line per change, with its reason; none for disturbed figures.
-
-    Args:
-        trend: the trend of one metric.
-        marks: the mark before each kind of change.
-        named: True if each line names the metric.
-    """
+    """Yield one line per change, with its reason; none for disturbed figures."""
     metric = f" {trend.metric}" if named else ""
     for line in trend.lines:
         for column, one in zip(trend.columns, line.figures, strict=True):
