@@ -117,15 +117,7 @@ def decide(
             # Batch sizes that are wrong in the same way agree with each other.
             return msgspec.structs.replace(found, ok=None)
         return found
-    known = baseline(
-        given=given,
-        metric=metric,
-        model=case.model,
-        dataset=case.dataset,
-        limit=case.limit,
-        load_format=case.load_format,
-        task=case.task,
-    )
+    known = baseline(case, given=given, metric=metric)
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
     others = [other for other in (mp, smallest) if other is not None]
     if known is None and others:
@@ -138,34 +130,22 @@ def decide(
     return found
 
 
-def baseline(
-    *,
-    given: float | None,
-    metric: str,
-    model: str,
-    dataset: str,
-    limit: int | None,
-    load_format: str = "auto",
-    task: str = DEFAULT_TASK,
-) -> tuple[float, str] | None:
-    """Return the accuracy that a model should reach, as a fraction, and its source; None where none is known.
+def baseline(case: Case, *, given: float | None, metric: str) -> tuple[float, str] | None:
+    """Return the accuracy that trained weights should reach, as a fraction, and its source; None if none is known.
 
     The given value comes first, then the registered one of the bundled model, then the published one of a known hub
-    id, which holds only for `acc_norm` on the whole of HellaSwag; the last two are known for the default task. Dummy
-    weights have no accuracy.
+    id, which holds only for `acc_norm` on the whole of HellaSwag; the last two are known for the default task.
     """
-    if load_format == "dummy":
-        return None
     if given is not None:
         return given, "--llmgpu-accuracy-baseline"
-    if task != DEFAULT_TASK:
+    if case.task != DEFAULT_TASK:
         return None
-    if model == dataset == "bundled":
+    if case.model == case.dataset == "bundled":
         from pytest_llmgpu.inference.bundled import ACCURACY
 
         return ACCURACY[metric], "registered for the bundled model"
-    size = _SIZE_BY_HUB_ID.get(model.lower())
-    if size and metric == "acc_norm" and dataset == "hellaswag" and limit is None:
+    size = _SIZE_BY_HUB_ID.get(case.model.lower())
+    if size and metric == "acc_norm" and case.dataset == "hellaswag" and case.limit is None:
         name, value = _PUBLISHED[size]
         return value, f"published for LLaMA {name}"
     return None

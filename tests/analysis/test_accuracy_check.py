@@ -25,15 +25,8 @@ from pytest_llmgpu.report.derived import encode
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 
 
-def _baseline(**fields: Any) -> tuple[float, str] | None:
-    defaults: dict[str, Any] = {
-        "given": None,
-        "metric": "acc_norm",
-        "model": "huggyllama/llama-7b",
-        "dataset": "hellaswag",
-        "limit": None,
-    }
-    return baseline(**{**defaults, **fields})
+def _baseline(given: float | None = None, metric: str = "acc_norm", **fields: Any) -> tuple[float, str] | None:
+    return baseline(make_case(**{"model": "huggyllama/llama-7b", **fields}), given=given, metric=metric)
 
 
 def _decide(
@@ -75,12 +68,10 @@ def test_published_values_of_known_hub_ids(model: str, value: float, name: str) 
         {"metric": "acc"},
         {"dataset": "items.jsonl"},
         {"limit": 100},
-        {"load_format": "dummy"},
-        {"load_format": "dummy", "given": 0.5},
     ],
 )
 def test_a_published_value_holds_for_nothing_else(fields: dict[str, Any]) -> None:
-    """Other models, metrics and datasets, a part of HellaSwag and random weights have no published accuracy."""
+    """Other models, metrics and datasets, and a part of HellaSwag have no published accuracy."""
     assert _baseline(**fields) is None
 
 
@@ -90,10 +81,15 @@ def test_a_given_baseline_wins() -> None:
     assert _baseline(given=0.0, model="bundled", dataset="bundled") == (0.0, "--llmgpu-accuracy-baseline")
 
 
+def test_a_given_baseline_is_not_for_random_weights() -> None:
+    """Their accuracy is chance, and their log-likelihoods are checked."""
+    assert _decide(_dummy([-1.0] * 4), [], given=0.5).baseline is None
+
+
 def test_the_bundled_model_has_a_registered_value_on_its_own_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds by metric and with a limit, not on another dataset."""
     monkeypatch.setattr("pytest_llmgpu.inference.bundled.ACCURACY", {"acc": 0.8, "acc_norm": 0.9}, raising=False)
-    bundled = {"model": "bundled", "dataset": "bundled"}
+    bundled: dict[str, Any] = {"model": "bundled", "dataset": "bundled"}
     assert _baseline(**bundled) == (0.9, "registered for the bundled model")
     assert _baseline(**bundled, metric="acc", limit=10) == (0.8, "registered for the bundled model")
     assert _baseline(model="bundled") is None
