@@ -13,7 +13,7 @@ from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.policy import Policy, switched
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
-from pytest_llmgpu.store import references
+from pytest_llmgpu.store import git
 from pytest_llmgpu.store.references import Source
 
 
@@ -103,7 +103,7 @@ def _policy_path(arguments: argparse.Namespace) -> Path | None:
 def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -> Source | None:
     try:
         return source(arguments.base, arguments, same_machine_as=head)
-    except references.AbsentError as error:
+    except git.AbsentError as error:
         if may_lack_base:
             return None
         raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None

@@ -24,7 +24,7 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import BETTER, Row, Verdict, Verdicts, worst_first
-from pytest_llmgpu.store import references, store
+from pytest_llmgpu.store import git, references, store
 from pytest_llmgpu.store.references import Source
 
 _SHOWN = 3  # rows or reasons in a message; the table has all of them
@@ -110,7 +110,7 @@ class Judge:
                 self._named(), self._storage_path, machine=store.hardware(identity), repository=self._rootdir
             )
         except ValueError as error:
-            absent = isinstance(error, references.AbsentError)
+            absent = isinstance(error, git.AbsentError)
             if absent and self.policy.allow_no_baseline:
                 self._why = str(error)
                 return

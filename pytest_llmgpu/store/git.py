@@ -20,7 +20,7 @@ _COMMAND = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 class AbsentError(ValueError):
-    """The commit exists but has no such file."""
+    """There is no such file or report; one that is broken is another error."""
 
 
 def is_reference(name: str | Path) -> bool:

@@ -31,10 +31,6 @@ _SHA = re.compile(r"(?=.*[a-z])[0-9a-z]{4,40}|[0-9]{7,40}")
 """Start of a commit. Fewer than 7 digits without a letter are the number of a report instead."""
 
 
-class AbsentError(ValueError):
-    """There is no report at this place. A broken report is another error."""
-
-
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of a report, read once or unchanged, so that hash and verdicts are of the same bytes."""
 
@@ -85,11 +81,11 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         repository: a folder in the working tree of git.
 
     Raises:
-        AbsentError: there is no such report.
+        git.AbsentError: there is no such report.
         ValueError: several reports match, which the message lists, or the report cannot be read.
     """
     if git.is_reference(reference):
-        return _of_git(reference, repository)
+        return Source(name=reference, data=git.content(reference, repository))
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
     if reference == LATEST and (last := _unkept_run(storage, found)) is not None:
@@ -104,7 +100,7 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return _of_path(path)
     kept = len(stored(storage))
     advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
-    raise AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
+    raise git.AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
 
 
 def last_run(storage: Path) -> Path:
@@ -173,15 +169,8 @@ def _of_path(path: Path) -> Source:
     try:
         return Source(name=str(path), data=LargeFile.open(path) or decompression.read(path))
     except FileNotFoundError as error:
-        raise AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
+        raise git.AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
     except OSError as error:
         raise ValueError(f"report {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"report {path}: {error}") from None
-
-
-def _of_git(reference: str, repository: Path) -> Source:
-    try:
-        return Source(name=reference, data=git.content(reference, repository))
-    except git.AbsentError as error:
-        raise AbsentError(str(error)) from None
