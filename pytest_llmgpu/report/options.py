@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pytest_llmgpu.report import option_values
@@ -43,6 +43,11 @@ def _option(
     return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
 
 
+def _choice(allowed: Sequence[str], default: str | None, help: str, *, marker: bool = True) -> Any:  # noqa: A002
+    """Declare an option whose value is one of some words."""
+    return _option(option_values.one_of(*allowed), default, f"{{{','.join(allowed)}}}", help, marker=marker)
+
+
 GATE_OPTIONS = (
     "policy",
     "calibration",
@@ -80,35 +85,29 @@ class Options:
     tokenizer: str | None = _option(
         option_values.text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)"
     )
-    add_bos: str = _option(
-        option_values.one_of("auto", "yes", "no"),
+    add_bos: str = _choice(
+        ("auto", "yes", "no"),
         "auto",
-        "{auto,yes,no}",
         "begin texts with the beginning-of-sequence token, as add_bos_token in lm-evaluation-harness; auto: as the "
         "tokenizer is set",
     )
-    load_format: str = _option(
-        option_values.one_of("auto", "dummy"),
+    load_format: str = _choice(
+        ("auto", "dummy"),
         "auto",
-        "{auto,dummy}",
         "auto: safetensors; dummy: seeded random weights, no checkpoint",
     )
-    dtype: str = _option(
-        option_values.one_of("auto", "float32", "float16", "bfloat16"),
+    dtype: str = _choice(
+        ("auto", "float32", "float16", "bfloat16"),
         "auto",
-        "{auto,float32,float16,bfloat16}",
         "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)",
     )
-    device: str = _option(
-        option_values.one_of("auto", "cuda", "cpu"), "auto", "{auto,cuda,cpu}", "auto: every visible GPU, else the CPU"
-    )
+    device: str = _choice(("auto", "cuda", "cpu"), "auto", "auto: every visible GPU, else the CPU")
     devices: int | None = _option(
         option_values.whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)"
     )
-    launcher: str = _option(
-        option_values.one_of("local", "env", "ray"),
+    launcher: str = _choice(
+        ("local", "env", "ray"),
         "local",
-        "{local,env,ray}",
         "local: start the ranks on this machine; env: start one rank for each process that torchrun or srun started, "
         "on one or several nodes; ray: the same by actors of a Ray cluster (requires the extra `ray`)",
         marker=False,
@@ -128,10 +127,9 @@ class Options:
         "ctx_a, ctx_b, endings and label",
     )
     limit: int | None = _option(option_values.whole, None, "ITEMS", "score only the first items of the dataset")
-    workload: str | None = _option(
-        option_values.one_of("score", "generate"),
+    workload: str | None = _choice(
+        ("score", "generate"),
         None,
-        "{score,generate}",
         "score: log-likelihoods of endings; generate: continue the context of each item greedily (default: generate "
         "for the items of the fixture prompts, else score)",
     )
@@ -161,37 +159,32 @@ class Options:
         "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between",
     )
     gpu_memory: int | None = _option(option_values.memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
-    cuda_graphs: str = _option(
-        option_values.one_of("auto", "on", "off"),
+    cuda_graphs: str = _choice(
+        ("auto", "on", "off"),
         "auto",
-        "{auto,on,off}",
         "replay forwards from CUDA graphs; auto: where they can be recorded (not for mp over several GPUs) and the "
         "largest forward has at most 8,192 tokens; on: wherever they can be recorded",
     )
-    scoring: str = _option(
-        option_values.one_of("lean", "harness"),
+    scoring: str = _choice(
+        ("lean", "harness"),
         "lean",
-        "{lean,harness}",
         "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as in "
         "lm-evaluation-harness, which needs more memory and excludes CUDA graphs",
     )
-    attention: str | None = _option(
-        option_values.one_of("sdpa", "eager"),
+    attention: str | None = _choice(
+        ("sdpa", "eager"),
         None,
-        "{sdpa,eager}",
         "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
         "compute it themselves",
     )
-    work: str = _option(
-        option_values.one_of("on", "off"),
+    work: str = _choice(
+        ("on", "off"),
         "on",
-        "{on,off}",
         "after each case, run forwards that are not measured and record their kernels, ops, FLOPs and CUDA calls",
     )
-    tp_backend: str = _option(
-        option_values.one_of("transformers", "deepspeed"),
+    tp_backend: str = _choice(
+        ("transformers", "deepspeed"),
         "transformers",
-        "{transformers,deepspeed}",
         "library that implements tp",
     )
     iok_stock: bool = _option(
@@ -277,10 +270,9 @@ class Options:
         "store)",
         marker=False,
     )
-    on_inconclusive: str | None = _option(
-        option_values.one_of("pass", "fail"),
+    on_inconclusive: str | None = _choice(
+        ("pass", "fail"),
         None,
-        "{pass,fail}",
         "result of the gate if there is not enough data (default: the policy's, pass)",
         marker=False,
     )
@@ -318,10 +310,9 @@ class Options:
         "FRACTION",
         "accuracy to reach (default: the registered or published one, if known)",
     )
-    accuracy_metric: str = _option(
-        option_values.one_of("acc", "acc_norm"),
+    accuracy_metric: str = _choice(
+        ("acc", "acc_norm"),
         "acc_norm",
-        "{acc,acc_norm}",
         "accuracy metric that is compared with the baseline",
     )
     accuracy_tolerance: float = _option(
