@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference import batching, models, scoring
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.mp import LayerParallel
@@ -44,7 +44,7 @@ def main() -> None:
         tokenizer_sha256=source.tokenizer_sha256,
     )
     loaded = LayerParallel().load(case, source)
-    requests = scoring.encode(
+    requests = batching.encode(
         HellaSwag(), dataset.items, models.load_tokenizer(source), models.max_length(loaded.config)
     )
     rows = {size: _compare(loaded, requests, size, arguments.repeats) for size in arguments.batch_sizes}
@@ -52,8 +52,8 @@ def main() -> None:
     print(json.dumps({"facts": facts, "rows": rows}))
 
 
-def _compare(loaded: Loaded, requests: scoring.Requests, batch_size: int, repeats: int) -> dict[str, Any]:
-    plan = scoring.plan(requests, batch_size)
+def _compare(loaded: Loaded, requests: batching.Requests, batch_size: int, repeats: int) -> dict[str, Any]:
+    plan = batching.plan(requests, batch_size)
     placed: dict[str, Any] = {"input_device": loaded.input_device, "devices": loaded.devices}
     scoring.warm_up(loaded.model, plan, **placed)
     arms: dict[str, Callable[[], Any]] = {
@@ -69,7 +69,7 @@ def _compare(loaded: Loaded, requests: scoring.Requests, batch_size: int, repeat
     return {"batches": len(plan.batches), "ms_a_batch": ms, "over_bare": round(statistics.median(ratios), 4)}
 
 
-def _bare(loaded: Loaded, plan: scoring.Plan) -> Callable[[], None]:
+def _bare(loaded: Loaded, plan: batching.Plan) -> Callable[[], None]:
     model: Any = loaded.model
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inputs = []

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from sampler import stub_environment
 
-from pytest_llmgpu.inference import cuda_graphs, models, scoring
+from pytest_llmgpu.inference import batching, cuda_graphs, models, scoring
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -109,10 +109,10 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
         models.materialise(model, lambda _: device, seed=0, dtype=dtype)
     else:
         model = models.checkpoint(source, dtype, device_map={"": arguments.device})
-    requests = scoring.encode(
+    requests = batching.encode(
         HellaSwag(), dataset.items, models.load_tokenizer(source), models.max_length(model.config)
     )
-    plan = scoring.plan(requests, arguments.batch_size, few_shapes=not arguments.eager)
+    plan = batching.plan(requests, arguments.batch_size, few_shapes=not arguments.eager)
     with nullcontext() if arguments.eager else cuda_graphs.GraphedDecoder(model, device):
         scoring.warm_up(model, plan, input_device=device, devices=[device])
         yield lambda: scoring.score(model, plan, input_device=device, devices=[device])

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference import batching, models, scoring
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.protocol import Item
 
@@ -44,10 +44,10 @@ def main() -> None:
     model = models.skeleton(source, dtype)
     models.materialise(model, lambda _: device, seed=0, dtype=dtype)
     tokenizer = models.load_tokenizer(source)
-    requests = scoring.encode(HellaSwag(), dataset.items, tokenizer, models.max_length(model.config))
+    requests = batching.encode(HellaSwag(), dataset.items, tokenizer, models.max_length(model.config))
     rows = {}
     for batch_size in arguments.batch_sizes:
-        plan = scoring.plan(requests, batch_size)
+        plan = batching.plan(requests, batch_size)
         theirs, theirs_tokenised = lm_eval(model, tokenizer, dataset.items, batch_size)
         arms: dict[str, Callable[[], Any]] = {
             "bare": bare(model, plan, device),
@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bare(model: Any, plan: scoring.Plan, device: torch.device) -> Callable[[], None]:
+def bare(model: Any, plan: batching.Plan, device: torch.device) -> Callable[[], None]:
     """Return the bare loop."""
     inputs = []
     for batch in plan.batches:

@@ -17,25 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pytest_llmgpu.inference import logits
-from pytest_llmgpu.inference.batching import Batch, Plan, Requests, encode, plan
+from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.report.result import Batches
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "Batch",
-    "Plan",
-    "Requests",
-    "Scores",
-    "encode",
-    "plan",
-    "run",
-    "run_tokens",
-    "score",
-    "synchronize",
-    "warm_up",
-]
 
 
 class Scores(msgspec.Struct, frozen=True):

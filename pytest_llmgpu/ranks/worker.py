@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import compiled_layers, kv_cache, model_files, models, scoring, tasks
-from pytest_llmgpu.inference.batching import Batch, Plan, Requests, encode_prompts
+from pytest_llmgpu.inference import batching, compiled_layers, kv_cache, model_files, models, scoring, tasks
+from pytest_llmgpu.inference.batching import Batch, Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
@@ -466,9 +466,9 @@ def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:
         tokenizer = models.load_tokenizer(state.source, add_bos=case.add_bos)
         if case.prompt_tokens is None or case.new_tokens is None:
             max_length = models.max_length(state.loaded.config)
-            requests = scoring.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
+            requests = batching.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
         else:
-            requests = encode_prompts(
+            requests = batching.encode_prompts(
                 items,
                 tokenizer,
                 most_tokens=case.prompt_tokens,

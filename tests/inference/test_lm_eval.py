@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu.inference import models, scoring
+from pytest_llmgpu.inference import batching, models, scoring
 from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
@@ -76,8 +76,8 @@ class SideBySide:
 
     def ours(self, items: Sequence[Item], batch_size: int) -> tuple[list[list[float]], list[Any]]:
         """Return our log-likelihoods and input tensors."""
-        requests = scoring.encode(HellaSwag(), items, self.tokenizer, self.max_length, add_bos=self.add_bos)
-        plan = scoring.plan(requests, batch_size)
+        requests = batching.encode(HellaSwag(), items, self.tokenizer, self.max_length, add_bos=self.add_bos)
+        plan = batching.plan(requests, batch_size)
         scores = scoring.score(self.model, plan, input_device=torch.device("cpu"))
         inputs = [batch.packed.split(batch.sizes)[0].view(batch.rows, batch.width) for batch in plan.batches]
         return scores.loglikelihoods, inputs
@@ -149,8 +149,8 @@ def test_tricky_requests_score_as_in_lm_eval(random_llama: Drawn, batch_size: in
 
 def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: Drawn) -> None:
     """The requests of the comparison above include truncated ones and shared rows."""
-    requests = scoring.encode(HellaSwag(), TRICKY, models.load_tokenizer(random_llama[1]), LONGEST)
-    plan = scoring.plan(requests, 1)
+    requests = batching.encode(HellaSwag(), TRICKY, models.load_tokenizer(random_llama[1]), LONGEST)
+    plan = batching.plan(requests, 1)
     assert max(len(request.tokens) for request in requests.requests) > LONGEST + 1
     assert max(batch.width for batch in plan.batches) == LONGEST
     assert {len(batch.requests) for batch in plan.batches} == {1, 2, 4}
@@ -163,7 +163,7 @@ def test_tokens_merged_over_the_border_score_as_in_lm_eval(merging: Drawn, add_b
     pair = SideBySide(*merging, add_bos=add_bos)
     items = _bundled_items(30)
     pair.compare(items, 8)
-    requests = scoring.encode(HellaSwag(), items, pair.tokenizer, LONGEST, add_bos=add_bos).requests
+    requests = batching.encode(HellaSwag(), items, pair.tokenizer, LONGEST, add_bos=add_bos).requests
     texts = [f"{item.context} {ending}" for item in items for ending in item.endings]
     joined = [tuple(pair.tokenizer.encode(text)) for text in texts]
     assert sum(request.tokens != whole for request, whole in zip(requests, joined, strict=True)) > len(texts) / 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu.inference import logits, models, scoring
+from pytest_llmgpu.inference import batching, logits, models, scoring
 from pytest_llmgpu.inference.batching import Plan, Request, Requests, cost
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.protocol import Item
@@ -65,7 +65,7 @@ MIXED = (((5, 6, 7, 8, 9), 2), ((5, 6, 7), 1), ((1, 2, 3, 4, 5, 6, 7, 8), 5), ((
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_loglikelihoods_are_those_of_the_full_logits(model: Any, batch_size: int) -> None:
     """Padding, order and batch size do not change the log-likelihoods."""
-    plan = scoring.plan(_requests(*MIXED), batch_size)
+    plan = batching.plan(_requests(*MIXED), batch_size)
     scores = scoring.score(model, plan, input_device=CPU)
     assert [value for row in scores.loglikelihoods for value in row] == pytest.approx(
         [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5
@@ -85,7 +85,7 @@ def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int) -
 def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:
     """Requests with equal input and endings of different length are scored on their own last tokens."""
     pairs = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
-    plan = scoring.plan(_requests(*pairs), 1)
+    plan = batching.plan(_requests(*pairs), 1)
     assert [(batch.rows, batch.requests) for batch in plan.batches] == [(1, (0, 1, 2))]
     scores = scoring.score(model, plan, input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
@@ -97,7 +97,7 @@ def test_logits_exist_only_where_an_ending_is_predicted(model: Any) -> None:
     """The output head computes one row per token of the endings."""
     shapes = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, logits: shapes.append(tuple(logits.shape)))
-    scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
+    scoring.score(model, batching.plan(_requests(*MIXED), 5), input_device=CPU)
     hook.remove()
     assert shapes == [(1, 2 + 1 + 5 + 3 + 1, VOCABULARY)]
 
@@ -117,7 +117,7 @@ def test_what_comes_after_the_head_still_runs() -> None:
     )
     torch.manual_seed(0)
     capped = pytest.importorskip("transformers").Gemma2ForCausalLM(gemma).eval()
-    scores = scoring.score(capped, scoring.plan(_requests(*MIXED), 2), input_device=CPU)
+    scores = scoring.score(capped, batching.plan(_requests(*MIXED), 2), input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
         [_from_full_logits(capped, *pair) for pair in MIXED], rel=1e-5
     )
@@ -134,7 +134,7 @@ def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> None:
     """Both workloads give equal choices."""
-    plan = scoring.plan(_requests(*MIXED), batch_size)
+    plan = batching.plan(_requests(*MIXED), batch_size)
     lean, harness = (
         scoring.score(model, plan, input_device=CPU, workload=workload).loglikelihoods
         for workload in logits.WORKLOADS.values()
@@ -165,7 +165,7 @@ def test_the_harness_way_computes_every_logit_beside_a_cache(
 
     monkeypatch.setattr(torch, "log_softmax", spy)
     model.register_forward_hook(at_the_end)
-    plan = scoring.plan(_requests(*MIXED), 5)
+    plan = batching.plan(_requests(*MIXED), 5)
     scoring.score(model, plan, input_device=CPU, workload=logits.FULL_LOGITS)
     full = (5, 7, VOCABULARY)
     assert seen == [(full, dtype, full, dtype, 0)], "as HFLM, which lets the cache go before the log-softmax"
@@ -176,7 +176,7 @@ def test_the_lean_way_keeps_no_cache(model: Any) -> None:
     """Lean scoring makes no KV cache."""
     caches: list[Any] = []
     hook = model.register_forward_hook(lambda _, __, out: caches.append(out.past_key_values))
-    scoring.score(model, scoring.plan(_requests(*MIXED), 5), input_device=CPU)
+    scoring.score(model, batching.plan(_requests(*MIXED), 5), input_device=CPU)
     hook.remove()
     assert caches == [None]
 
@@ -186,7 +186,7 @@ def test_the_lean_way_keeps_no_cache(model: Any) -> None:
 def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
     """The warm-up runs the forwards of the measured workload."""
     shapes: list[set[tuple[int, ...]]] = []
-    plan = scoring.plan(_requests(*MIXED), 2)
+    plan = batching.plan(_requests(*MIXED), 2)
     for run in (scoring.warm_up, scoring.score):
         shapes.append(set())
         hook = model.get_output_embeddings().register_forward_hook(
@@ -205,7 +205,7 @@ def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -
             return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
 
     with pytest.raises(ValueError, match="Short does not return the logits of every position"):
-        scoring.score(Short(), scoring.plan(_requests(*MIXED), 2), input_device=CPU, workload=logits.FULL_LOGITS)
+        scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, workload=logits.FULL_LOGITS)
 
 
 def test_an_unknown_workload_is_refused(model: Any) -> None:
@@ -220,7 +220,7 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
     with torch.no_grad():
         broken.get_output_embeddings().weight[9].fill_(math.nan)
     with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 7 tokens\): log-likelihood nan"):
-        scoring.score(broken, scoring.plan(_requests(*MIXED), 2), input_device=CPU)
+        scoring.score(broken, batching.plan(_requests(*MIXED), 2), input_device=CPU)
 
 
 def test_a_model_without_an_output_head_is_refused() -> None:
@@ -239,13 +239,13 @@ def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
             return type("Output", (), {"logits": torch.zeros(*input_ids.shape, VOCABULARY)})
 
     with pytest.raises(ValueError, match="Around does not call its output head"):
-        scoring.score(Around(), scoring.plan(_requests(*MIXED), 2), input_device=CPU)
+        scoring.score(Around(), batching.plan(_requests(*MIXED), 2), input_device=CPU)
 
 
 def test_batches_are_reported_as_they_finish(model: Any) -> None:
     """The listener gets the figures of each batch."""
     heard: list[tuple[float, int, int, int]] = []
-    plan = scoring.plan(_requests(*MIXED), 2)
+    plan = batching.plan(_requests(*MIXED), 2)
     batches = scoring.score(model, plan, on_batch=lambda *row: heard.append(row), input_device=CPU).batches
     assert heard == list(zip(batches.latency_s, batches.sequences, batches.tokens, batches.padded_tokens, strict=True))
     assert [row[1:] for row in heard] == [(2, 7 + 4, 14), (2, 3 + 2, 6), (1, 1, 1)]
@@ -257,7 +257,7 @@ def test_the_warm_up_runs_every_shape_once(model: Any) -> None:
     shapes = []
     hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     requests = _requests(((1, 2, 3, 4), 2), ((5, 6, 7, 8), 2), ((9, 8, 7, 6), 2), ((1, 2), 1))
-    scoring.warm_up(model, scoring.plan(requests, 1), input_device=CPU)
+    scoring.warm_up(model, batching.plan(requests, 1), input_device=CPU)
     hook.remove()
     assert shapes == [(1, 3), (1, 1)]
 
@@ -272,14 +272,14 @@ def test_nothing_of_a_batch_outlives_it(model: Any) -> None:
         alive.append(weakref.ref(logits))
 
     hook = model.get_output_embeddings().register_forward_hook(watch)
-    scoring.score(model, scoring.plan(_requests(*MIXED), 1), input_device=CPU)
+    scoring.score(model, batching.plan(_requests(*MIXED), 1), input_device=CPU)
     hook.remove()
     assert kept == [0] * len(MIXED)
 
 
 def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero() -> None:
     """The largest batch runs first, and padding follows the scored tokens."""
-    plan = scoring.plan(_requests(*MIXED), 2)
+    plan = batching.plan(_requests(*MIXED), 2)
     first = plan.batches[0]
     assert [batch.width for batch in plan.batches] == [7, 3, 1]
     assert first.packed.split(first.sizes)[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 0, 0, 0]
@@ -288,15 +288,15 @@ def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero() -> None
 
 def test_a_long_context_loses_its_beginning() -> None:
     """Truncation keeps the last tokens with the ending."""
-    batch = scoring.plan(_requests((tuple(range(20)), 2), max_length=4), 1).batches[0]
+    batch = batching.plan(_requests((tuple(range(20)), 2), max_length=4), 1).batches[0]
     assert batch.packed.split(batch.sizes)[0].tolist() == [15, 16, 17, 18]
 
 
 def test_plans_differ_by_items_order_and_shapes_only() -> None:
     """The hash is equal for equal batches only."""
-    same = scoring.plan(_requests(*MIXED), 2).sha256
-    assert scoring.plan(_requests(*MIXED), 2).sha256 == same
-    others = [scoring.plan(_requests(*MIXED), 3), scoring.plan(_requests(*MIXED[1:], MIXED[0]), 2)]
+    same = batching.plan(_requests(*MIXED), 2).sha256
+    assert batching.plan(_requests(*MIXED), 2).sha256 == same
+    others = [batching.plan(_requests(*MIXED), 3), batching.plan(_requests(*MIXED[1:], MIXED[0]), 2)]
     assert len({same, *(other.sha256 for other in others)}) == 3
 
 
@@ -325,7 +325,7 @@ def _shapes(plan: Plan) -> list[tuple[int, int]]:
 )
 def test_batches_share_few_shapes(widths: list[int], batch_size: int, padded: list[int]) -> None:
     """Batches are padded where that costs at most 2 %, and where it saves a shape."""
-    plan = scoring.plan(_of_widths(widths), batch_size, few_shapes=True)
+    plan = batching.plan(_of_widths(widths), batch_size, few_shapes=True)
     assert [batch.width for batch in plan.batches] == padded
     assert sum(batch.tokens for batch in plan.batches) == sum(widths), "padding is no input"
     assert plan.tokens == max(widths)
@@ -337,7 +337,7 @@ def test_no_plan_has_fewer_shapes_or_costs_less(seed: int) -> None:
     random = Random(seed)
     widths = random.choices(range(1, random.choice([20, 60, 300])), k=random.randint(1, 11))
     requests, batch_size = _of_widths(widths), random.randint(1, min(2, len(widths)))
-    own, found = (_shapes(scoring.plan(requests, batch_size, few_shapes=few)) for few in (False, True))
+    own, found = (_shapes(batching.plan(requests, batch_size, few_shapes=few)) for few in (False, True))
     allowed = 1.02 * cost(own)
     full = [width for rows, width in own if rows == batch_size]
     ways = []
@@ -354,13 +354,13 @@ def test_no_plan_has_fewer_shapes_or_costs_less(seed: int) -> None:
 
 def test_many_widths_are_planned_at_once() -> None:
     """A dataset of long and different inputs takes no minute."""
-    plan = scoring.plan(_of_widths(range(1, 1200), max_length=2000), 1, few_shapes=True)
+    plan = batching.plan(_of_widths(range(1, 1200), max_length=2000), 1, few_shapes=True)
     assert len(set(_shapes(plan))) < 60
 
 
 def test_padding_changes_the_hash_and_no_batch() -> None:
     """Padding to few shapes keeps the order of the requests and changes the hash."""
-    narrow, wide = (scoring.plan(_requests(*MIXED), 2, few_shapes=few) for few in (False, True))
+    narrow, wide = (batching.plan(_requests(*MIXED), 2, few_shapes=few) for few in (False, True))
     assert [(batch.rows, batch.requests) for batch in wide.batches] == [
         (batch.rows, batch.requests) for batch in narrow.batches
     ]
@@ -370,13 +370,13 @@ def test_padding_changes_the_hash_and_no_batch() -> None:
     assert first.packed[: 2 * 7].view(2, -1).tolist() == [[9, 8, 7, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0]]
     # Where every row has one width, the two are one plan.
     even = _requests((tuple(range(17)), 2), (tuple(range(1, 18)), 2))
-    assert scoring.plan(even, 1, few_shapes=True).sha256 == scoring.plan(even, 1).sha256
+    assert batching.plan(even, 1, few_shapes=True).sha256 == batching.plan(even, 1).sha256
 
 
 @pytest.mark.parametrize(("max_length", "widths"), [(64, [10, 10, 9]), (9, [9, 9, 9]), (6, [6, 6, 6])])
 def test_padding_ends_where_the_model_does(max_length: int, widths: list[int]) -> None:
     """Rows are not padded beyond the maximum length, and longer inputs are truncated."""
-    plan = scoring.plan(_of_widths([10, 10, 9], max_length=max_length), 1)
+    plan = batching.plan(_of_widths([10, 10, 9], max_length=max_length), 1)
     assert [batch.width for batch in plan.batches] == widths
 
 
@@ -384,7 +384,7 @@ def test_padding_ends_where_the_model_does(max_length: int, widths: list[int]) -
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
     """Padding to few shapes does not change the log-likelihoods."""
-    plan = scoring.plan(_requests(*MIXED), batch_size, few_shapes=True)
+    plan = batching.plan(_requests(*MIXED), batch_size, few_shapes=True)
     scores = scoring.score(model, plan, input_device=CPU)
     assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
         [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5
@@ -395,7 +395,7 @@ def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
 def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
     """A batch size of 0 or above the number of sequences is refused."""
     with pytest.raises(ValueError, match=f"batch size {batch_size} is not allowed: 1 to 5"):
-        scoring.plan(_requests(*MIXED), batch_size)
+        batching.plan(_requests(*MIXED), batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -413,24 +413,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_an_ending_longer_than_the_model_is_refused(tokenizer: Any) -> None:
     """An ending above the maximum length is refused with its text."""
     with pytest.raises(ValueError, match=r"ending ' xxxxxxxxxx' .* 1 to 8"):
-        scoring.encode(HellaSwag(), [Item("0", "a man", ("x" * 10, "runs"), 0)], tokenizer, 8)
+        batching.encode(HellaSwag(), [Item("0", "a man", ("x" * 10, "runs"), 0)], tokenizer, 8)
 
 
 def test_no_context_needs_a_token_to_stand_for_it(tokenizer: Any) -> None:
     """Without bos and eos an empty context is an error, with bos it is that token."""
     items = [Item("0", "", ("runs", "man"), 0)]
-    request = scoring.encode(HellaSwag(), items, tokenizer, 64).requests[0]
+    request = batching.encode(HellaSwag(), items, tokenizer, 64).requests[0]
     assert request.tokens[: -request.ending] == (tokenizer.bos_token_id,)
     bare = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     bare.bos_token = bare.eos_token = None
     with pytest.raises(ValueError, match="no context, and the tokenizer has no bos or eos"):
-        scoring.encode(HellaSwag(), items, bare, 64)
+        batching.encode(HellaSwag(), items, bare, 64)
 
 
 def test_encoding_and_planning_need_no_model(tokenizer: Any) -> None:
     """Every ending of every item becomes one request, in order."""
     items = [Item("a", "a man", ("runs", "a", "man"), 0), Item("b", "runs", ("a", "man"), 1)]
-    requests = scoring.encode(HellaSwag(), items, tokenizer, 64)
+    requests = batching.encode(HellaSwag(), items, tokenizer, 64)
     assert (requests.item_ids, requests.endings, len(requests.requests)) == (("a", "b"), (3, 2), 5)
     assert [tokenizer.decode(request.tokens[-request.ending :]) for request in requests.requests] == [
         " runs", " a", " man", " a", " man",
@@ -451,7 +451,7 @@ def test_pinning_moves_all_batches_in_one_allocation(monkeypatch: pytest.MonkeyP
         "is_pinned",
         lambda tensor: any(tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in pinned),
     )
-    plan = scoring.plan(_requests(*MIXED), 2)
+    plan = batching.plan(_requests(*MIXED), 2)
     before = [batch.packed.tolist() for batch in plan.batches]
     plan.pin()
     plan.pin()

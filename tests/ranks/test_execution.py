@@ -12,7 +12,7 @@ from support import tiny_model
 from support.prose import Prose
 from support.report_factory import make_case
 
-from pytest_llmgpu.inference import cuda_graphs, logits, scoring
+from pytest_llmgpu.inference import batching, cuda_graphs, logits
 from pytest_llmgpu.inference.batching import Request, Requests
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.ranks import device_memory, execution, worker
@@ -114,7 +114,7 @@ def test_excluded_graphs_are_named(
     allowed = "the strategy forbids CUDA graphs" if fields else "CUDA graphs are switched off"
     assert decision.detail == (cuda_graphs.reason_against(model, devices) or allowed)
     few = devices != (CPU,)
-    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE, few_shapes=few).sha256
+    assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE, few_shapes=few).sha256
     assert (decision.padding > 0) == few
 
 
@@ -125,7 +125,7 @@ def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.
     for devices in ((GPU,), _TWO_GPUS):
         decision = _decide(_loaded(model, *devices), requested)
         assert decision.execution == "eager"
-        assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+        assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE).sha256
 
 
 @pytest.mark.parametrize("requested", ["auto", "on"])
@@ -134,7 +134,7 @@ def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str
     decision = _decide(_loaded(model), requested, workload=logits.FULL_LOGITS)
     assert decision.reason == "excluded"
     assert "--llmgpu-scoring=harness" in decision.detail
-    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE).sha256
+    assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE).sha256
 
 
 @pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
@@ -145,8 +145,8 @@ def test_the_largest_forward_decides(model: Any, monkeypatch: pytest.MonkeyPatch
     assert (decision.reason, decision.execution) == (reason, "eager" if reason == "large" else "cuda_graphs")
     requested = _decide(_loaded(model), "on")
     assert (requested.reason, requested.execution) == ("requested", "cuda_graphs")
-    few = scoring.plan(_requests(), _BATCH_SIZE, few_shapes=True)
-    own = scoring.plan(_requests(), _BATCH_SIZE)
+    few = batching.plan(_requests(), _BATCH_SIZE, few_shapes=True)
+    own = batching.plan(_requests(), _BATCH_SIZE)
     assert requested.plan.sha256 == few.sha256 != own.sha256
     assert decision.plan.sha256 == (own if reason == "large" else few).sha256
     assert 0 < requested.padding <= 0.02
@@ -164,7 +164,7 @@ def test_what_could_not_be_recorded_runs_eagerly(model: Any, requested: str) -> 
     decision = _decide(_loaded(model), requested, not_recorded="`x.item()` (gate.py, line 3): not permitted")
     assert (decision.reason, decision.execution) == ("not_recorded", "eager")
     assert "x.item()" in execution.describe(decision)
-    assert decision.plan.sha256 == scoring.plan(_requests(), _BATCH_SIZE, few_shapes=True).sha256
+    assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE, few_shapes=True).sha256
 
 
 def test_the_execution_is_the_same_in_every_launch(model: Any) -> None:
@@ -257,8 +257,8 @@ def test_a_workspace_is_reserved_before_the_recording(
 
 def test_each_decision_is_described_with_its_figures(prose: Prose) -> None:
     """The sentence of each decision has the cause or the figures that decided."""
-    own = scoring.plan(_requests(), _BATCH_SIZE)
-    few = scoring.plan(_requests(), _BATCH_SIZE, few_shapes=True)
+    own = batching.plan(_requests(), _BATCH_SIZE)
+    few = batching.plan(_requests(), _BATCH_SIZE, few_shapes=True)
     decisions = [
         Decision(reason="requested", plan=few, padding=0.012),
         Decision(reason="small", plan=few, padding=0.012),
