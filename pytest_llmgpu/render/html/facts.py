@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pytest_llmgpu.render.grouping import unique
@@ -10,8 +12,6 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 
-_ABSENT = "-"
-_DEFAULT = "default"
 _BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes
 
 
@@ -26,22 +26,11 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """The value in the baseline; None if it is equal or there is no baseline."""
 
 
-def machine(report: Report, baseline: Report | None) -> list[Fact]:
-    """Return the time, the commit and the machine of the measurement."""
-    return _compared(_machine(report), None if baseline is None else _machine(baseline))
-
-
-def libraries(report: Report, baseline: Report | None) -> list[Fact]:
-    """Return the versions of the installed libraries."""
-    return _compared(_libraries(report), None if baseline is None else _libraries(baseline))
-
-
-def options(report: Report, baseline: Report | None) -> list[Fact]:
-    """Return the options whose value is not the default of this version."""
-    return _compared(_options(report), None if baseline is None else _options(baseline), absent=_DEFAULT)
-
-
-def _compared(own: dict[str, str], other: dict[str, str] | None, *, absent: str = _ABSENT) -> list[Fact]:
+def compared(
+    facts_of: Callable[[Report], dict[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
+) -> list[Fact]:
+    """Return facts of a report with those of its baseline; `absent` stands for a fact that one of them lacks."""
+    own, other = facts_of(report), None if baseline is None else facts_of(baseline)
     if other is None:
         return [Fact(name=name, value=value) for name, value in own.items()]
     facts = []
@@ -51,11 +40,13 @@ def _compared(own: dict[str, str], other: dict[str, str] | None, *, absent: str 
     return facts
 
 
-def _libraries(report: Report) -> dict[str, str]:
+def libraries(report: Report) -> dict[str, str]:
+    """Return the versions of the installed libraries."""
     return {name: version for name, version in report.environment.versions.items() if version}
 
 
-def _options(report: Report) -> dict[str, str]:
+def options(report: Report) -> dict[str, str]:
+    """Return the options whose value is not the default of this version."""
     defaults = {flag: _shown(flag, value) for flag, value in Options().in_force().items()}
     found = {flag: _shown(flag, value) for flag, value in report.options.items()}
     return {flag: value for flag, value in found.items() if value != defaults.get(flag, _shown(flag, None))}
@@ -78,7 +69,8 @@ def _gpu(gpu: Gpu) -> str:
     return ", ".join(filter(None, (gpu.name, size, link, power)))
 
 
-def _machine(report: Report) -> dict[str, str]:
+def machine(report: Report) -> dict[str, str]:
+    """Return the time, the commit and the machine of the measurement."""
     environment, commit = report.environment, report.commit
     gpus = unique(map(_gpu, environment.gpus))
     links = unique(link for row in environment.topology or [] for link in row if link != "X")
