@@ -130,7 +130,8 @@ def _with_common_kernel_names(reports: Sequence[Report]) -> list[Report]:
 
 
 def _renumbered(launch: Launch, numbers: Sequence[int]) -> Launch:
-    return launch if launch.work is None else msgspec.structs.replace(launch, work=renumbered(launch.work, numbers))
+    work, prefill = (None if one is None else renumbered(one, numbers) for one in (launch.work, launch.prefill_work))
+    return msgspec.structs.replace(launch, work=work, prefill_work=prefill)
 
 
 def _compared(results: Sequence[CaseResult]) -> CaseResult:

@@ -31,7 +31,7 @@ from pytest_llmgpu.report.verdicts import with_present_names
 _Record = TypeVar("_Record")
 
 
-_WORK_ROW = re.compile(r"\.work\..*\.rows\[\d+\]$")
+_WORK_ROW = re.compile(r"[._]work\..*\.rows\[\d+\]$")
 """Place of a row of kernels: with a line for each field they would be most of a report."""
 
 

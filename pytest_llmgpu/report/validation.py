@@ -88,8 +88,9 @@ def _check_launch(launch: Launch, place: str) -> None:
         for number, columns in enumerate(series.devices):
             for name, column in columns.items():
                 _check_length(column, len(series.t_s), f"{place}.profile.series.devices[{number}].{name}")
-    if launch.work is not None:
-        _check_work(launch.work, f"{place}.work")
+    for name, work in (("work", launch.work), ("prefill_work", launch.prefill_work)):
+        if work is not None:
+            _check_work(work, f"{place}.{name}")
 
 
 def _check_work(work: Work, place: str) -> None:

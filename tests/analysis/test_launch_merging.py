@@ -51,16 +51,16 @@ def test_kernels_of_several_reports_share_one_list_of_names() -> None:
     for names in (["gemm", "add"], ["mul", "gemm"]):
         report = _measured(with_launches([1.0]))
         report.environment.kernel_names = names
-        report.cases[0].launches[0].work = make_work(1)
+        launch = report.cases[0].launches[0]
+        launch.work, launch.prefill_work = make_work(1), make_work(1)
         reports.append(report)
     for merged in (merge(reports), extend(reports[0], reports[1], [reports[0].cases[0].key])):
         assert merged.environment.kernel_names == ["gemm", "add", "mul"]
-        shown = []
-        for launch in merged.cases[0].launches:
-            assert launch.work is not None
-            rows = launch.work.ranks[0].rows or []
-            shown.append([None if row.kernel is None else merged.environment.kernel_names[row.kernel] for row in rows])
-        assert shown == [["gemm", "add", "gemm", None], ["mul", "gemm", "mul", None]]
+        names = merged.environment.kernel_names
+        for passes in ("work", "prefill_work"):
+            of_launches = [getattr(launch, passes).ranks[0].rows for launch in merged.cases[0].launches]
+            shown = [[None if row.kernel is None else names[row.kernel] for row in rows] for rows in of_launches]
+            assert shown == [["gemm", "add", "gemm", None], ["mul", "gemm", "mul", None]]
     assert reports[1].cases[0].launches[0].work == make_work(1)
 
 

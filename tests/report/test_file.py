@@ -54,6 +54,13 @@ def test_a_report_is_read_by_its_content_and_not_by_its_name() -> None:
     assert load(Path("downloaded.json")) == make_full_report()
 
 
+def test_each_row_of_work_passes_is_one_line() -> None:
+    """Those of prefills as well: with a line for each field they would be most of a report."""
+    lines = [line for line in encode(make_full_report(), compressed=False).decode().splitlines() if '"kernel":' in line]
+    assert len(lines) == 16, "two passes of two ranks with four rows"
+    assert all(line.strip().startswith('{"module":') for line in lines)
+
+
 def test_equal_reports_are_equal_files() -> None:
     """A compressed report has no time stamp, so that it can be compared by hash."""
     for name in ("a.json.gz", "b.json.gz"):

@@ -48,6 +48,8 @@ def _parsed(document: object) -> Report:
         (f"{_LAUNCH}.accuracy.acc_norm", 82.8, "Expected `float` <= 1.0, got 82.8"),
         (f"{_LAUNCH}.accuracy.predictions", [0], "Expected 5 values, got 1"),
         (f"{_LAUNCH}.accuracy.labels", [0] * 6, "Expected 5 values, got 6"),
+        (f"{_LAUNCH}.work.collectives.0.wait_s", [0.1], "Expected 3 values, got 1"),
+        (f"{_LAUNCH}.prefill_work.ranks.1.copy_s", [0.1], "Expected 3 values, got 1"),
         (f"{_LAUNCH}.accuracy.loglikelihoods", "AAA", "Expected base64, got another text"),
         (f"{_LAUNCH}.accuracy.loglikelihoods", "\xe4AAA", "Expected base64, got another text"),
         (f"{_LAUNCH}.accuracy.loglikelihoods", "AAA=", "Expected numbers of 4 bytes, got 2 bytes"),

@@ -294,7 +294,7 @@ def make_full_report() -> Report:
     report.cases[0].launches[0].load_s = 10.0  # equal in every call
     sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8)
     report.cases[0].traffic = Traffic(ranks=[[], [sent]], wire_bytes_per_sequence=8.0)
-    report.cases[0].launches[0].work = make_work()
+    report.cases[0].launches[0].work = report.cases[0].launches[0].prefill_work = make_work()
     report.cases[0].bound = Bound(
         compute_s=1.0, memory_s=0.5, wire_s=0.25, bound_s=1.5, limited_by="compute", share=0.5
     )
