@@ -125,7 +125,7 @@ class LLM:
         if reason is not None:
             pytest.fail(printable_lines(reason), pytrace=False)
         planner = self._session.planner
-        task = next(iter(tasks_of(self._item, planner.known_tasks)), DEFAULT_TASK)
+        task = next(iter(used(self._item, planner.known_tasks)), DEFAULT_TASK)
         return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
 
     def _ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -221,10 +221,10 @@ def check_task_names(names: Collection[str]) -> None:
             )
 
 
-def tasks_of(item: pytest.Item, known: Collection[str]) -> list[str]:
-    """Return the tasks whose fixtures a test uses."""
-    used = item.fixturenames if isinstance(item, pytest.Function) else []
-    return [name for name in known if name in used]
+def used(item: pytest.Item, names: Collection[str]) -> list[str]:
+    """Return which of some fixtures a test uses; those of tasks have their names."""
+    fixtures = item.fixturenames if isinstance(item, pytest.Function) else []
+    return [name for name in names if name in fixtures]
 
 
 def workloads_of(item: pytest.Item) -> set[str]:
@@ -234,8 +234,8 @@ def workloads_of(item: pytest.Item) -> set[str]:
         return {chosen}
     from pytest_llmgpu.inference import tasks
 
-    used = {"generate" if name == tasks.PROMPTS else "score" for name in tasks_of(item, tasks.BUILT_IN)}
-    return used or {"score", "generate"}
+    found = {"generate" if name == tasks.PROMPTS else "score" for name in used(item, tasks.BUILT_IN)}
+    return found or {"score", "generate"}
 
 
 def _task_fixture(name: str) -> object:

@@ -313,7 +313,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
                 selection.group_of(item),
                 item.nodeid if selection.measures(item) else None,
                 int(size) if isinstance(size, BatchSize) else None,
-                scored=fixtures.tasks_of(item, session.planner.known_tasks),
+                scored=fixtures.used(item, session.planner.known_tasks),
                 may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in markers),
             )
         except ValueError as error:

@@ -22,17 +22,12 @@ def is_ours(item: pytest.Item) -> bool:
 
 def measures(item: pytest.Item) -> bool:
     """Return whether a test of ours uses the fixture `measure`."""
-    return is_ours(item) and "measure" in fixture_names(item)
+    return is_ours(item) and bool(fixtures.used(item, ["measure"]))
 
 
 def parameter(item: pytest.Item, name: str) -> object:
     """Return a parameter of a test; None if it has none of that name."""
     return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-
-
-def fixture_names(item: pytest.Item) -> list[str]:
-    """Return the fixtures that a test uses."""
-    return item.fixturenames if isinstance(item, pytest.Function) else []
 
 
 def group_of(item: pytest.Item) -> tuple[str, Options]:

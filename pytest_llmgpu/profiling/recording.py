@@ -106,7 +106,7 @@ class Recording:
         A window without a reading inside gets the nearest reading, its distance in `why["samples"]`, and 0 samples.
         `why` has the faults of the whole stream.
         """
-        inside = self._inside(start_s, end_s)
+        inside = [reading for reading in self.readings if start_s <= reading.t_s <= end_s]
         reasons = {**self.header.why, **why}
         readings = inside
         if not inside and self.readings:
@@ -138,9 +138,6 @@ class Recording:
             series=_series(readings, columns, start_s),
             why=reasons,
         )
-
-    def _inside(self, start_s: float, end_s: float) -> list[Reading]:
-        return [reading for reading in self.readings if start_s <= reading.t_s <= end_s]
 
     def _last_deadline(self, end_s: float) -> int:
         return math.floor((end_s - self.header.t0_s) / self.header.period_s)

@@ -354,14 +354,16 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     """Score the texts of the latest case, and those of a reference, in forwards without a KV cache."""
     assert state.generation is not None
     case, loaded, prompts = state.case, state.loaded, state.plan.requests
+    length = prompts.new_tokens
 
     def score_again(tokens: str) -> str:
+        numbers = decode_tokens(tokens).tolist()
         # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
         with compiled_layers.suspended():
             values = score_texts(
                 loaded.model,
                 prompts,
-                _split(decode_tokens(tokens).tolist(), prompts.new_tokens),
+                [numbers[start : start + length] for start in range(0, len(numbers), length)],
                 case.batch_size,
                 input_device=loaded.input_device,
                 devices=loaded.devices,
@@ -502,10 +504,6 @@ def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Gen
         tokens=encode_tokens(token for text in generated.tokens for token in text),
         loglikelihoods=encode(value for row in generated.loglikelihoods for value in row),
     )
-
-
-def _split(tokens: Sequence[int], length: int) -> list[Sequence[int]]:
-    return [tokens[start : start + length] for start in range(0, len(tokens), length)]
 
 
 def _report_to(state: RankState, *, planned: int) -> Callable[[float, int, int, int], None]:

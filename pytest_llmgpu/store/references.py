@@ -141,7 +141,8 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
             for one in kept
             if (number is not None and number == one.number)
             or reference == one.name
-            or (commit is not None and one.commit is not None and _begins(one.commit, commit))
+            # The name of a file has the first letters of the commit only.
+            or (commit and one.commit and (one.commit.startswith(commit) or commit.startswith(one.commit)))
         ]
     return [one for one in found if one.machine == machine] or found
 
@@ -149,11 +150,6 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
 def _recency(one: Stored) -> tuple[str, bool, int]:
     # The number alone is not enough: a promoted copy has the highest number and the time of its original.
     return (one.created, one.name != BASELINE, one.number)
-
-
-def _begins(kept: str, given: str) -> bool:
-    """Return whether one commit starts with the other: the name of a file has the first letters only."""
-    return kept.startswith(given) or given.startswith(kept)
 
 
 def _shown(found: Sequence[Stored]) -> list[str]:

@@ -11,7 +11,7 @@ from pytest_llmgpu.render.exports.figures import exported, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
 from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.render.work_table import TOKENS, WORK
-from pytest_llmgpu.report.metrics import JUDGED, METRICS, Figure
+from pytest_llmgpu.report.metrics import JUDGED, METRICS
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row
@@ -107,16 +107,10 @@ def _case(result: CaseResult) -> dict[str, object]:
     }
     for metric, figure in figures(result).items():
         row[exported(metric).column] = figure.value
-        if metric == "time":
-            row |= _range(figure)
+        if metric == "time" and figure.low is not None:
+            row |= {"inference_s_low": figure.low, "inference_s_high": figure.high}
     row |= {column.name: value for column in _OF_WORK if (value := column.value(result)) is not None}
     return row
-
-
-def _range(figure: Figure) -> dict[str, object]:
-    if figure.low is None:
-        return {}
-    return {"inference_s_low": figure.low, "inference_s_high": figure.high}
 
 
 def _verdicts(rows: Sequence[Row]) -> dict[str, object]:
