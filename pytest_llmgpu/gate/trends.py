@@ -27,7 +27,7 @@ from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_o
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
-from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.verdicts import OF_PREFILL, Row
 from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
 
@@ -369,10 +369,10 @@ def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, pl
         growth, reason = mark
         return msgspec.structs.replace(figure, change="worse" if growth > 0 else "better", reason=reason, growth=growth)
     for name in spec.trended.judged_by:
-        if name == spec.name and place in marks:
-            continue  # the history shows no change
         of_series = spec_of(name).scope == "series"
         row = rows.get((case.series, "", name) if of_series else (result.key, result.id, name))
+        if name == spec.name and place in marks and not (row is not None and row.reason.startswith(OF_PREFILL)):
+            continue  # the history, which is that of decode steps, shows no change
         if row is not None and row.verdict in _CHANGES and result.id in (row.cases or [result.id]):
             change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]
             return msgspec.structs.replace(figure, change=change, reason=row.reason)

@@ -19,6 +19,7 @@ from support.report_factory import (
     make_report,
     make_result,
     make_traffic,
+    make_work,
 )
 from support.stored_reports import H200, gpus, measured
 from support.verdict_factory import BATCHES, with_launches
@@ -168,6 +169,25 @@ def test_times_of_disturbed_launches_are_marked_and_found_as_no_change() -> None
     assert "? 0008 mp-bs1: processes of other programs" in text
     page = render(trends(chosen(_STORE)), "m")
     assert "? 0008 mp-bs1: processes of other programs" in page
+
+
+def test_a_slower_prefill_is_marked_where_the_history_has_decode_steps() -> None:
+    """The gate's verdict on the device time of the prefill stands, since no history is searched for it."""
+    for number in range(1, 9):
+        result = _texts()
+        for launch in result.launches:
+            launch.work = make_work()
+            ranks = [
+                msgspec.structs.replace(
+                    rank, device_time_s=[time_s * (1.2 if number == 8 else 1.0) for time_s in times]
+                )
+                for rank in launch.work.ranks
+                if (times := rank.device_time_s) is not None
+            ]
+            launch.prefill_work = msgspec.structs.replace(launch.work, ranks=ranks)
+        _keep(number, result)
+    (line,) = _trend("device_time").lines
+    assert [one.change if one else None for one in line.figures] == [None] * 7 + ["worse"]
 
 
 def test_load_time_has_one_line_for_each_series() -> None:
