@@ -17,6 +17,7 @@ from pytest_llmgpu.report.verdicts import (
     COMPARED,
     DIFFERS,
     NEITHER,
+    OF_PREFILL,
     ONLY_CANDIDATE,
     SEVERITY,
     WORSE,
@@ -345,4 +346,5 @@ def _smallest_seen(rows: Sequence[Row], metric: str) -> list[float]:
 
 
 def _metric(row: Row) -> str:
-    return "wall time" if row.metric == "time" else row.metric.replace("_", " ")
+    name = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
+    return f"{name} of the prefill" if row.reason.startswith(OF_PREFILL) else name

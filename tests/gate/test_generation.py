@@ -10,6 +10,7 @@ from support.report_factory import make_generation, make_report, make_result, ma
 
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cases import Comparison
+from pytest_llmgpu.gate.headline import row_in_words
 from pytest_llmgpu.gate.policy import Policy, Rules
 from pytest_llmgpu.gate.selftest.injected_regressions import regressions
 from pytest_llmgpu.report.report import Report
@@ -116,6 +117,7 @@ def test_a_regression_of_the_self_test_is_found_by_its_metric(name: str, metric:
     (worse,) = (row for row in rows if row.verdict == "REGRESSED")
     assert worse.metric == metric
     assert worse.reason.startswith("Of the prefill: ") == (name == "prefill")
+    assert ("device time of the prefill +" in row_in_words(worse)) == (name == "prefill")
 
 
 def test_the_device_time_of_a_case_is_seen_as_well_as_in_the_noisier_of_its_parts() -> None:
