@@ -124,9 +124,9 @@ class Options:
         "bundled",
         "DATASET",
         "bundled, hellaswag (from the hub), or a JSON Lines file (.jsonl, .jsonl.gz) whose lines have activity_label, "
-        "ctx_a, ctx_b, endings and label",
+        "ctx_a, ctx_b, endings and label, or a prompt (workload generate)",
     )
-    limit: int | None = _option(option_values.whole, None, "ITEMS", "score only the first items of the dataset")
+    limit: int | None = _option(option_values.whole, None, "ITEMS", "use only the first items of the dataset")
     workload: str | None = _choice(
         ("score", "generate"),
         None,
