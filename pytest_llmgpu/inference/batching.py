@@ -101,11 +101,6 @@ class Plan(msgspec.Struct):
     """A hash of the item ids and of the order and shapes of the batches."""
 
     @property
-    def sequences(self) -> int:
-        """The number of rows of all batches."""
-        return sum(batch.rows for batch in self.batches)
-
-    @property
     def tokens(self) -> int:
         """The number of tokens of the longest row, with padding and with the tokens that are generated."""
         return max(batch.width for batch in self.batches) + self.requests.new_tokens
