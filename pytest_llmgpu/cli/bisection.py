@@ -93,6 +93,8 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
         raise ValueError(
             f"GOOD {good} and BAD {bad} have no common ancestor in this clone: fetch its history"
         ) from None
+    if fork == bad:
+        raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
     if fork != good:
         raise ValueError(f"GOOD {good} is not an ancestor of BAD {bad}: give their merge base {fork} as GOOD")
     with worktrees.temporary(folder) as add:

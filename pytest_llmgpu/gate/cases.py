@@ -266,7 +266,9 @@ class Comparison:
 
     def _floor(self, head: CaseResult, rules: Rules) -> None:
         if (floor := below_floor(head, rules.accuracy)) is not None:
-            self._entries.append(Row.of(head, "accuracy", "REGRESSED", floor, gated=rules.accuracy.gate))
+            step = next((found.next_step for found in head.findings if found.severity == "failure"), "")
+            gated = rules.accuracy.gate
+            self._entries.append(Row.of(head, "accuracy", "REGRESSED", floor, gated=gated, next_step=step))
 
     def _outcome(self, result: CaseResult, verdict: Verdict, reason: str) -> None:
         self._entries.append(Row.of(result, "outcome", verdict, reason))

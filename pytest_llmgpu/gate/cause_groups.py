@@ -1,13 +1,12 @@
 """The verdicts of a comparison by cause: `group` returns the data, `title`, `lines` and `next_step` word them.
 
 Rows that are worse have one cause if the work passes name the same module for them, else if the environment differs
-from the baseline. Without either, rows of the same cases have one cause, and rows whose reasons differ in their numbers
-alone.
+from the baseline and they were compared with it. Without either, rows of the same cases have one cause, and rows whose
+reasons differ in their numbers alone.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,14 +14,11 @@ from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.headline import differences, is_slower, row_in_words, step_of
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.text import listed, without_numbers
 from pytest_llmgpu.report.verdicts import ALL_CASES, ALSO_CHANGED, DIFFERS, WORSE, Row, Verdicts, worst_first
 
 _MOST_NAMES = 4
 _ENVIRONMENT = ("environment",)
-
-# A number within a name, as in float16 or mp-bs8, is part of the name.
-_NUMBER = re.compile(r"(?<![\w.-])[-+]?\d[\d,.]*(?:e[-+]?\d+)?(?!\w)")
 
 
 class Group(NamedTuple):
@@ -54,8 +50,9 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     rows = [row for row in worst_first(verdicts.rows) if classify(row, policy) in shown]
     found: dict[Hashable, list[Row]] = {}
     names: dict[tuple[str, str], Hashable] = {}  # the cause of the first worse row of each case
+    alone = {(row.key, row.id) for row in verdicts.rows if row.verdict in {"NEW", "NO_BASELINE"}}
     for row in rows:
-        name = _cause(row, differing)
+        name = _cause(row, [] if (row.key, row.id) in alone else differing)
         if row.verdict in WORSE and row.known is None:
             names.setdefault((row.key, row.id), name)
         if row.verdict == "NOT_COMPARABLE":
@@ -117,7 +114,7 @@ def _cause(row: Row, differing: Sequence[str]) -> Hashable:
 
 
 def _reason(row: Row) -> Hashable:
-    return row.verdict, row.metric, _NUMBER.sub("#", row.reason), row.known
+    return row.verdict, row.metric, without_numbers(row.reason), row.known
 
 
 def _differing(name: Hashable, differing: Sequence[str]) -> list[str]:

@@ -134,7 +134,9 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     seen = {metric: _smallest_seen(compared, metric) for metric in ("device_time", "time")}
     hidden = [row.n or 1 for row in compared if row.metric == "time" and row.gated and (row.smallest_seen or 0) > limit]
     states = verdicts.head.states if verdicts.head is not None else []
-    slower = sorted((row for row in compared if is_slower(row)), key=lambda row: -round(row.ratio or 0.0, 9))
+    slower = sorted(
+        (row for row in compared if row.gated and is_slower(row)), key=lambda row: -round(row.ratio or 0.0, 9)
+    )
     worst = deciding.get(status, [])
     return Headline(
         status=status,
@@ -257,7 +259,7 @@ def describe_next(steps: NextSteps) -> str:
     """Return the next steps in one line; empty if there is nothing to do."""
     parts = []
     if steps.worst is not None and steps.worst.verdict != "NOT_ENOUGH_DATA":
-        if steps.worst.verdict in WORSE and steps.commits is not None:
+        if steps.worst.verdict in WORSE and steps.commits is not None and not steps.worst.next_step:
             good, bad = (commit[:8] for commit in steps.commits)
             names = f"--metric {steps.worst.metric} --case {shlex.quote(steps.worst.id)}"
             parts.append(f"llmgpu bisect {good} {bad} {names} -- pytest ... finds the commit, if several are possible.")

@@ -16,6 +16,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Finding
+from pytest_llmgpu.report.text import without_numbers
 from pytest_llmgpu.report.verdicts import UNCLEAR, Verdict, Verdicts
 
 Status = Literal["pass", "unclear", "fail"]
@@ -109,12 +110,14 @@ def describe(conclusion: Conclusion) -> str:
 
 
 def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = ()) -> list[Problem]:
-    """Return the findings of cases as problems, worst first: one per kind and next step."""
-    kinds: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
+    """Return the findings of cases as problems, worst first: one per kind, next step and message of a failure."""
+    kinds: dict[tuple[str, str, str, str], list[tuple[str, Finding]]] = {}
     for result in cases:
         for finding in result.findings:
             if not any(finding is other for other in without):
-                kinds.setdefault((finding.severity, finding.code, finding.next_step), []).append((result.id, finding))
+                text = without_numbers(finding.text) if finding.severity == "failure" else ""
+                kind = (finding.severity, finding.code, finding.next_step, text)
+                kinds.setdefault(kind, []).append((result.id, finding))
     problems = [
         Problem(
             severity=found[0][1].severity,
@@ -123,7 +126,7 @@ def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = (
             more=[name for name, _ in found[_MOST_TEXTS:]],
             next_step=next_step,
         )
-        for (_, code, next_step), found in kinds.items()
+        for (_, code, next_step, _), found in kinds.items()
     ]
     return sorted(problems, key=_order)
 
@@ -181,11 +184,11 @@ def _of_memory(unfit: Iterable[_Unfit]) -> Iterator[Problem]:
 
 
 def _of_gate(verdicts: Verdicts | None, policy: Policy) -> Iterator[Problem]:
-    """Yield the causes that fail the gate."""
+    """Yield the causes that fail the gate, and gated slowdowns with not enough data, which the headline names."""
     for group in [] if verdicts is None else cause_groups.group(verdicts, policy):
-        if group.fails:
+        if group.fails or any(row.gated and row.verdict in UNCLEAR and headline.is_slower(row) for row in group.rows):
             yield Problem(
-                severity="failure",
+                severity="failure" if group.fails else "warning",
                 verdict=group.rows[0].verdict,
                 label=cause_groups.title(group),
                 texts=[(group.largest.id, "\n".join(cause_groups.lines(group)))],

@@ -13,6 +13,9 @@ GIB = 2**30
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _LARGEST_PLAIN = 1e6
 
+_NUMBER = re.compile(r"(?<![\w.-])[-+]?\d[\d,.]*(?:e[-+]?\d+)?(?: [kKMGT]i?(?=B\b|FLOP\b)|(?!\w))|(?<=-bs)\d+\b")
+"""A number with the prefix of its unit, or the batch size of a case; other numbers in names, as in float16, stay."""
+
 FACTORS_FROM = 10.0
 """Slowdowns above this fraction are written as factors."""
 
@@ -104,6 +107,11 @@ def first_line(error: BaseException) -> str:
 def valid(text: str) -> str:
     r"""Return text that UTF-8 can encode. A byte of a path that is not UTF-8 is shown by its code: `caf\udce9`."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def without_numbers(text: str) -> str:
+    """Return a text that is equal for messages that differ in numbers and batch sizes alone."""
+    return _NUMBER.sub("#", text)
 
 
 def printable(text: str) -> str:

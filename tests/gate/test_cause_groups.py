@@ -73,6 +73,19 @@ def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse() -> 
     assert next_step(found[0]) != next_step(found[1])
 
 
+def test_a_difference_of_the_environment_is_no_cause_in_a_case_without_a_baseline() -> None:
+    """Its answers are wrong by themselves."""
+    rows = [
+        _row("tp-bs2", ratio=1.6),
+        *(_row(f"iok-bs{size}", "NEW", "outcome", ratio=None) for size in (1, 8)),
+        *(_row(f"iok-bs{size}", metric="accuracy", ratio=None, reason=f"not mp-bs{size}'s") for size in (1, 8)),
+    ]
+    assert _ids(*rows, differences=("deepspeed 1 -> 2",)) == [
+        {("tp-bs2", "time")},
+        {("iok-bs1", "accuracy"), ("iok-bs8", "accuracy")},
+    ]
+
+
 def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
     """The largest number of launches decides all of them."""
     found = group(

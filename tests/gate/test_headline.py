@@ -200,6 +200,12 @@ def test_the_next_step_is_one_line(rows: list[Row], text: str) -> None:
     assert describe_next(next_steps(_verdicts(*rows), Policy())) == text
 
 
+def test_a_regression_with_a_next_step_of_its_own_is_not_bisected() -> None:
+    """Wrong answers of a case that the baseline lacks are in no range of commits."""
+    row = _row("REGRESSED", "accuracy", ratio=None, base=None, next_step="Look for a mask that is ignored.")
+    assert describe_next(next_steps(_verdicts(row), Policy())) == "Next: Look for a mask that is ignored."
+
+
 def test_uncommitted_changes_are_not_bisected() -> None:
     """The change is in neither of the two commits."""
     steps = next_steps(_verdicts(_slower(), states=("dirty",)), Policy())

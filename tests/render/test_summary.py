@@ -131,6 +131,34 @@ def test_findings_of_one_kind_are_one_problem() -> None:
     assert describe(conclusion).endswith("Worst: mp-bs1: It is broken.")
 
 
+def test_failures_with_other_messages_are_other_problems() -> None:
+    """Two errors have the same kind and next step; a number, or the batch size of a case, is no other message."""
+    results = [make_result(strategy=name, batch_size=size) for name in ("tp", "slow") for size in (1, 8)]
+    texts = ["tp-bs1 sent 2.5 GB.", "tp-bs8 sent 1 MB.", "No file.", "No file."]
+    for result, text in zip(results, texts, strict=True):
+        result.findings = [msgspec.structs.replace(_finding("failure"), text=text)]
+    problems = conclude(_report(*results)).problems
+    assert [[name for name, _ in problem.texts] for problem in problems] == [
+        ["tp-bs1", "tp-bs8"],
+        ["slow-bs1", "slow-bs8"],
+    ]
+
+
+def test_an_undecided_slowdown_is_a_problem_that_does_not_fail() -> None:
+    """The headline names it; a time that is not gated, or became no longer, is none."""
+    verdicts = _verdicts(*[("time", "NOT_ENOUGH_DATA")] * 3)
+    figures = [{"ratio": 1.3, "low": 1.1}, {"ratio": 1.3, "low": 1.1, "gated": False}, {"ratio": 1.0, "low": 0.9}]
+    rows = [
+        msgspec.structs.replace(row, base=1.0, head=more["ratio"], reason=row.id, **more)
+        for row, more in zip(verdicts.rows, figures, strict=True)
+    ]
+    conclusion = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows))
+    assert [(one.severity, one.texts[0][0]) for one in conclusion.problems] == [("warning", "mp-bs0")]
+    assert conclusion.status == "pass"
+    alone = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows[1:]))
+    assert "not enough data" not in describe(alone)
+
+
 def test_a_warning_does_not_fail_a_report() -> None:
     """It is one of the problems."""
     result = make_result()

@@ -25,6 +25,8 @@ from pytest_llmgpu.report import text
         (text.listed(range(5), most=2), "0, 1 and 3 more"),
         (text.guess("flaot32", ["float16", "float32"]), " (did you mean float32?)"),
         (text.guess("float8", ["float16", "float32"]), ""),
+        (text.without_numbers("mp-bs8's 2.6 GFLOP, was 45 MFLOP"), "mp-bs#'s #FLOP, was #FLOP"),
+        (text.without_numbers("float16, +1.5 % in 3 GPUs, 1.2 GiB"), "float16, # % in # GPUs, #B"),
         (text.printable("a\x1b]0;b\nc"), "a ]0;b c"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pytest_llmgpu.render import comparison
 from pytest_llmgpu.render.exports.escaping import code, markdown, one_line
 from pytest_llmgpu.render.exports.figures import describe, figures
 from pytest_llmgpu.render.exports.notices import rows_by_id
@@ -74,6 +75,5 @@ def _verdict(rows: Sequence[Row]) -> str:
     """Return the worst verdict with all metrics that have it."""
     if not rows:
         return ""
-    metrics = ", ".join(row.metric.replace("_", " ") for row in rows if row.verdict == rows[0].verdict)
-    known = " (known)" if rows[0].known is not None else ""
-    return f"{rows[0].verdict}{known}: {metrics}"
+    worst = comparison.verdict(rows[0])
+    return f"{worst}: {', '.join(row.metric.replace('_', ' ') for row in rows if comparison.verdict(row) == worst)}"

@@ -21,6 +21,7 @@ from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
+from pytest_llmgpu.render.strategy_comparison import with_reference
 from pytest_llmgpu.render.summary import Conclusion, conclude, describe
 from pytest_llmgpu.render.time_table import entries, make_time_table
 from pytest_llmgpu.render.work_table import make_work_tables
@@ -214,7 +215,7 @@ def _filters(keys: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, list
 
 
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
-    """Yield the table of each block of cases, with its caption and the largest batch sizes."""
+    """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = grouping.blocks(report.cases)
     known = grouping.capacities(report)
     for caption, cases in zip(grouping.captions(found, report), found, strict=True):
@@ -229,7 +230,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             "model": cases[0].case.model,
             "table": make_time_table(cases),
             "works": make_work_tables(cases),
-            "largest": largest,
+            "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
         }
 
 

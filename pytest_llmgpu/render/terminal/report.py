@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_llmgpu.analysis.sign_test import written
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
+from pytest_llmgpu.render.strategy_comparison import with_reference
 from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.terminal.cases import (
     WIDTH,
@@ -18,11 +18,10 @@ from pytest_llmgpu.render.terminal.cases import (
     summary_table,
     work_table,
 )
-from pytest_llmgpu.render.time_table import entries
 from pytest_llmgpu.report.capacity import Capacity
-from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Comparison
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, plural
 
 _RED, _YELLOW, _BOLD = "31", "33", "1"
@@ -80,7 +79,10 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
         most = None if verbose else _MOST_LINES
-        lines = [*_cut(_comparisons(cases, verbose=verbose), most), *_largest(cases, report, verbose=verbose)]
+        lines = [
+            *_cut(map(_filled, with_reference(cases, verbose=verbose)), most),
+            *_largest(cases, report, verbose=verbose),
+        ]
         parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
         if verbose:
             parts += [work_table(cases), device_tables(cases, report.environment)]
@@ -134,61 +136,10 @@ def _cut(lines: Iterable[str], most: int | None) -> list[str]:
     return [*found[: len(found) - hidden], *([f"and {plural(hidden, 'more strategy')}"] if hidden else [])]
 
 
-def _comparisons(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[str]:
-    """Yield how much each strategy differs from mp, at the batch size with the largest difference.
-
-    Strategies that do not differ are left out of the short text.
-    """
-    found = [(one.title, one.result, one.result.comparison) for one in entries(cases)]
-    for title in dict.fromkeys(title for title, *_ in found):
-        compared = [(result, one) for other, result, one in found if other == title and one is not None]
-        if not compared:
-            continue
-        result, worst = max(compared, key=lambda pair: _severity(*pair))
-        if not verbose and not any(_severity(result, worst)):
-            continue
-        where = f" at batch size {result.case.batch_size}"
-        if len(compared) > 1:
-            where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
-        first, *rest = _differences(result, worst)
-        line = f"{title} compared with {REFERENCE_STRATEGY}{where}: {first}"
-        text = ", ".join([line, *rest])
-        yield text if len(text) <= WIDTH else ",\n  ".join([line, *rest])
-
-
-def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
-    """Return the sort key of the worst case: with random weights the numbers decide, else the predictions."""
-    difference = comparison.largest_difference
-    if result.case.generates:
-        return (difference is None, 0, len(comparison.flipped), difference or 0.0)
-    if result.case.load_format == "dummy":
-        return (difference is None, 0, 0, difference or 0.0)
-    return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
-
-
-def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
-    dummy = result.case.load_format == "dummy"
-    parts = []
-    if result.case.generates:
-        text = f"{len(comparison.flipped):,} of {plural(comparison.items, 'text')} part"
-        if comparison.first_difference is not None:
-            text += f", the first after {plural(comparison.first_difference, 'token')}"
-        parts.append(text)
-    elif not dummy:
-        text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
-        if comparison.mcnemar_p is not None:
-            text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {written(comparison.mcnemar_p)})"
-        parts.append(text)
-    # The accuracy check uses the same figures: the largest difference of random weights, and the typical difference of
-    # trained weights, because the relative difference of a log-likelihood near 0 is always large.
-    difference = comparison.largest_difference if dummy else comparison.typical_difference
-    if difference is None:
-        parts.append("not all log-likelihoods are finite")
-    elif not difference:
-        parts.append("log-likelihoods equal")
-    else:
-        parts.append(f"log-likelihoods differ by {100 * difference:.2g} % ({'largest' if dummy else 'typical'})")
-    return parts
+def _filled(parts: Sequence[str]) -> str:
+    """Return the parts of a comparison in one line, or one line each."""
+    text = ", ".join(parts)
+    return text if len(text) <= WIDTH else ",\n  ".join(parts)
 
 
 def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:

@@ -218,7 +218,7 @@ def test_a_metric_that_is_not_gated_can_be_bisected(project: Project, capsys: py
     [
         (("nowhere", "c2"), [], "there is no commit 'nowhere'"),
         (("c1", "c1"), [], "are the same commit"),
-        (("c2", "c0"), [], "is not an ancestor of BAD"),
+        (("c2", "c0"), [], "is a descendant of BAD"),
         (("c0", "c2"), ["--metric", "speed"], "--metric=speed: is no metric of the gate: allowed are outcome, "),
         (("c0", "c2"), ["--max-launches", "2"], "--max-launches=2: at least 3 are needed"),
         (("c0", "c2"), ["--case", "tp-bs8"], "no row of a gated metric of tp-bs8; rows are of mp-bs1, mp-bs2"),

@@ -303,6 +303,15 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | CAPACITY_REGRESSED: largest batch |"
 
 
+def test_a_verdict_that_is_not_gated_is_no_gated_one() -> None:
+    """Metrics that count are named apart from those that do not."""
+    report = make_report([make_result(batch_size=8)])
+    report.verdicts = verdicts(
+        [row("REGRESSED", "flops"), msgspec.structs.replace(row("REGRESSED", "ops"), gated=False)]
+    )
+    assert export("markdown", report).endswith("| REGRESSED: flops |")
+
+
 @pytest.mark.parametrize(
     ("function", "text", "escaped"),
     [

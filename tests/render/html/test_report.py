@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from support import chart_data
 from support.page_reports import EVIL, make_verdicts, paper_report, time_row
-from support.report_factory import make_failed, make_report, make_result
+from support.report_factory import make_accuracy, make_failed, make_report, make_result
 
+from pytest_llmgpu.analysis.reference import compare
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.html import page_name
 from pytest_llmgpu.gate.policy import Policy
@@ -296,6 +297,15 @@ def test_a_report_of_too_many_cases_is_refused() -> None:
     report = make_report([make_result()] * 1001)
     with pytest.raises(ValueError, match=r"^page: the report has 1,001 cases, allowed are 1,000; .*export csv.*$"):
         html_report.render(report)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_strategy_is_compared_with_mp_under_its_table() -> None:
+    """The page has the sentence of the terminal, also where nothing differs."""
+    results = [make_result(1.0, make_accuracy(0.75, items=16), strategy=name) for name in ("mp", "tp")]
+    results[1].comparison = compare(results[1], results[0], "acc_norm")
+    expected = "tp compared with mp at batch size 1: 0 of 16 items flipped"
+    assert expected in Page(html_report.render(make_report(results))).text
 
 
 @pytest.mark.usefixtures("quick")
