@@ -45,7 +45,7 @@ def _last_token_hidden(cache: StaticCache, *given: Any) -> dict[str, Any]:
     """Mask the token that a decode step reads."""
     arguments = _arguments(cache, *given)
     mask, last = arguments["attention_mask"].clone(), arguments["position_ids"][:, None, None]
-    hidden = False if mask.dtype.is_floating_point is False else -1e4
+    hidden = -1e4 if mask.dtype.is_floating_point else False
     return arguments | {"attention_mask": mask.scatter(-1, last, hidden)}
 
 
@@ -76,8 +76,7 @@ def generate(state: RankState, case: Case, fault: str | None, reference: worker.
         with state.graphs:
             reply = worker.measure(state)
             return msgspec.structs.replace(reply, generation=worker.check_texts(state, reference))
-    own = state.loaded is not None and state.loaded.own_kv_cache
-    with injected_into_kernels(fault) if own else injected(fault):
+    with injected_into_kernels(fault) if state.loaded.own_kv_cache else injected(fault):
         return generate(state, case, None, reference)
 
 
