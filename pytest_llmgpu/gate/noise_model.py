@@ -105,7 +105,7 @@ PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
         "eager_device": Prior(s0=0.01, df0=6.0, source="LLaMA-7B at batch sizes 32 and 64, 55 launches on five H200"),
         "eager_host": Prior(s0=0.1, df0=2.0, source="LLaMA-7B at batch sizes 2 and 8, 55 launches on six H200"),
         "cpu": Prior(s0=0.15, df0=4.0, source="bundled model, 40 launches on two cores of a virtual machine"),
-        "load": Prior(s0=0.12, df0=6.0, source="six reports of 10 to 40 launches"),
+        "load": Prior(s0=0.15, df0=4.0, source="load times and warm-ups of 13 reports of 10 to 100 launches"),
     }
 )
 """The built-in priors. The policy can replace them: `[tool.llmgpu.gate.noise.device_memory]`."""
@@ -140,7 +140,7 @@ class NoiseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cpu: NoiseRule = _built_in("cpu")
     """Wall time on a CPU."""
     load: NoiseRule = _built_in("load")
-    """The time to load the model."""
+    """Load time, warm-up, transfer time and energy of a series."""
 
 
 def prior_of(

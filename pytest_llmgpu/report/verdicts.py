@@ -107,8 +107,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Threshold with its absolute part, as a fraction of the baseline; for accuracy, as a fraction of the items."""
     p: float | None = None
     """One-sided p-value: the probability of a change at least as large if nothing changed. It tests for a loss if the
-    candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated rows of all times, or over
-    those that are not gated; for accuracy over the two tests of a row."""
+    candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated rows of all times, where it
+    is not gated over such rows of its metric; for accuracy over the two tests of a row."""
     n: int | None = None
     """Number of launches in each report; the smaller number if they differ."""
     smallest_seen: float | None = None

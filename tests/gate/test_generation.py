@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.quiet_policy import calibrated
 from support.report_factory import make_generation, make_report, make_result, make_work
 
 from pytest_llmgpu.gate.calibration import Calibration
@@ -135,3 +136,16 @@ def test_the_device_time_of_a_case_is_seen_as_well_as_in_the_noisier_of_its_part
     ]
     assert None not in seen
     assert seen[0] < seen[1]  # type: ignore[operator]  # no None
+
+
+@pytest.mark.parametrize(("sd", "verdict"), [(None, "REGRESSED"), (0.0001, "REGRESSED"), (0.05, "NOT_ENOUGH_DATA")])
+def test_the_noise_of_a_calibrated_machine_is_that_of_its_prefills_as_well(sd: float | None, verdict: str) -> None:
+    """A calibration is of decode steps: a noisier one counts, a quieter one does not, whose regime is another."""
+    base = _worked()
+    (one,) = (one for one in regressions(0.03) if one.name == "prefill")
+    copy = one.inject(base.cases[0], Rules())
+    assert not isinstance(copy, str)
+    noise = Calibration() if sd is None else Calibration(cases=calibrated("", copy, sd=sd).cases)
+    (row,) = (row for row in Comparison(base, make_report([copy]), Policy(), noise).rows if row.metric == "device_time")
+    assert row.verdict == verdict
+    assert row.reason.startswith("Of the prefill: ") == (verdict == "REGRESSED")
