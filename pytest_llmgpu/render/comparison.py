@@ -64,20 +64,26 @@ def counts(verdicts: Verdicts) -> str:
 
 
 def cases(rows: Iterable[Row]) -> list[Row]:
-    """Return one row for each case: its outcome if that changed, else its device time, else its wall time.
+    """Return one row for each case: wrong answers without a baseline, its outcome if that changed, else its time.
 
     Cases whose outcome changed come first, by severity, then the largest slowdown; those without numbers come last.
     """
     of_cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
-        if spec_of(row.metric).scope == "case" and row.id != ALL_CASES:
+        if row.id != ALL_CASES:
             of_cases.setdefault((row.key, row.id), []).append(row)
-    found = [min(of_case, key=_order) for of_case in of_cases.values()]
+    found = [
+        min(of_case, key=_order)
+        for of_case in of_cases.values()
+        if any(spec_of(row.metric).scope == "case" for row in of_case)  # the others are of a series
+    ]
     return sorted(found, key=lambda row: (_order(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
 
 
 def _order(row: Row) -> int:
     """Return the rank of a row among those of its case."""
+    if row.metric == "accuracy" and row.verdict in WORSE:
+        return -1
     if row.metric == "outcome" and row.verdict != "OK":
         return 0
     return 1 + TIMES.index(row.metric) if row.metric in TIMES and row.ratio is not None else 1 + len(TIMES)

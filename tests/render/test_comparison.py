@@ -14,17 +14,20 @@ def _row(name: str, metric: str, judged: Verdict = "OK", ratio: float | None = 1
 
 
 def test_each_case_has_one_row() -> None:
-    """A changed outcome comes first, then the largest slowdown; device time has precedence over wall time."""
+    """Wrong answers and a changed outcome come first, then the largest slowdown; device time comes before wall time."""
     rows = [
         _row("a", "time", "REGRESSED", 1.5),
         _row("a", "device_time", ratio=1.01),
         _row("b", "time", "NOT_ENOUGH_DATA", 3.0),
         _row("c", "outcome", "MISSING", None),
         _row("d", "time", "NOT_COMPARABLE", None),
-        _row("mp", "accuracy", ratio=None),
+        _row("mp", "accuracy", "REGRESSED", None),
+        _row("e", "outcome", "NEW", None),
+        _row("e", "accuracy", "REGRESSED", None),
         _row(ALL_CASES, "device_time"),
     ]
     assert [(row.id, row.metric) for row in cases(rows)] == [
+        ("e", "accuracy"),
         ("c", "outcome"),
         ("b", "time"),
         ("a", "device_time"),

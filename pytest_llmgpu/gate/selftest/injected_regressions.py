@@ -80,7 +80,7 @@ def regressions(slowdown: float = SLOWDOWN) -> tuple[Regression, ...]:
         ),
         Regression(
             "answers",
-            f"{_FLIPPED} right answers become wrong (random weights: changed log-likelihoods of {_FLIPPED} items)",
+            f"up to {_FLIPPED} right answers become wrong (random weights: other log-likelihoods of {_FLIPPED} items)",
             "accuracy",
             _wrong_answers,
         ),

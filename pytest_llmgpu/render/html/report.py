@@ -157,13 +157,13 @@ def _status(conclusion: Conclusion) -> tuple[str, str]:
 
 
 def _compared(verdicts: Verdicts, report: Report, baseline: Report | None) -> list[tuple[Row, comparison.Figures]]:
-    """Return the row of each case; one without numbers has the times, or the executions if these changed."""
+    """Return the row of each case; one without numbers has the times, or what is worse: executions, accuracy."""
     results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
     found = []
     for row in comparison.cases(verdicts.rows):
         named, shown = row, comparison.figures(row)
         if not shown.was and not shown.now:
-            named = row if row.metric == "execution" else msgspec.structs.replace(row, metric="time")
+            named = row if row.metric in {"execution", "accuracy"} else msgspec.structs.replace(row, metric="time")
             was, now = (_without_numbers(of_report.get(row.id), named.metric) for of_report in results)
             shown = shown._replace(was=was, now=now)
         found.append((named, shown))
@@ -175,6 +175,8 @@ def _without_numbers(result: CaseResult | None, metric: MetricName) -> str:
         return "-"
     if metric == "execution":
         return result.case.execution.removeprefix("cuda_")  # the column is narrow
+    if metric == "accuracy" and result.acc_norm is not None:
+        return spec_of(metric).written(result.acc_norm)
     return spec_of("time").written(result.inference_s) if result.inference_s else result.outcome.replace("_", " ")
 
 
