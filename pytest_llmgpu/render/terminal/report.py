@@ -132,8 +132,8 @@ def _limit(capacity: Capacity) -> str:
 def _cut(lines: Iterable[str], most: int | None) -> list[str]:
     """Return the first lines, and how many more there are."""
     found = list(lines)
-    hidden = 0 if most is None else max(0, len(found) - most)
-    return [*found[: len(found) - hidden], *([f"and {plural(hidden, 'more strategy')}"] if hidden else [])]
+    hidden = [] if most is None else found[most:]
+    return [*found[:most], *[f"and {plural(len(hidden), 'more comparison')} with mp"] * bool(hidden)]
 
 
 def _filled(parts: Sequence[str]) -> str:

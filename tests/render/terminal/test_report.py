@@ -252,6 +252,15 @@ def test_each_strategys_worst_batch_size_is_compared_with_mp(prose: Prose) -> No
     assert prose == text
 
 
+def test_the_short_text_counts_the_comparisons_that_it_leaves_out() -> None:
+    """Three strategies are compared with mp; the verbose text has all of them."""
+    results = [
+        make_result(1.0, _answers([0] * (name != "mp")), strategy=name) for name in ("mp", "a", "b", "c", "d", "e")
+    ]
+    assert "\nand 2 more comparisons with mp\n" in tables(_report(results))
+    assert "e compared with mp" in tables(_report(results), verbose=True)
+
+
 def test_random_weights_are_compared_by_their_log_likelihoods() -> None:
     """Their predictions are chance; log-likelihoods that are not finite are the worst case."""
     dummy: dict[str, Any] = {"load_format": "dummy"}
