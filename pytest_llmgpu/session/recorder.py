@@ -82,7 +82,7 @@ class Recorder:
         """The reason why the report is not in the store."""
         self._saved: Path | None = None
         self._ambiguous: list[str] = []
-        """A line if other reports of the store have the name of the saved one."""
+        """A line if other reports of this machine have the name of the saved one."""
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -304,7 +304,7 @@ class Recorder:
             return
         try:
             if name is not None:
-                references.resolve(name, self._storage_path)
+                references.resolve(name, self._storage_path, machine=store.hardware(finished))
         except ValueError as error:
             self._ambiguous = [f"note: {error}"]
 

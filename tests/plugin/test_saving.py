@@ -74,6 +74,13 @@ def test_a_second_run_of_a_name_is_noted(tmp_path: Path) -> None:
     assert "CPU-Xeon/0002" in note
 
 
+def test_a_run_of_the_same_name_on_another_machine_is_not_noted(tmp_path: Path) -> None:
+    """A gate finds that of its own machine by the name."""
+    _finished(tmp_path, Options(save="base"))
+    (tmp_path / "store" / "CPU-Xeon").rename(tmp_path / "store" / "CPU-Other")
+    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 2
+
+
 @pytest.mark.parametrize(("exit_status", "interrupted"), [(1, False), (2, True)])
 def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     tmp_path: Path, exit_status: int, interrupted: bool
