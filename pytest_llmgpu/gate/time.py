@@ -44,7 +44,7 @@ from pytest_llmgpu.gate.work import lost
 from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, slowdown
+from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
 from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Row, Verdict
 from pytest_llmgpu.report.work import Ceilings
 
@@ -733,8 +733,8 @@ def _mean_s(log_times: Sequence[float]) -> float:
 
 
 def _amount(value: float, unit: str) -> str:
-    """Return an amount with four digits, as 210.0 s."""
-    return f"{value:#.4g} {unit}" if value < _THOUSAND else f"{value:.4g} {unit}"
+    """Return an amount with four digits, as 210.0 s and 287,700 J."""
+    return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}"
 
 
 def _threshold(fraction: float) -> str:

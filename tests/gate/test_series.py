@@ -144,6 +144,16 @@ def test_the_first_warm_up_of_a_machine_is_no_regression() -> None:
     assert _rows(then, now, Policy()) == []
 
 
+@pytest.mark.parametrize(
+    ("energy_j", "text"), [(210.0, "210.0 J"), (999.96, "1,000 J"), (3164.4, "3,164 J"), (287_654.0, "287,700 J")]
+)
+def test_an_amount_has_four_digits_and_no_exponent(energy_j: float, text: str) -> None:
+    """A run of many minutes on several GPUs takes hundreds of kilojoules."""
+    (series,) = by_series([_launched("energy", 1, [energy_j] * 9)]).values()
+    (row,) = _rows(series, series, Policy())
+    assert f": {text}, was {text}, mean over 1 case." in row.reason
+
+
 def test_a_gated_amount_states_that_one_launch_decides_nothing() -> None:
     """Where the policy gates it, a lack of launches is a row of its own."""
     (then,), (now,) = (by_series([_launched("load_time", 1, [amount])]).values() for amount in (10.0, 11.0))
