@@ -14,6 +14,7 @@ from pytest_llmgpu.gate.noise_model import Prior
 from pytest_llmgpu.gate.policy import Rules, ShownRule
 from pytest_llmgpu.gate.time import Name, Samples, Timed
 from pytest_llmgpu.report.derived import launch_energy_j, transfer_s
+from pytest_llmgpu.report.disturbances import untimed
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Row, Verdict
@@ -28,7 +29,8 @@ _AMOUNTS: dict[MetricName, Callable[[Launch], float | None]] = {
     "load_time": lambda launch: launch.load_s,
     "warmup_time": lambda launch: launch.warmup_s,
     "transfer_time": transfer_s,
-    "energy": launch_energy_j,
+    # NVML counts the energy of the whole GPU, also that of other programs.
+    "energy": lambda launch: launch_energy_j(launch) if untimed(launch) is None else None,
 }
 """Metric to its amount in a launch. They are shown and not gated by default."""
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from support.report_factory import make_failed, make_profile, make_result, make_work
 
@@ -56,6 +57,11 @@ def _rows(base: Series, head: Series, rules: Rules) -> list[Row]:
     found = list(series_rows(base, head, rules, prior_of("load")))
     judged = rows([one for one in found if isinstance(one, Timed)], 0.99, "")
     return [row for row in (*(one for one in found if isinstance(one, Row)), *judged) if not undecided_amount(row)]
+
+
+def _judged(base: CaseResult, head: CaseResult) -> list[Row]:
+    (then,), (now,) = by_series([base]).values(), by_series([head]).values()
+    return _rows(then, now, Policy())
 
 
 @pytest.mark.parametrize(
@@ -138,10 +144,19 @@ def test_a_batch_size_of_which_a_launch_lacks_the_amount_is_left_out(lacking: li
     assert _rows(then, now, Policy()) == []
 
 
+def test_the_energy_of_disturbed_launches_is_left_out() -> None:
+    """That of another program would be a regression of this one."""
+    base, head = _launched("energy", 1, [10.0] * 9), _launched("energy", 1, [30.0] * 9)
+    assert [row.verdict for row in _judged(base, head)] == ["REGRESSED"]
+    profile = head.launches[0].profile
+    assert profile is not None
+    head.launches[0].profile = msgspec.structs.replace(profile, invalid=["processes of other programs: GPU 0 has 2"])
+    assert _judged(base, head) == []
+
+
 def test_the_first_warm_up_of_a_machine_is_no_regression() -> None:
     """With empty caches it took 1.8 times as long as another one (LLaMA-7B as CUDA graphs on an H200)."""
-    (then,), (now,) = (by_series([_launched("warmup_time", 1, [amount])]).values() for amount in (1.132, 2.016))
-    assert _rows(then, now, Policy()) == []
+    assert _judged(*(_launched("warmup_time", 1, [amount]) for amount in (1.132, 2.016))) == []
 
 
 @pytest.mark.parametrize(
@@ -149,8 +164,8 @@ def test_the_first_warm_up_of_a_machine_is_no_regression() -> None:
 )
 def test_an_amount_has_four_digits_and_no_exponent(energy_j: float, text: str) -> None:
     """A run of many minutes on several GPUs takes hundreds of kilojoules."""
-    (series,) = by_series([_launched("energy", 1, [energy_j] * 9)]).values()
-    (row,) = _rows(series, series, Policy())
+    result = _launched("energy", 1, [energy_j] * 9)
+    (row,) = _judged(result, result)
     assert f": {text}, was {text}, mean over 1 case." in row.reason
 
 
