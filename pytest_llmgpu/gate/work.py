@@ -18,7 +18,7 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, OF_PREFILL, ONLY_CANDIDATE, SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, OF_PREFILL, ONLY_CANDIDATE, SEVERITY, WORSE, Row, Verdict
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork
 
 _NAMED = 3
@@ -84,11 +84,11 @@ def work_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[Foun
 
 
 def worse(step: Row | None, prefill: Row) -> Row:
-    """Return the worse of two rows on one metric; that of a decode step where they are equally bad or only it is there.
+    """Return the worse of two rows on one metric, of two regressions the larger one, else that of the decode step.
 
     The smallest slowdown that is seen is that of both.
     """
-    if step is None or SEVERITY.index(prefill.verdict) < SEVERITY.index(step.verdict):
+    if step is None or _badness(prefill) < _badness(step):
         row = msgspec.structs.replace(prefill, reason=f"{OF_PREFILL}{prefill.reason}")
     else:
         row = step
@@ -97,8 +97,12 @@ def worse(step: Row | None, prefill: Row) -> Row:
     return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))
 
 
+def _badness(row: Row) -> tuple[int, float]:
+    return SEVERITY.index(row.verdict), -(row.ratio or 0.0) if row.verdict in WORSE else 0.0
+
+
 def _worse(step: Found | None, prefill: Found | None) -> Found:
-    """Return the worse of two results for one metric; that of a decode step where they are equally bad."""
+    """Return the worse of two results for one metric (see `worse`)."""
     if prefill is None or not isinstance(prefill.row, Row):
         assert step is not None or prefill is not None
         return step or prefill  # type: ignore[return-value]  # one of them is there

@@ -69,25 +69,39 @@ def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
     assert not [gap for gap in judged.gaps if gap.startswith("accuracy")]
 
 
-def test_more_work_in_the_prefill_alone_is_a_regression() -> None:
-    """The worse of decode step and prefill stands: the step alone would say that nothing changed."""
+@pytest.mark.parametrize(
+    ("step", "prefill", "verdict", "of_prefill"),
+    [
+        (1.0, 1.0, "OK", False),
+        (1.0, 1.032, "REGRESSED", True),
+        (1.0, 0.968, "IMPROVED", True),
+        (1.01, 0.968, "REGRESSED", False),
+        (1.01, 1.032, "REGRESSED", True),
+        (1.032, 1.01, "REGRESSED", False),
+    ],
+)
+def test_the_worse_of_decode_step_and_prefill_stands(
+    step: float, prefill: float, verdict: str, of_prefill: bool
+) -> None:
+    """The step alone would state that nothing changed; of two regressions the larger one is named."""
 
-    def report(prefill: int) -> Report:
+    def report(*factors: float) -> Report:
         found = _report()
+        whole = make_work(1)
+        ranks = [msgspec.structs.replace(whole.ranks[0], flops=round(1e6 * factor)) for factor in factors]
+        works = [msgspec.structs.replace(whole, ranks=[rank]) for rank in ranks]
         for launch in found.cases[0].launches:
-            launch.work = make_work()
-            more = [msgspec.structs.replace(rank, flops=prefill) for rank in launch.work.ranks]
-            launch.prefill_work = msgspec.structs.replace(launch.work, ranks=more)
+            launch.work, launch.prefill_work = works
         return found
 
-    for flops, verdict in ((1_000_000, "OK"), (1_032_000, "REGRESSED"), (968_000, "IMPROVED")):
-        (row,) = (
-            row
-            for row in Comparison(report(1_000_000), report(flops), Policy(), Calibration()).rows
-            if row.metric == "flops"
-        )
-        assert row.verdict == verdict
-        assert row.reason.startswith("Of the prefill: ") == (verdict != "OK")
+    (row,) = (
+        row
+        for row in Comparison(report(1.0, 1.0), report(step, prefill), Policy(), Calibration()).rows
+        if row.metric == "flops"
+    )
+    assert row.verdict == verdict
+    assert row.reason.startswith("Of the prefill: ") == of_prefill
+    assert row.ratio == pytest.approx(prefill if of_prefill else step)
 
 
 def _worked() -> Report:
