@@ -177,7 +177,7 @@ def chosen(folder: Path, machine: str | None = None, without: Sequence[Stored] =
     machines = sorted({one.machine for one in found})
     if not machines:
         raise ValueError(
-            f"storage {folder}: it has no numbered report; give a folder that --llmgpu-save wrote "
+            f"storage {folder}: it has no numbered report that can be read; give a folder that --llmgpu-save wrote "
             "(llmgpu show REPORT shows one report)"
         )
     if machine is None and len(machines) > 1:

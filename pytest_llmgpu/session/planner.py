@@ -320,10 +320,7 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
             )
         return True
     if dataset.task in tasks.BUILT_IN and not all(item.endings for item in dataset):
-        raise ValueError(
-            f"--llmgpu-workload=score: prompts of {dataset.name} have no endings to score: pass "
-            "--llmgpu-workload=generate"
-        )
+        raise ValueError(f"dataset {dataset.name}: prompts have no endings to score: pass --llmgpu-workload=generate")
     if new_tokens is not None:
         raise ValueError(
             f"new_tokens={new_tokens}: this is an argument of workload generate, and the test scores: use the fixture "

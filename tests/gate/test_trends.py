@@ -236,7 +236,9 @@ def test_a_trend_is_of_one_machine() -> None:
     with pytest.raises(ValueError, match=r"machine 'other': storage \.llmgpu has no report of it; allowed are"):
         chosen(_STORE, "other")
     for place in (Path("nothing"), stored(_STORE)[0].path):
-        with pytest.raises(ValueError, match=f"storage {place}: it has no numbered report; .* show REPORT shows one"):
+        with pytest.raises(
+            ValueError, match=f"storage {place}: it has no numbered report that can be read; .* show REPORT shows one"
+        ):
             chosen(place)
 
 
@@ -488,7 +490,7 @@ def test_broken_reports_are_named_and_left_out(capsys: pytest.CaptureFixture[str
     ]
     paths[2].write_bytes(b"{")
     assert main(["trend"]) == 2
-    assert "no numbered report" in capsys.readouterr().err.splitlines()[-1]
+    assert "no numbered report that can be read" in capsys.readouterr().err.splitlines()[-1]
 
 
 def _daily(

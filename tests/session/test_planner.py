@@ -425,7 +425,7 @@ def test_prompts_are_continued_and_other_items_where_the_option_asks(
 @pytest.mark.parametrize(
     ("fields", "task", "new_tokens", "complaint"),
     [
-        ({"workload": "score"}, "prompts", None, "--llmgpu-workload=score: prompts of .* have no endings to score"),
+        ({"workload": "score"}, "prompts", None, "dataset .*: prompts have no endings to score"),
         ({"scoring": "harness"}, "prompts", None, "--llmgpu-scoring=harness: this is an option of workload score"),
         ({}, "hellaswag", 5, "new_tokens=5: this is an argument of workload generate"),
         ({"prompt_tokens": 250}, "prompts", None, "its context has 256 tokens, but 250 of a prompt and 64 new ones"),
@@ -453,7 +453,9 @@ def test_a_file_of_prompts_serves_a_test_that_scores_where_the_option_asks_to_ge
     planner = _planner(tmp_path)
     case = planner.request(choose(dataset="prompts.jsonl", workload="generate"), "mp", 1).case
     assert (case.id, case.task) == ("mp-generate-bs1", "hellaswag")
-    with pytest.raises(ValueError, match=r"prompts of prompts\.jsonl have no endings .* --llmgpu-workload=generate$"):
+    with pytest.raises(
+        ValueError, match=r"^dataset prompts\.jsonl: prompts have no endings .* --llmgpu-workload=generate$"
+    ):
         planner.request(choose(dataset="prompts.jsonl"), "mp", 1)
     monkeypatch.setattr(model_facts, "ask", lambda _: ModelFacts(has_plan=True, without="past_key_values"))
     with pytest.raises(ValueError, match=r"^--llmgpu-model=tiny takes no past_key_values, .* is not possible$"):
