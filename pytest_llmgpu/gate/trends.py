@@ -252,8 +252,9 @@ def _add_times(
 
 
 def _disturbance(result: CaseResult) -> str:
-    """Return what disturbed the first launch whose times are not used; empty without one."""
-    return next(filter(None, map(disturbances.untimed, result.launches)), "")
+    """Return what disturbed half of the launches or more, the first of them; empty if the median is undisturbed."""
+    found = list(filter(None, map(disturbances.untimed, result.launches)))
+    return found[0] if found and 2 * len(found) >= len(result.launches) else ""
 
 
 def _is_replayed(result: CaseResult) -> bool:
