@@ -20,7 +20,7 @@ from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, OF_PREFILL, WORSE, Row
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, WORSE, Row
 from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
 _WALL_TIMES = frozenset(("time", "first_token", "token_time"))
@@ -154,7 +154,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
     launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
     if len({launch.plan_sha256 for launch in launches}) != 1:
         return row
-    of_prefill = row.metric == "first_token" or row.reason.startswith(OF_PREFILL)
+    of_prefill = row.metric == "first_token" or row.prefill
     passes = attrgetter("prefill_work" if of_prefill else "work")
     works = [list(filter(None, map(passes, result.launches))) for result in (base, head)]
     found = find(row.metric, *map(Measured, works, names), ratio=row.ratio)

@@ -17,7 +17,6 @@ from pytest_llmgpu.report.verdicts import (
     COMPARED,
     DIFFERS,
     NEITHER,
-    OF_PREFILL,
     ONLY_CANDIDATE,
     SEVERITY,
     WORSE,
@@ -349,4 +348,4 @@ def _smallest_seen(rows: Sequence[Row], metric: str) -> list[float]:
 
 def _metric(row: Row) -> str:
     name = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
-    return f"{name} of the prefill" if row.reason.startswith(OF_PREFILL) else name
+    return f"{name} of the prefill" if row.prefill else name

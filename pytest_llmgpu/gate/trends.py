@@ -27,7 +27,7 @@ from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_o
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
-from pytest_llmgpu.report.verdicts import OF_PREFILL, Row
+from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store import listing, store
 from pytest_llmgpu.store.store import Stored
 
@@ -372,7 +372,7 @@ def _figure(result: CaseResult, spec: MetricSpec, rows: _Rows, marks: _Marks, pl
     for name in spec.trended.judged_by:
         of_series = spec_of(name).scope == "series"
         row = rows.get((case.series, "", name) if of_series else (result.key, result.id, name))
-        if name == spec.name and place in marks and not (row is not None and row.reason.startswith(OF_PREFILL)):
+        if name == spec.name and place in marks and not (row is not None and row.prefill):
             continue  # the history, which is that of decode steps, shows no change
         if row is not None and row.verdict in _CHANGES and result.id in (row.cases or [result.id]):
             change: Change = "changed" if name == "predictions" else _CHANGES[row.verdict]

@@ -18,7 +18,7 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, OF_PREFILL, ONLY_CANDIDATE, SEVERITY, WORSE, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, WORSE, Row, Verdict
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork
 
 _NAMED = 3
@@ -89,7 +89,7 @@ def worse(step: Row | None, prefill: Row) -> Row:
     The smallest slowdown that is seen is that of both.
     """
     if step is None or _badness(prefill) < _badness(step):
-        row = msgspec.structs.replace(prefill, reason=f"{OF_PREFILL}{prefill.reason}")
+        row = msgspec.structs.replace(prefill, prefill=True, reason=f"Of the prefill: {prefill.reason}")
     else:
         row = step
     if step is None or step.smallest_seen is None or prefill.smallest_seen is None:

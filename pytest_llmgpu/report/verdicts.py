@@ -54,9 +54,6 @@ ONLY_CANDIDATE = "only the candidate has it"
 ALL_CASES = "all cases"
 """Key and id of a row that is the mean over all cases."""
 
-OF_PREFILL = "Of the prefill: "
-"""Start of the reason of a row on the prefills of a case that generates; without it a row is on its decode steps."""
-
 ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 
@@ -90,6 +87,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Next step for the reader where it depends on the reason; empty if that of the verdict or the metric applies."""
     gated: bool = True
     """False if the policy only reports this metric, so that it cannot fail the gate."""
+    prefill: bool = False
+    """True if a row on work passes is on the prefills of a case that generates; false if it is on its decode steps."""
     base: float | None = None
     """Value of the baseline, in seconds, bytes, a fraction of the items, or sequences per forward."""
     head: float | None = None

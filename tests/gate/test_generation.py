@@ -100,7 +100,7 @@ def test_the_worse_of_decode_step_and_prefill_stands(
         if row.metric == "flops"
     )
     assert row.verdict == verdict
-    assert row.reason.startswith("Of the prefill: ") == of_prefill
+    assert row.prefill == of_prefill
     assert row.ratio == pytest.approx(prefill if of_prefill else step)
 
 
@@ -131,7 +131,7 @@ def test_a_regression_of_the_self_test_is_found_by_its_metric(name: str, metric:
     rows = Comparison(base, make_report([copy]), Policy(), Calibration()).rows
     (worse,) = (row for row in rows if row.verdict == "REGRESSED")
     assert worse.metric == metric
-    assert worse.reason.startswith("Of the prefill: ") == (name == "prefill")
+    assert worse.prefill == (name == "prefill")
     assert ("device time of the prefill +" in row_in_words(worse)) == (name == "prefill")
 
 
@@ -162,4 +162,4 @@ def test_the_noise_of_a_calibrated_machine_is_that_of_its_prefills_as_well(sd: f
     noise = Calibration() if sd is None else Calibration(cases=calibrated("", copy, sd=sd).cases)
     (row,) = (row for row in Comparison(base, make_report([copy]), Policy(), noise).rows if row.metric == "device_time")
     assert row.verdict == verdict
-    assert row.reason.startswith("Of the prefill: ") == (verdict == "REGRESSED")
+    assert row.prefill == (verdict == "REGRESSED")
