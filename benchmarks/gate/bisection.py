@@ -35,8 +35,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import derive, device_times_s
-from pytest_llmgpu.report.machine import Environment, Gpu
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Environment, Gpu, Report
 from pytest_llmgpu.report.result import Batches, CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Bound, RankWork, Work

@@ -125,8 +125,7 @@ def write(
     from pytest_llmgpu.report.case import Case
     from pytest_llmgpu.report.derived import derive, encode
     from pytest_llmgpu.report.file import dump
-    from pytest_llmgpu.report.machine import Environment
-    from pytest_llmgpu.report.report import Report
+    from pytest_llmgpu.report.report import Environment, Report
     from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Launch, Traffic
 
     chance = random.Random(seed)  # noqa: S311 - noise, no secret

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from pytest_llmgpu.render.charts.panels import LINKS, LinkName, covers_traffic
-from pytest_llmgpu.report.profile_figures import of_window
+from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.result import CaseResult
 
 Cases = dict[int, CaseResult]

@@ -23,8 +23,8 @@ from pytest_llmgpu.analysis import (
 )
 from pytest_llmgpu.analysis.launch_merging import merge_results
 from pytest_llmgpu.report import derived
-from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult
 
 

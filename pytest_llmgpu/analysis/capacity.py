@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pytest_llmgpu.analysis import memory_model
 from pytest_llmgpu.analysis.reference import by_series
-from pytest_llmgpu.report.capacity import Capacity, Prediction
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Capacity, Gpu, Prediction
 from pytest_llmgpu.report.result import CaseResult
 
 _STEPS = 64  # a first step away from a wrong prediction is this part of it

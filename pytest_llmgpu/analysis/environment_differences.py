@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.text import gib
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")

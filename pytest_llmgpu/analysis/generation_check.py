@@ -22,8 +22,7 @@ from pytest_llmgpu.report.derived import (
     generated,
     typical_difference,
 )
-from pytest_llmgpu.report.generation import Generation
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Comparison, Finding
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Comparison, Finding, Generation
 from pytest_llmgpu.report.text import plural, sentence
 
 METRIC = "loglikelihood_relative_difference"

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.report.capacity import Prediction
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Gpu, Prediction
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
 from pytest_llmgpu.report.text import MIB
 

@@ -9,8 +9,7 @@ from pytest_llmgpu.analysis.finding_texts import finding, has_finding
 from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.analysis.traffic_path import AGREE
 from pytest_llmgpu.report import disturbances as window
-from pytest_llmgpu.report.derived import device_times_s
-from pytest_llmgpu.report.profile_figures import of_window
+from pytest_llmgpu.report.derived import device_times_s, of_window
 from pytest_llmgpu.report.result import CaseResult, Finding, Launch
 from pytest_llmgpu.report.text import GIB, plural
 

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple, get_args
 
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import DeviceProfile, Link, Path, Profile, Traffic
 from pytest_llmgpu.report.text import byte_size, percent, signed_percent
 

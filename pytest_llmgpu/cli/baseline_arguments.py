@@ -12,7 +12,7 @@ from pytest_llmgpu.cli.arguments import source
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
 
@@ -73,7 +73,7 @@ def refuse_rules(arguments: argparse.Namespace, baseline: str) -> None:
 def read_verdicts(path: Path, report: Report) -> Verdicts:
     """Return the verdicts in a file; ValueError in one line, also if they belong to another report."""
     try:
-        data = with_present_names(decompression.unpack(decompression.read(path)))
+        data = with_present_names(file.unpack(file.read(path)))
         found = msgspec.json.decode(data, type=Verdicts)
     except OSError as error:
         raise ValueError(f"verdicts {path}: cannot be read: {error.strerror}") from None

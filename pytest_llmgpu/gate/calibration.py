@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.gate.noise_model import Deviation, deviation
-from pytest_llmgpu.report import decompression, disturbances, file
+from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.bounds import Count
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.report import Report
@@ -264,7 +264,7 @@ def _paired(results: Sequence[CaseResult]) -> list[list[Launch]]:
 def _read(path: Path, repository: Path) -> tuple[str, Calibration]:
     """Return the machine of a calibration file and its content."""
     try:
-        data = git.content(path, repository) if git.is_reference(path) else decompression.read(path, _LIMIT_BYTES)
+        data = git.content(path, repository) if git.is_reference(path) else file.read(path, _LIMIT_BYTES)
         version = msgspec.json.decode(data, type=_Head).calibration_version
         measured = _from_old(data) if version == 1 else msgspec.json.decode(data, type=Measured)
     except OSError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.gate.policy import Policy, converted, overridden
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import METRICS
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git
@@ -101,7 +101,7 @@ def _has_policy(path: Path) -> bool:
 def _content(path: Path, repository: Path) -> bytes:
     """Return the bytes of a policy, unless reading it as TOML would take minutes."""
     try:
-        data = git.content(path, repository) if git.is_reference(path) else decompression.read(path, _LIMIT_BYTES)
+        data = git.content(path, repository) if git.is_reference(path) else file.read(path, _LIMIT_BYTES)
     except git.AbsentError:
         raise
     except ValueError as error:

@@ -16,7 +16,7 @@ from pytest_llmgpu.gate.classify import TIMES, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.metrics import spec_of
-from pytest_llmgpu.report.option_values import check_name_is_free
+from pytest_llmgpu.report.options import check_name_is_free
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Promotion, Report
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed

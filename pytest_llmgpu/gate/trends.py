@@ -28,7 +28,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB
 from pytest_llmgpu.report.verdicts import Row
-from pytest_llmgpu.store import listing, store
+from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import Stored
 
 Change = Literal["worse", "better", "changed", "disturbed"]
@@ -210,7 +210,7 @@ def trends(kept: Sequence[Stored], last: int | None = None) -> list[Trend]:
         return _loaded(kept[place])  # A report without a column is kept only if a case needs it.
 
     columns = [
-        Column(number=kept[place].number, commit=listing.commit(load(place).commit), created=load(place).created)
+        Column(number=kept[place].number, commit=store.commit(load(place).commit), created=load(place).created)
         for place in shown
     ]
     noise = calibration.in_force(kept[-1].path.parent.parent, load(len(kept) - 1)) if kept else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_llmgpu.inference import bundled
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report.file import parse_json, read
 from pytest_llmgpu.report.text import first_line, guess
 
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
@@ -103,7 +103,7 @@ def config(directory: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     """Return the JSON value in a file; FileNotFoundError or ValueError in one line."""
     try:
-        return decompression.parse_json(decompression.read(path, _JSON_BYTES))
+        return parse_json(read(path, _JSON_BYTES))
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -219,7 +219,7 @@ def _header(path: Path) -> bytes:
             raise ValueError(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull")
         header = file.read(length) if length < min(size, _HEADER_BYTES) else b""
     try:
-        tensors = decompression.parse_json(header)
+        tensors = parse_json(header)
         end = max(int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__")
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: copy or download it again") from error

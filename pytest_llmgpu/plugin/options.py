@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.report import option_values
-from pytest_llmgpu.report.option_values import check_name_is_free
-from pytest_llmgpu.report.options import GATE_OPTIONS, Options, flag_of, ini_key_of
+from pytest_llmgpu.report import options
+from pytest_llmgpu.report.options import GATE_OPTIONS, Options, check_name_is_free, flag_of, ini_key_of
 
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
@@ -25,11 +24,11 @@ _OF_WORKLOAD = {
 """Options that have an effect in one workload only."""
 
 _NATIVE: dict[Callable[[str], Any], Any] = {
-    option_values.whole: int | str,
-    option_values.memory_size: int | str,
-    option_values.seconds: float | str,
-    option_values.fraction: float | str,
-    option_values.switch: bool | str,
+    options.whole: int | str,
+    options.memory_size: int | str,
+    options.seconds: float | str,
+    options.fraction: float | str,
+    options.switch: bool | str,
 }
 """Types of ini keys beside strings and lists, by the function that reads their text."""
 
@@ -95,7 +94,7 @@ def _ini_type(parse: Callable[[str], Any]) -> Any:
 
     Strings are accepted too where pytest has several types (9.2): ini files have nothing else, and 1/6 is a number.
     """
-    if parse in {option_values.names, option_values.batch_sizes}:
+    if parse in {options.names, options.size_list}:
         return "args"
     return _NATIVE.get(parse, "string") if pytest.version_tuple >= (9, 2) else "string"
 

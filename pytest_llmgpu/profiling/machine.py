@@ -19,8 +19,8 @@ import msgspec
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.nvml import Inventory
-from pytest_llmgpu.report.machine import Environment, Gpu, Node
 from pytest_llmgpu.report.privacy import anonymous, is_secret
+from pytest_llmgpu.report.report import Environment, Gpu, Node
 
 _DISTRIBUTIONS = (
     *("pytest-llmgpu", "pytest", "torch", "transformers", "accelerate", "deepspeed", "ray", "datasets"),

@@ -10,7 +10,7 @@ import msgspec
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.report.machine import Environment, Gpu, Node
+from pytest_llmgpu.report.report import Environment, Gpu, Node
 from pytest_llmgpu.report.text import listed
 
 _LIBRARIES = ("pytest-llmgpu", "torch", "transformers", "accelerate", "deepspeed", "triton")

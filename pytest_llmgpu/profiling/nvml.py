@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Gpu
 
 _PERMANENT = (
     "NVML_ERROR_NOT_SUPPORTED",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.counter_deltas import Mark, window_counts
 from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
-from pytest_llmgpu.report.profile_figures import Span, moments, spans
+from pytest_llmgpu.report.derived import Span, moments, spans
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
 HISTORY_BYTES = 64 << 20

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, Process, RankFailedError
-from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome
+from pytest_llmgpu.report.text import beginning
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -118,7 +118,7 @@ class ProcessRank:
         try:
             content = pickle.loads(answer.content)  # noqa: S301 - written by our own rank
         except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
-            message = f"the answer does not unpickle: {excerpts.beginning(str(error))}"
+            message = f"the answer does not unpickle: {beginning(str(error))}"
             done, content = False, ("error", Failure(phase="forward", message=message), [], None)
         if done:
             future.set_result(content)

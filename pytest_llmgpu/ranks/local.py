@@ -29,8 +29,8 @@ from pytest_llmgpu.ranks import oom, serving, world
 from pytest_llmgpu.ranks.futures import Answer, End, Listener, ProcessRank
 from pytest_llmgpu.ranks.oom import Death
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch
-from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure
+from pytest_llmgpu.report.text import log_tail
 
 _NOT_INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
@@ -205,11 +205,11 @@ class LocalProcess:
     def take_output(self) -> str:
         """Return what the process wrote to stdout and stderr since the last call; of long output the end."""
         taken_bytes, self._taken_bytes = self._taken_bytes, self._log.stat().st_size
-        return excerpts.log_tail(self._log, taken_bytes, most_lines=_OUTPUT_LINES)
+        return log_tail(self._log, taken_bytes, most_lines=_OUTPUT_LINES)
 
     def log_tail(self) -> str:
         """Return the last lines of the log of the process."""
-        return excerpts.log_tail(self._log)
+        return log_tail(self._log)
 
     def _send(self, commands: Connection) -> None:
         """Send the commands in turn: a process that is stopped does not read, and sending waits without a limit."""

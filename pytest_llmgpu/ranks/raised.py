@@ -9,7 +9,7 @@ from itertools import product
 from types import NoneType
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.report import excerpts
+from pytest_llmgpu.report.text import beginning
 
 _PLAIN = (NoneType, bool, int, float, str, bytes)
 _MOST_LETTERS = 2**16
@@ -30,7 +30,7 @@ def describe(error: BaseException) -> Raised:
     """Return an exception as plain data."""
     text = str(error)
     args = error.args if len(text) <= _MOST_LETTERS and _is_plain(error.args) else ()
-    text = excerpts.beginning(text, _MOST_LETTERS)
+    text = beginning(text, _MOST_LETTERS)
     classes = tuple((cls.__module__, cls.__qualname__) for cls in type(error).__mro__)
     return Raised(classes=classes, args=args or (text,) * bool(text), text=text)
 

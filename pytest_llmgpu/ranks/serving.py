@@ -16,8 +16,8 @@ from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import oom, raised
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
-from pytest_llmgpu.report import excerpts
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
+from pytest_llmgpu.report.text import beginning
 
 FLAG = "--serve"
 """`python -m pytest_llmgpu.ranks` starts a rank if this is its first argument."""
@@ -76,7 +76,7 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
             done, content = True, _pickled(fn(state, *args))
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
             with contextlib.suppress(OSError):  # the disk of the log is full
-                print(excerpts.beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
+                print(beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
             done, content = False, pickle.dumps((*failure_of(error, state.phase), state.use(), raised.describe(error)))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
@@ -96,11 +96,11 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     """Return an exception as plain records; a pickled exception needs its library, and some do not unpickle."""
     shortage = oom.decide_out_of_memory(error)
     name, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
-    message = excerpts.beginning(f"{name}: {first_line}".rstrip(": "))
+    message = beginning(f"{name}: {first_line}".rstrip(": "))
     recording = isinstance(error, RecordingError)
     if shortage is None:
         evidence = NOT_RECORDED if recording else f"{name} was raised"
-        message = excerpts.beginning(first_line) if recording else message
+        message = beginning(first_line) if recording else message
         return "error", Failure(phase=phase, message=message, evidence=evidence)
     advice = "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
     return "oom", Failure(

@@ -27,8 +27,7 @@ from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.work import Passes, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
-from pytest_llmgpu.report.generation import Generation
-from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Phase
+from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Generation, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
 from pytest_llmgpu.strategies.protocol import Workspace
 

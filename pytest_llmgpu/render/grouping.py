@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pytest_llmgpu.analysis import capacity
-from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
-from pytest_llmgpu.report.machine import Environment
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Capacity, Environment, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import gib, plural
 

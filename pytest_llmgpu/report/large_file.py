@@ -15,7 +15,7 @@ from typing import overload
 
 import msgspec
 
-from pytest_llmgpu.report import decompression, file
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import with_present_names
@@ -60,7 +60,7 @@ class Text:
             ValueError: one line with the name: the bytes cannot be decompressed.
         """
         try:
-            return cls(decompression.unpack(data), name)
+            return cls(file.unpack(data), name)
         except ValueError as error:
             raise ValueError(f"report {name}: {error}") from None
 
@@ -180,7 +180,7 @@ class LargeFile(Text):
             return None
         found = cls(os.open(path, os.O_RDONLY), str(path))
         plain = found.read(0, 1) == b"{"
-        return found if plain and SMALL_BYTES < found.size_bytes <= decompression.LIMIT_BYTES else None
+        return found if plain and SMALL_BYTES < found.size_bytes <= file.LIMIT_BYTES else None
 
     def read(self, start: int, length: int) -> bytes:
         """Return bytes of the file, fewer at its end.

@@ -1,12 +1,156 @@
-"""The declaration of every option: flag, ini key, marker argument, default and help."""
+"""The declaration of every option: flag, ini key, marker argument, default and help.
+
+One function per kind of value comes first; it raises ValueError with the allowed values.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from pytest_llmgpu.report import option_values
+from pytest_llmgpu.report.text import guess
+
+LATEST = "latest"
+"""Name of the report that was measured last. No report can be saved under it."""
+
+LONGEST_NAME = 80
+"""Letters of the name of a report or a machine, far below the limits of file systems."""
+
+_NAME = re.compile(rf"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+_UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma list, each once."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError("a comma list of strategies is needed")
+    return tuple(dict.fromkeys(names))
+
+
+def one_of(*allowed: str, **old_names: str) -> Callable[[str], str]:
+    """Return a function that accepts these words only, and returns for an old name the word that replaced it."""
+
+    def parse(text: str) -> str:
+        word = old_names.get(text, text)
+        if word not in allowed:
+            raise ValueError(f"allowed are {', '.join(allowed)}{guess(text, allowed)}")
+        return word
+
+    return parse
+
+
+def whole(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise ValueError("a whole number of at least 1 is needed")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Return a number greater than 0."""
+    if not 0 < (value := _number(text)) < math.inf:
+        raise ValueError("a number greater than 0 is needed, such as 0.5")
+    return value
+
+
+def switch(text: str) -> bool:
+    """Return the value of `true` or `false`."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError("allowed are true and false")
+    return text.lower() == "true"
+
+
+def size_list(text: str) -> tuple[int, ...]:
+    """Return the batch sizes of a comma list, ascending, each once."""
+    try:
+        sizes = {whole(part.strip()) for part in text.split(",")}
+    except ValueError:
+        raise ValueError("a comma list of whole numbers of at least 1 is needed, such as 1,2,4") from None
+    return tuple(sorted(sizes))
+
+
+def seconds(text: str) -> float:
+    """Return seconds; a fraction such as 1/6 is allowed."""
+    above, _, below = text.partition("/")
+    if not 0 < (value := _number(above) / (_number(below or "1") or math.nan)) < math.inf:
+        raise ValueError("seconds above 0 are needed, such as 0.5 or 1/6")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Return a number from 0 to 1."""
+    if not 0 <= (value := _number(text)) <= 1:
+        raise ValueError("a fraction from 0 to 1 is needed, such as 0.82")
+    return value
+
+
+def memory_size(text: str) -> int:
+    """Return the number of bytes of a size such as 32GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError("a size such as 32GiB, 24GB or 8192MiB is needed")
+    return round(float(match[1]) * unit)
+
+
+def text(text: str) -> str:
+    """Return a text that is not empty."""
+    if not text.strip():
+        raise ValueError("a value is needed")
+    return text
+
+
+def cluster(text: str) -> str:
+    """Return the address of a Ray cluster."""
+    match = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", text)
+    if text != "auto" and not (match and 1 <= int(match[1]) < 2**16):
+        raise ValueError("auto, or host and port such as 10.0.0.1:6379, is needed")
+    return text
+
+
+def save_name(text: str) -> str:
+    """Return a name for a report in the store; an empty text is no name."""
+    if text:
+        check_name(text)
+    return text
+
+
+def check_name(name: str) -> None:
+    """Check that a report can be saved under `name`.
+
+    Raises:
+        ValueError: the name is not allowed, or it has another meaning.
+    """
+    if not _NAME.fullmatch(name) or name.endswith((".json", ".json.gz")):
+        raise ValueError(
+            f"name {name!r}: allowed are at most {LONGEST_NAME} letters, digits, '.', '_' and '-', with at least one "
+            "letter and without '.json' at the end"
+        )
+    if name == LATEST:
+        raise ValueError(f"name {name!r}: means the newest report of the store; choose another name")
+
+
+def check_name_is_free(name: str) -> None:
+    """Check that a report would be found by `name`. It is called before a run: a file may appear meanwhile.
+
+    Raises:
+        ValueError: the name is that of a file or a folder here.
+    """
+    if Path(name).exists():
+        raise ValueError(f"name {name!r}: is a file or folder here, which the name would refer to; choose another name")
+
+
+def _number(text: str) -> float:
+    """Return a number; NaN for a text that is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _option(
@@ -45,7 +189,7 @@ def _option(
 
 def _choice(allowed: Sequence[str], default: str | None, help: str, *, marker: bool = True) -> Any:  # noqa: A002
     """Declare an option whose value is one of some words."""
-    return _option(option_values.one_of(*allowed), default, f"{{{','.join(allowed)}}}", help, marker=marker)
+    return _option(one_of(*allowed), default, f"{{{','.join(allowed)}}}", help, marker=marker)
 
 
 GATE_OPTIONS = (
@@ -67,7 +211,7 @@ class Options:
     """Values of all options for one test. Field names are marker arguments and, with the prefix `llmgpu_`, ini keys."""
 
     strategy: tuple[str, ...] = _option(
-        option_values.names,
+        names,
         "mp",
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
@@ -75,16 +219,14 @@ class Options:
         flag="--strategy",
     )
     model: str = _option(
-        option_values.text,
+        text,
         "bundled",
         "MODEL",
         "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
         "dummy weights",
     )
-    revision: str | None = _option(option_values.text, None, "REV", "branch, tag or commit of a hub model")
-    tokenizer: str | None = _option(
-        option_values.text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)"
-    )
+    revision: str | None = _option(text, None, "REV", "branch, tag or commit of a hub model")
+    tokenizer: str | None = _option(text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)")
     add_bos: str = _choice(
         ("auto", "yes", "no"),
         "auto",
@@ -102,9 +244,7 @@ class Options:
         "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)",
     )
     device: str = _choice(("auto", "cuda", "cpu"), "auto", "auto: every visible GPU, else the CPU")
-    devices: int | None = _option(
-        option_values.whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)"
-    )
+    devices: int | None = _option(whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)")
     launcher: str = _choice(
         ("local", "env", "ray"),
         "local",
@@ -113,20 +253,20 @@ class Options:
         marker=False,
     )
     ray_address: str = _option(
-        option_values.cluster,
+        cluster,
         "auto",
         "ADDRESS",
         "Ray cluster of the launcher ray: host:port, or auto for the one of this node",
         marker=False,
     )
     dataset: str = _option(
-        option_values.text,
+        text,
         "bundled",
         "DATASET",
         "bundled, hellaswag (from the hub), or a JSON Lines file (.jsonl, .jsonl.gz) whose lines have activity_label, "
         "ctx_a, ctx_b, endings and label, or a prompt (workload generate)",
     )
-    limit: int | None = _option(option_values.whole, None, "ITEMS", "use only the first items of the dataset")
+    limit: int | None = _option(whole, None, "ITEMS", "use only the first items of the dataset")
     workload: str | None = _choice(
         ("score", "generate"),
         None,
@@ -134,31 +274,31 @@ class Options:
         "for the items of the fixture prompts, else score)",
     )
     prompt_tokens: int | None = _option(
-        option_values.whole,
+        whole,
         None,
         "N",
         "workload generate: tokens that are kept of each prompt, the last ones (default: 96)",
     )
     new_tokens: int | None = _option(
-        option_values.whole,
+        whole,
         None,
         "N",
         "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64); the "
         "argument new_tokens of measure wins over it",
     )
     batch_sizes: tuple[int, ...] = _option(
-        option_values.batch_sizes,
+        size_list,
         "1,2,4,8,16,32,64",
         "N[,N]",
         "batch sizes, in sequences per forward (an item of HellaSwag has 4 sequences)",
     )
     find_max_batch: bool = _option(
-        option_values.switch,
+        switch,
         "false",
         None,
         "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between",
     )
-    gpu_memory: int | None = _option(option_values.memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
+    gpu_memory: int | None = _option(memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
     cuda_graphs: str = _choice(
         ("auto", "on", "off"),
         "auto",
@@ -188,46 +328,42 @@ class Options:
         "library that implements tp",
     )
     iok_stock: bool = _option(
-        option_values.switch,
+        switch,
         "false",
         None,
         "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum",
     )
     iok_min_tokens: int | None = _option(
-        option_values.whole,
+        whole,
         None,
         "N",
         "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own limit, "
         "with wrong answers if memory holds fewer tokens than the longest sequence has)",
     )
     launches: int = _option(
-        option_values.whole,
+        whole,
         "1",
         "N",
         "measure every case in N launches of its processes, all cases in turn; the gate distinguishes a change from "
         "noise by the differences between launches",
         marker=False,
     )
-    sample_period: float = _option(
-        option_values.seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False
-    )
+    sample_period: float = _option(seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False)
     profile_method: Literal["auto", "polling"] = _option(
-        option_values.one_of("auto", "polling", paper="polling"),
+        one_of("auto", "polling", paper="polling"),
         "auto",
         "{auto,polling}",
         "how NVML is read; auto: counters and averages that cover all of the time, where a GPU has them; polling: one "
         "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024 (old name: paper)",
         marker=False,
     )
-    timeout: float = _option(option_values.seconds, "600", "SECONDS", "time limit until the next batch is finished")
-    load_timeout: float = _option(
-        option_values.seconds, "1800", "SECONDS", "time limit for starting processes and loading the model"
-    )
+    timeout: float = _option(seconds, "600", "SECONDS", "time limit until the next batch is finished")
+    load_timeout: float = _option(seconds, "1800", "SECONDS", "time limit for starting processes and loading the model")
     json: str = _option(
         str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for no report", marker=False
     )
     save: str | None = _option(
-        option_values.save_name,
+        save_name,
         None,
         "NAME",
         "keep this run in the store, optionally under a name",
@@ -235,11 +371,11 @@ class Options:
         bare="",
     )
     autosave: bool = _option(
-        option_values.switch, "false", None, "keep every run in the store that is complete and passed", marker=False
+        switch, "false", None, "keep every run in the store that is complete and passed", marker=False
     )
-    storage: str = _option(option_values.text, ".llmgpu", "DIR", "folder of the store", marker=False)
+    storage: str = _option(text, ".llmgpu", "DIR", "folder of the store", marker=False)
     resume: str | None = _option(
-        option_values.text,
+        text,
         None,
         "REPORT",
         "continue the session of this report with the cases that are missing, on the same machine and commit with the "
@@ -247,7 +383,7 @@ class Options:
         marker=False,
     )
     compare: str | None = _option(
-        option_values.text,
+        text,
         None,
         "REF",
         "compare this run with a report and fail on regressions: a path, git:REV:PATH, or a report of the store by its "
@@ -255,7 +391,7 @@ class Options:
         marker=False,
     )
     policy: str | None = _option(
-        option_values.text,
+        text,
         None,
         "PATH",
         "thresholds of the gate, a TOML file or git:REV:PATH, which a change cannot edit (default: [tool.llmgpu.gate] "
@@ -263,7 +399,7 @@ class Options:
         marker=False,
     )
     calibration: str | None = _option(
-        option_values.text,
+        text,
         None,
         "PATH",
         "noise of this runner between launches, a file or git:REV:PATH (default: the file of llmgpu calibrate in the "
@@ -277,35 +413,35 @@ class Options:
         marker=False,
     )
     allow_missing: bool | None = _option(
-        option_values.switch,
+        switch,
         None,
         None,
         "pass although cases or figures of the baseline are missing in this run",
         marker=False,
     )
     allow_no_baseline: bool | None = _option(
-        option_values.switch,
+        switch,
         None,
         None,
         "pass although nothing could be compared, because there is no baseline",
         marker=False,
     )
     require_armed: bool | None = _option(
-        option_values.switch,
+        switch,
         None,
         None,
         "fail if anything that is gated could not be compared; deselected cases (-k and similar) do not count",
         marker=False,
     )
     html: str | None = _option(
-        option_values.text,
+        text,
         None,
         "PATH",
         "HTML page to write at the end, .html; it needs no network (requires the extra `report`)",
         marker=False,
     )
     accuracy_baseline: float | None = _option(
-        option_values.fraction,
+        fraction,
         None,
         "FRACTION",
         "accuracy to reach (default: the registered or published one, if known)",
@@ -315,9 +451,7 @@ class Options:
         "acc_norm",
         "accuracy metric that is compared with the baseline",
     )
-    accuracy_tolerance: float = _option(
-        option_values.fraction, "0.01", "FRACTION", "allowed difference below the baseline"
-    )
+    accuracy_tolerance: float = _option(fraction, "0.01", "FRACTION", "allowed difference below the baseline")
 
     def in_force(self) -> dict[str, Any]:
         """Return flag to value of all options, for the report."""

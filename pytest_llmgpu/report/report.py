@@ -1,4 +1,4 @@
-"""The record of one session: the whole object of the JSON file."""
+"""The record of one session, the whole object of the JSON file, with the machine, the source and the largest batch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,98 @@ from collections.abc import Collection
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Count
-from pytest_llmgpu.report.capacity import Capacity
+from pytest_llmgpu.report.bounds import Amount, Count, Positive
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.work import Ceilings
 
 SCHEMA_VERSION = 2
 """Version of the report's format. It grows by optional fields; a reader ignores fields that it does not know."""
 
 OptionValue = str | int | float | bool | None | list[str | int | float]
 """The value of an option in JSON."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU as NVML describes it, independent of CUDA_VISIBLE_DEVICES."""
+
+    index: Count
+    """NVML index, in the order of the PCI bus. The index in CUDA may differ. On several nodes the indices of a node
+    continue those of the node before."""
+    uuid: str
+    """NVML's unique identifier of the GPU."""
+    name: str
+    """Product name of the GPU."""
+    memory_bytes: Count | None = None
+    """Total memory of the board, including the share of the driver."""
+    reserved_bytes: Count | None = None
+    """Memory that the driver reserves for itself; null if the driver does not report it."""
+    pcie_gen: Count | None = None
+    """Highest PCIe generation that both GPU and slot support. The current generation is lower while the GPU is idle."""
+    pcie_width: Count | None = None
+    """PCIe lanes in use; fewer than the board has can mean a badly seated board."""
+    power_limit_w: Amount | None = None
+    """Lowest power limit in force. A lower limit makes the GPU slower."""
+    nvlinks: Count | None = None
+    """Number of active NVLinks; null if the GPU has none."""
+    why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
+
+
+class Node(msgspec.Struct, kw_only=True):
+    """A machine and its libraries, without names of hosts or users."""
+
+    cpu: str | None = None
+    """Model name of the CPU."""
+    cores: Count | None = None
+    """Number of CPU cores that the process may use."""
+    python: str
+    """Version of Python."""
+    platform: str
+    """Kernel and C library, such as `Linux-6.1.0-x86_64-with-glibc2.36`."""
+    gpus: list[Gpu] = []
+    """Every GPU of the node, visible to CUDA or not. In `environment`, the GPUs of all nodes in their order."""
+    topology: list[list[str]] | None = None
+    """Matrix [gpus][gpus] of the links between GPUs, in the terms of `nvidia-smi topo -m`; `NET` between nodes."""
+    driver: str | None = None
+    """Version of the NVIDIA driver."""
+    cuda: str | None = None
+    """CUDA version that torch was built for."""
+    nccl: str | None = None
+    """Version of NCCL."""
+    versions: dict[str, str | None] = {}
+    """Distribution name mapped to its version; null if it is not installed."""
+    variables: dict[str, str] = {}
+    """Environment variables that influence the measurement."""
+    why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
+
+
+class Environment(Node, kw_only=True):
+    """The machine and its libraries, without names of hosts or users; of several nodes the first one."""
+
+    nodes: list[Node] = []
+    """Every node of a measurement on several, in the order of their ranks; empty for one node."""
+    ceilings: Ceilings | None = None
+    """Rates that the GPUs reached in short benchmarks of this session; null with the reason in `why`."""
+    kernel_names: list[str] = []
+    """Names of the kernels that rows of `work` refer to by number, cut to 120 characters."""
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """The source that was measured."""
+
+    sha: str | None = None
+    """Hash of the commit."""
+    branch: str | None = None
+    """Name of the branch; null if HEAD is detached and no variable of a CI system names the branch."""
+    dirty: bool | None = None
+    """True if a tracked file differs from the commit; null if git could not be run."""
+    source: str | None = None
+    """Source of the commit: `git`, or the environment variable that named it."""
+    why: dict[str, str] = {}
+    """Field name mapped to the reason why its value is null."""
 
 
 class Session(msgspec.Struct, kw_only=True):
@@ -51,6 +131,50 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the file of that report."""
     kept: Count
     """Number of its cases that were kept. Cases that were interrupted are measured again."""
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest batch size that should fit, by a line through the memory peaks of smaller batch sizes."""
+
+    max_batch_size: Count
+    """Largest batch size that is predicted to fit every device; 0 if not even one sequence fits."""
+    device_index: Count
+    """NVML index of the device that is full first."""
+    limit_bytes: int
+    """Memory of that device that a case may use: the cap, or all memory without the share of the driver."""
+    fixed_bytes: int
+    """Memory that the device uses without any sequence: weights, CUDA context and NCCL buffers."""
+    bytes_per_sequence: int
+    """Memory that each sequence adds when it is padded to the longest one, allocator overhead included."""
+    batch_sizes: list[Positive]
+    """Batch sizes through which the line was fitted."""
+    residual_bytes: Count
+    """Largest distance of a measured peak from the line."""
+    gaps: float = 0.0
+    """Bytes that torch's allocator reserves beyond live tensors for each byte that sequences add, between the smallest
+    and the largest batch size. It is 0 if this is unknown or does not grow with the batch size."""
+    why: dict[str, str] = {}
+    """Reason why memory outside torch's allocator is not included, under the key `rest_bytes`."""
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest batch size of one series, as measured and as predicted."""
+
+    series: str
+    """Series of the cases: a hash over every property of a case except its batch size."""
+    strategy: str
+    """Strategy of the series."""
+    largest_fit: Positive | None
+    """Largest batch size that completed; null if none did."""
+    smallest_oom: Positive | None
+    """Smallest batch size that ran out of memory. Null means that none did, so that sizes above `largest_fit` may
+    fit."""
+    prediction: Prediction | None
+    """Prediction from the cases that ran before the first one that ran out of memory."""
+    text: str
+    """Measured and predicted size in one sentence."""
+    why: dict[str, str] = {}
+    """Reason why there is no prediction, under the key `prediction`."""
 
 
 class Promotion(msgspec.Struct, frozen=True, kw_only=True):

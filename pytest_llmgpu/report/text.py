@@ -1,9 +1,13 @@
-"""Numbers and names as text: one function per kind, for every message, table and page."""
+"""Numbers and names as text: one function per kind, for every message, table and page.
+
+Of a long text a report keeps a part: a library may write gigabytes, or raise a message of megabytes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 MIB = 2**20
 """Bytes in a mebibyte."""
@@ -23,6 +27,14 @@ _STYLE = re.compile(r"(\x1b\[(?:[0-4]|3[0-7])m)")
 """The styles of this package: colours, bold and dim. A report could hide text by others."""
 _COMMAND = re.compile(r"^(\s*)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
 """Where a CI system reads a command in the output: `::error::` at the start of a line, `##[error]` anywhere."""
+
+MESSAGE_LETTERS = 2_000
+"""Most letters of a message that are kept."""
+
+_LOG_LINES = 40
+_LINE_LETTERS = 1_000
+_LOG_BYTES = 2**18
+"""A log is read from this many bytes before its end: 40 lines of several thousand letters."""
 
 
 def significant(value: float, digits: int = 4) -> str:
@@ -128,3 +140,33 @@ def printable_lines(text: str, *, styled: bool = False) -> str:
     pieces = _STYLE.split(text) if styled else [text]
     pieces[::2] = ["\n".join(map(printable, piece.split("\n"))) for piece in pieces[::2]]
     return _COMMAND.sub(r"\1\\", "".join(pieces))
+
+
+def beginning(text: str, most_letters: int = MESSAGE_LETTERS) -> str:
+    """Return the beginning of a text, with the number of bytes that are left out."""
+    if len(text) <= most_letters:
+        return text
+    left_out_bytes = len(text[most_letters:].encode("utf-8", "surrogatepass"))
+    return f"{text[:most_letters]}... ({left_out_bytes:,} bytes left out)"
+
+
+def log_tail(path: Path, begin_bytes: int = 0, *, most_lines: int = _LOG_LINES, most_bytes: int = _LOG_BYTES) -> str:
+    """Return the last lines of a log, each cut; empty if the log cannot be read.
+
+    If the log is longer than the part that is read, the first line has the number of bytes before that part.
+
+    Args:
+        path: The log.
+        begin_bytes: What comes before this place does not count.
+        most_lines: Most lines that are returned.
+        most_bytes: Most bytes that are read.
+    """
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            skipped_bytes = file.seek(max(begin_bytes, size_bytes - most_bytes)) - begin_bytes
+            text = file.read(most_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [beginning(line, _LINE_LETTERS) for line in text.splitlines()[-most_lines:]]
+    return "\n".join([f"({skipped_bytes:,} bytes of the log left out)"] * (skipped_bytes > 0) + lines)

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Launch
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Generation, Launch
 from pytest_llmgpu.report.work import Work
 
 _NUMBER_BYTES = 4

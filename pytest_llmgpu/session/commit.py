@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous
+from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.store import git
 
 _TIMEOUT_S = 60.0

@@ -17,14 +17,13 @@ from pytest_llmgpu.analysis.earlier import Earlier
 from pytest_llmgpu.analysis.launch_merging import by_launch
 from pytest_llmgpu.profiling import machine, nodes
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.report import excerpts, file
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.option_values import LATEST
-from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.options import LATEST, Options
 from pytest_llmgpu.report.privacy import HOST_OPTIONS, anonymous, public_arguments, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import valid
+from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session import resume
@@ -205,7 +204,7 @@ class Recorder:
             failure = result.failure
             result.failure = msgspec.structs.replace(
                 failure,
-                message=self._text(excerpts.beginning(failure.message)),
+                message=self._text(beginning(failure.message)),
                 log_tail=None if failure.log_tail is None else self._text(failure.log_tail),
             )
         for why in (result.why, *(launch.why for launch in result.launches)):

@@ -23,11 +23,20 @@ from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
-from pytest_llmgpu.report import derived, disturbances, profile_figures
+from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, HostUse, Launch, Phase, Profile, Traffic
+from pytest_llmgpu.report.result import (
+    CaseResult,
+    DeviceMemory,
+    Failure,
+    Generation,
+    HostUse,
+    Launch,
+    Phase,
+    Profile,
+    Traffic,
+)
 from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
 from pytest_llmgpu.strategies.protocol import Strategy, Workspace
@@ -606,11 +615,7 @@ def _device_memory(
     """Join what a rank, its workspace and NVML report about the memory of one device; devices are joined by UUID."""
     index = next((gpu.index for gpu in machine.gpus if gpu.uuid == use.uuid), 0)
     seen = next((device for device in profile.devices if device.uuid == use.uuid), None)
-    used = (
-        profile_figures.of_window(profile, seen, "memory_used_bytes")
-        if seen
-        else profile.why.get("profile", "no sample")
-    )
+    used = derived.of_window(profile, seen, "memory_used_bytes") if seen else profile.why.get("profile", "no sample")
     why = dict(use.why)
     if workspace is None:
         why["workspace_bytes"] = "the strategy reported no workspace outside torch's allocator"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.large_file import LargeFile, Text
-from pytest_llmgpu.report.option_values import LATEST
+from pytest_llmgpu.report.options import LATEST
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.verdicts import Baseline
@@ -163,7 +163,7 @@ def _shown(found: Sequence[Stored]) -> list[str]:
 
 def _of_path(path: Path) -> Source:
     try:
-        return Source(name=str(path), data=LargeFile.open(path) or decompression.read(path))
+        return Source(name=str(path), data=LargeFile.open(path) or file.read(path))
     except FileNotFoundError as error:
         raise git.AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
     except OSError as error:

@@ -9,8 +9,7 @@ from support.prose import Prose
 from support.report_factory import GIB, make_failed, make_memory, make_result
 
 from pytest_llmgpu.analysis.capacity import capacities, next_probe, search
-from pytest_llmgpu.report.capacity import Capacity
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Capacity, Gpu
 from pytest_llmgpu.report.result import CaseResult, Failure
 
 _GPUS = [Gpu(index=index, uuid=f"GPU-{index}", name="H", memory_bytes=32 * GIB) for index in range(4)]

@@ -10,8 +10,8 @@ from support.report_factory import make_case, make_generation, make_result
 
 from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.analysis.assess import assess
-from pytest_llmgpu.report.machine import Environment
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, Launch
 
 _TEXTS = [[1, 2, 3], [4, 5, 6]]

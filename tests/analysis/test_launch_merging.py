@@ -10,8 +10,7 @@ from support.verdict_factory import make_traffic, with_launches
 
 from pytest_llmgpu.analysis.launch_merging import extend, merge, merge_results
 from pytest_llmgpu.report.file import encode, parse
-from pytest_llmgpu.report.machine import Commit, Gpu
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
 from pytest_llmgpu.report.work import Bound
 

@@ -8,8 +8,7 @@ import pytest
 from support.report_factory import GIB, make_failed, make_result
 
 from pytest_llmgpu.analysis.memory_model import predict, split
-from pytest_llmgpu.report.capacity import Prediction
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Gpu, Prediction
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
 
 MIB = 2**20

@@ -9,7 +9,7 @@ from support.prose import Prose
 from support.report_factory import make_report
 
 from pytest_llmgpu.analysis.traffic_path import describe_move, has_moved, of_case, pcie_bytes
-from pytest_llmgpu.report.machine import Environment, Gpu
+from pytest_llmgpu.report.report import Environment, Gpu
 from pytest_llmgpu.report.result import Collective, CollectiveKind, DeviceProfile, Metric, Path, Profile, Traffic
 
 GB = 10**9

@@ -15,8 +15,7 @@ from pytest_llmgpu.gate.calibration import default_path, dump, measure
 from pytest_llmgpu.gate.promotion import NAME
 from pytest_llmgpu.report.file import dump as write
 from pytest_llmgpu.report.file import load
-from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
 from pytest_llmgpu.store.references import resolve
 from pytest_llmgpu.store.store import save, stored

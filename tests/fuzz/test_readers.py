@@ -40,9 +40,8 @@ from pytest_llmgpu.inference import model_files, models
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.prompts import Prompts
 from pytest_llmgpu.report import file, large_file, validation
-from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.privacy import anonymous, short_paths
-from pytest_llmgpu.report.report import Report, Resumption
+from pytest_llmgpu.report.report import Commit, Report, Resumption
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import printable_lines
 from pytest_llmgpu.report.work import Work

@@ -21,9 +21,8 @@ from pytest_llmgpu.gate.noise_model import DAY_SD
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
 from pytest_llmgpu.report.case import GENERATE
-from pytest_llmgpu.report.machine import Commit
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.report import Report, Resumption, Session
+from pytest_llmgpu.report.report import Commit, Report, Resumption, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Verdicts, worst_first
 

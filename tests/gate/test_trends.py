@@ -35,8 +35,7 @@ from pytest_llmgpu.render.html.trend import render
 from pytest_llmgpu.render.terminal.trends import tables
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.file import load
-from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Session
+from pytest_llmgpu.report.report import Commit, Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.store.store import save, stored
 

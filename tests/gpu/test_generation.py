@@ -27,8 +27,7 @@ from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts, ScoreReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, decode_tokens, typical_difference
-from pytest_llmgpu.report.generation import Generation
-from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.result import CaseResult, Generation, Launch
 
 pytestmark = [
     pytest.mark.gpu,

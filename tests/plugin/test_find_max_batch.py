@@ -16,8 +16,7 @@ from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.machine import Gpu
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Gpu, Report
 from pytest_llmgpu.report.result import Batches, CaseResult, DeviceMemory, Failure, Launch, Outcome, Phase
 from pytest_llmgpu.session.runner import Request, Runner
 

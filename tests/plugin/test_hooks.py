@@ -22,8 +22,7 @@ from support.hurried_clock import hurry
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.machine import Gpu
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Gpu, Report
 from pytest_llmgpu.session.runner import Runner
 
 Run = Callable[..., pytest.RunResult]

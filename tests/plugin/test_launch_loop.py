@@ -15,8 +15,8 @@ from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Commit, Environment
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
 

@@ -21,7 +21,7 @@ from pytest_llmgpu.profiling.machine import (
     probe,
 )
 from pytest_llmgpu.profiling.nvml import Inventory
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Gpu
 
 _CPU_TORCH = TorchFacts(version="2.13.0+cpu", why="Torch not compiled with CUDA enabled")
 _CUDA_TORCH = TorchFacts(

@@ -6,7 +6,7 @@ import pytest
 from pytest_llmgpu.profiling import nodes
 from pytest_llmgpu.profiling.machine import Machine, TorchDevice, TorchFacts
 from pytest_llmgpu.profiling.nodes import Difference, NodeFacts, describe
-from pytest_llmgpu.report.machine import Gpu, Node
+from pytest_llmgpu.report.report import Gpu, Node
 
 
 def _facts(letters: str = "ab", torch: str = "2.13.0", driver: str = "580.1", **variables: str) -> NodeFacts:

@@ -10,7 +10,7 @@ from pytest_llmgpu.profiling import recording as module
 from pytest_llmgpu.profiling.recording import Recording
 from pytest_llmgpu.profiling.sampler.cumulative import THROTTLED, Cumulative
 from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
-from pytest_llmgpu.report.profile_figures import of_window
+from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.result import Profile
 
 

@@ -14,7 +14,7 @@ from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.nodes import NodeFacts
 from pytest_llmgpu.ranks.nodes import Devices, Place, spread
 from pytest_llmgpu.ranks.protocol import Launcher
-from pytest_llmgpu.report.machine import Gpu, Node
+from pytest_llmgpu.report.report import Gpu, Node
 
 
 @dataclasses.dataclass

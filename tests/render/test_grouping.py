@@ -4,7 +4,7 @@ from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.inference import logits
 from pytest_llmgpu.render.grouping import blocks, captions, dataset, differing_parts, model
-from pytest_llmgpu.report.machine import Node
+from pytest_llmgpu.report.report import Node
 
 
 def test_strategies_and_batch_sizes_share_a_table() -> None:

@@ -13,7 +13,7 @@ from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.terminal.cases import WIDTH, work_table
 from pytest_llmgpu.render.work_table import make_work_table, make_work_tables
 from pytest_llmgpu.report.derived import batch_latency_s, derive
-from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import file
 
 _DATA = b"0123456789" * 1000
 
@@ -16,13 +16,13 @@ _DATA = b"0123456789" * 1000
 @pytest.mark.parametrize("data", [b"", b"{}", _DATA])
 def test_data_that_is_not_gzip_is_unchanged(data: bytes) -> None:
     """The content decides if data is decompressed."""
-    assert decompression.unpack(data) == data
+    assert file.unpack(data) == data
 
 
 def test_several_gzip_streams_are_one_file() -> None:
     """`cat a.gz b.gz` makes a valid gzip file, also when it is padded with zeros."""
     parts = gzip.compress(_DATA[:1000]) + gzip.compress(_DATA[1000:]) + bytes(512)
-    assert decompression.unpack(parts) == _DATA
+    assert file.unpack(parts) == _DATA
 
 
 @pytest.mark.parametrize(
@@ -39,33 +39,33 @@ def test_several_gzip_streams_are_one_file() -> None:
 def test_broken_gzip_data_is_refused(data: bytes) -> None:
     """Truncated, extended and damaged streams are errors in one line."""
     with pytest.raises(ValueError, match=r"^cannot be decompressed: [^\n]+$"):
-        decompression.unpack(data)
+        file.unpack(data)
 
 
 def test_a_file_up_to_the_limit_is_read(tmp_path: Path) -> None:
     """The limit itself is allowed, one byte more is not."""
     path = tmp_path / "report.json"
     path.write_bytes(_DATA)
-    assert decompression.read(path, limit_bytes=len(_DATA)) == _DATA
+    assert file.read(path, limit_bytes=len(_DATA)) == _DATA
     with pytest.raises(ValueError, match=r"^is larger than 9,999 bytes"):
-        decompression.read(path, limit_bytes=len(_DATA) - 1)
+        file.read(path, limit_bytes=len(_DATA) - 1)
 
 
 def test_decompressed_data_up_to_the_limit_is_returned() -> None:
     """The limit itself is allowed, one byte more is not."""
     data = gzip.compress(_DATA)
-    assert decompression.unpack(data, limit_bytes=len(_DATA)) == _DATA
+    assert file.unpack(data, limit_bytes=len(_DATA)) == _DATA
     with pytest.raises(ValueError, match=r"^decompresses to more than 9,999 bytes"):
-        decompression.unpack(data, limit_bytes=len(_DATA) - 1)
+        file.unpack(data, limit_bytes=len(_DATA) - 1)
 
 
 def test_a_bomb_is_refused_with_little_memory(tmp_path: Path) -> None:
     """A file of 5 MB that decompresses to 5 GB takes at most 500 MB."""
     path = tmp_path / "bomb.json.gz"
-    with path.open("wb") as file:
+    with path.open("wb") as opened:
         member = gzip.compress(bytes(2**26))
         for _ in range(80):
-            file.write(member)
+            opened.write(member)
     script = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -79,7 +79,7 @@ def test_a_bomb_is_refused_with_little_memory(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     message, kib = ran.stdout.splitlines()
-    assert message == f"report {path}: decompresses to more than {decompression.LIMIT_BYTES:,} bytes, the limit"
+    assert message == f"report {path}: decompresses to more than {file.LIMIT_BYTES:,} bytes, the limit"
     assert int(kib) < 500_000
 
 
@@ -96,4 +96,4 @@ def test_a_bomb_is_refused_with_little_memory(tmp_path: Path) -> None:
 def test_json_that_cannot_be_read_is_one_line(data: bytes, message: str) -> None:
     """The message has the place."""
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        decompression.parse_json(data)
+        file.parse_json(data)

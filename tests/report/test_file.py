@@ -24,7 +24,7 @@ from support.report_factory import (
     make_result,
 )
 
-from pytest_llmgpu.report import decompression, file
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import check_writable, dump, encodable, encode, load, parse
 from pytest_llmgpu.report.report import SCHEMA_VERSION, next_id
 from pytest_llmgpu.report.result import Failure, Metric
@@ -301,7 +301,7 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(data: bytes, reason:
 def test_a_file_above_the_size_limit_is_refused(compressed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A report up to the limit loads; one byte more is refused with the name of the file."""
     data = encode(make_full_report(), compressed=False)
-    monkeypatch.setattr(decompression, "LIMIT_BYTES", len(data))
+    monkeypatch.setattr(file, "LIMIT_BYTES", len(data))
     for name, content in (("report.json", data), ("large.json", data + b" ")):
         Path(name).write_bytes(gzip.compress(content) if compressed else content)
     assert load(Path("report.json")) == make_full_report()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.report_factory import make_full_report, make_report, make_result, make_work
 
-from pytest_llmgpu.report import decompression, large_file
+from pytest_llmgpu.report import file, large_file
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.large_file import LargeFile, StoredRows, Text
 from pytest_llmgpu.report.report import Report
@@ -204,7 +204,7 @@ def test_small_compressed_and_too_large_files_are_not_opened(limit_bytes: int, m
     compressed = Path("report.json.gz")
     dump(_report(), _PATH)
     dump(_report(), compressed)
-    monkeypatch.setattr(decompression, "LIMIT_BYTES", limit_bytes)
+    monkeypatch.setattr(file, "LIMIT_BYTES", limit_bytes)
     assert (LargeFile.open(_PATH) is None) == (limit_bytes == 10)
     monkeypatch.setattr(large_file, "SMALL_BYTES", 2**24)
     assert LargeFile.open(_PATH) is None

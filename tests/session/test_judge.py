@@ -13,9 +13,8 @@ from pytest_llmgpu.gate import calibration
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.machine import Environment, Gpu
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Environment, Gpu, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.session.judge import Judge

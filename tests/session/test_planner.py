@@ -13,8 +13,8 @@ from pytest_llmgpu.inference import model_facts
 from pytest_llmgpu.inference.model_facts import ModelFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Gpu
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel

@@ -12,8 +12,8 @@ from support.report_factory import make_answers, make_ceilings, make_failed, mak
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.machine import Commit, Environment
 from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Commit, Environment
 from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder

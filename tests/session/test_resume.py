@@ -7,8 +7,7 @@ import msgspec
 import pytest
 from support.report_factory import make_case, make_ceilings, make_failed, make_report, make_result, make_traffic
 
-from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import CaseResult, Failure, Launch
 from pytest_llmgpu.report.work import TRAFFIC_STOPPED, WORK_STOPPED
 from pytest_llmgpu.session import resume

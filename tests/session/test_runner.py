@@ -25,7 +25,7 @@ from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.machine import Gpu
+from pytest_llmgpu.report.report import Gpu
 from pytest_llmgpu.report.result import (
     Batches,
     CaseResult,

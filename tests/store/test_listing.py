@@ -9,10 +9,8 @@ import pytest
 from support.stored_reports import H200, measured
 
 from pytest_llmgpu.report.file import load
-from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Session
-from pytest_llmgpu.store.listing import Summary, summarise, table
-from pytest_llmgpu.store.store import save, stored
+from pytest_llmgpu.report.report import Commit, Session
+from pytest_llmgpu.store.store import Summary, save, stored, summarise, table
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 

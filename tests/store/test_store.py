@@ -13,7 +13,7 @@ from support.stored_reports import H200, gpus, measured
 
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump, encode, load
-from pytest_llmgpu.report.option_values import check_name, check_name_is_free
+from pytest_llmgpu.report.options import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.store.store import hardware, save, stored
 

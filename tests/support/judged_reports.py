@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_llmgpu.report.machine import Commit, Environment
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Environment, Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from support.stored_reports import gpus
 from support.verdict_factory import BATCHES, make_traffic, with_launches

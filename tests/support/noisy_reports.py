@@ -6,8 +6,7 @@ import math
 import random
 from typing import Any
 
-from pytest_llmgpu.report.machine import Commit, Environment
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Commit, Environment, Report
 from pytest_llmgpu.report.result import CaseResult
 from support.stored_reports import gpus
 from support.verdict_factory import with_launches

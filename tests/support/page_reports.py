@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import Series
 from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
 from support.report_factory import make_profile, make_report, paper_results

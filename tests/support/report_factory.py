@@ -12,9 +12,7 @@ import msgspec
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import derive, encode, encode_tokens, proportion_stderr
 from pytest_llmgpu.report.file import encode as encode_report
-from pytest_llmgpu.report.generation import Generation
-from pytest_llmgpu.report.machine import Commit, Environment, Gpu, Node
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Environment, Gpu, Node, Report, Session
 from pytest_llmgpu.report.result import (
     Accuracy,
     Batches,
@@ -24,6 +22,7 @@ from pytest_llmgpu.report.result import (
     DeviceMemory,
     DeviceProfile,
     Failure,
+    Generation,
     Launch,
     Metric,
     Outcome,

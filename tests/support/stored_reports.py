@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_llmgpu.report.machine import Commit, Gpu
-from pytest_llmgpu.report.report import Report, Session
+from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
 from support.report_factory import make_failed, make_report, make_result
 
 H200 = "4x-NVIDIA-H200-140GiB"

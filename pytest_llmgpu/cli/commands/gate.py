@@ -9,7 +9,7 @@ from pytest_llmgpu.cli.output import color, show, write_json
 from pytest_llmgpu.gate import policy_file
 from pytest_llmgpu.gate.classify import exit_status
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-from pytest_llmgpu.report import option_values
+from pytest_llmgpu.report import options
 
 _STATUSES = (
     "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data: a large slowdown "
@@ -62,6 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _positive(text: str) -> float:
     try:
-        return option_values.positive(text)
+        return options.positive(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

@@ -6,7 +6,7 @@ import argparse
 
 from pytest_llmgpu.cli.arguments import add_storage, storage_of
 from pytest_llmgpu.cli.output import complain, show
-from pytest_llmgpu.store import listing, store
+from pytest_llmgpu.store import store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +21,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"storage {folder}: is not a folder")
     kept = store.stored(folder)
     lines, broken = [], []
-    for one, summary in zip(kept, listing.summarise(kept), strict=True):
+    for one, summary in zip(kept, store.summarise(kept), strict=True):
         if isinstance(summary, str):
             broken.append(summary)
         else:
             lines.append((one, summary))
     if lines or not kept:
         show(
-            listing.table(lines)
+            store.table(lines)
             if lines
             else f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it"
         )

@@ -9,7 +9,7 @@ from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed
-from pytest_llmgpu.store import listing, store
+from pytest_llmgpu.store import store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.log is not None:
         show(_log(report, arguments.log))
         return 0
-    parts = [found.name, store.hardware(report), report.created, f"commit {listing.commit(report.commit)}"]
+    parts = [found.name, store.hardware(report), report.created, f"commit {store.commit(report.commit)}"]
     if not report.session.complete:
         parts.append("run not complete")
     show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.cli.output import color, complain, save, show
-from pytest_llmgpu.report.option_values import batch_sizes
+from pytest_llmgpu.report.options import size_list
 from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = None
     if arguments.batch_sizes is not None:
         try:
-            sizes = batch_sizes(arguments.batch_sizes)
+            sizes = size_list(arguments.batch_sizes)
         except ValueError as error:
             raise ValueError(f"--batch-sizes {arguments.batch_sizes}: {error}") from None
     broken: list[Stored] = []

@@ -17,9 +17,17 @@ import msgspec
 from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.gate.policy import Rules
 from pytest_llmgpu.report.derived import decode, derive, encode, generated, predictions_of
-from pytest_llmgpu.report.generation import Generation
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.result import Accuracy, Batches, CaseResult, Collective, DeviceMemory, Failure, Launch
+from pytest_llmgpu.report.result import (
+    Accuracy,
+    Batches,
+    CaseResult,
+    Collective,
+    DeviceMemory,
+    Failure,
+    Generation,
+    Launch,
+)
 from pytest_llmgpu.report.text import GIB
 from pytest_llmgpu.report.work import RankWork
 

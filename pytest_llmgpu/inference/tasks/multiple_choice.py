@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, TextRequest
-from pytest_llmgpu.report import decompression
 from pytest_llmgpu.report.derived import encode, proportion_stderr
+from pytest_llmgpu.report.file import GZIP, parse_json, read, unpack
 from pytest_llmgpu.report.result import Accuracy
 from pytest_llmgpu.report.text import guess
 
@@ -115,7 +115,7 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
     """
     try:
         with path.open("rb") as opened:
-            file = _unpacked(path) if opened.peek(2).startswith(decompression.GZIP) else opened
+            file = _unpacked(path) if opened.peek(2).startswith(GZIP) else opened
             number = 0
             while line := file.readline(_LINE_BYTES + 1):
                 number += 1
@@ -130,7 +130,7 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
 def _unpacked(path: Path) -> IO[bytes]:
     """Return a compressed file, decompressed in memory."""
     try:
-        return io.BytesIO(decompression.unpack(decompression.read(path)))
+        return io.BytesIO(unpack(read(path)))
     except ValueError as error:
         raise ValueError(f"dataset {path} {error}") from None
 
@@ -149,7 +149,7 @@ def _refused_folder(path: Path) -> str:
 def _parse(line: bytes, place: str) -> Any:
     try:
         # Without its line break: the error of an unfinished object would name the next line.
-        return decompression.parse_json(line.rstrip())
+        return parse_json(line.rstrip())
     except ValueError as error:
         raise ValueError(f"{place}: {error}: one object per line is needed") from error
 

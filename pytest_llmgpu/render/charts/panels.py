@@ -11,9 +11,8 @@ from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, differing_parts
 from pytest_llmgpu.render.time_table import Entry
 from pytest_llmgpu.render.time_table import entries as entries_of
-from pytest_llmgpu.report.capacity import Capacity
-from pytest_llmgpu.report.profile_figures import of_window
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.derived import of_window
+from pytest_llmgpu.report.report import Capacity, Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Link
 
 LinkName = Literal["nvlink", "pcie"]

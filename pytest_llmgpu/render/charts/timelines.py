@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.grouping import caption
-from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, Profile, Series
 from pytest_llmgpu.report.text import GIB
 

@@ -22,8 +22,7 @@ from pytest_llmgpu.render.exports.markdown_table import case_lines, header, line
 from pytest_llmgpu.render.exports.notices import Level, Notice, level, notices, other_notices
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
-from pytest_llmgpu.store.listing import commit
-from pytest_llmgpu.store.store import hardware
+from pytest_llmgpu.store.store import commit, hardware
 
 LIMIT_BYTES = 1000 * 1024
 """Most bytes of the page: 24 KiB less than GitHub allows, for other output of the step."""

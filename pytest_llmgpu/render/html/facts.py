@@ -7,9 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from pytest_llmgpu.render.grouping import unique
-from pytest_llmgpu.report.machine import Gpu
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import OptionValue, Report
+from pytest_llmgpu.report.report import Gpu, OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 
 _BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes

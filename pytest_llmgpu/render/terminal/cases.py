@@ -23,7 +23,7 @@ from pytest_llmgpu.render.device_columns import (
 )
 from pytest_llmgpu.render.time_table import LEGEND, Cell, Entry, entries, make_time_table
 from pytest_llmgpu.render.work_table import SUMMARY, make_work_tables, written
-from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, Path
 
 WIDTH = 100

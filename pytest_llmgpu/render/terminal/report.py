@@ -18,9 +18,8 @@ from pytest_llmgpu.render.terminal.cases import (
     summary_table,
     work_table,
 )
-from pytest_llmgpu.report.capacity import Capacity
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Capacity, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, plural
 

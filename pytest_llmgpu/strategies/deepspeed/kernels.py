@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.report import excerpts
+from pytest_llmgpu.report.text import log_tail
 from pytest_llmgpu.strategies.deepspeed import build_lock
 
 _OP = "transformer_inference"
@@ -123,7 +123,7 @@ def build(
             other = "; another process compiled it at the same time" if waits else ""
             raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{other} (log: {log})")
         if process.returncode != 0:
-            reason = _reason(excerpts.log_tail(log, most_lines=2**16, most_bytes=2**24), process.returncode)
+            reason = _reason(log_tail(log, most_lines=2**16, most_bytes=2**24), process.returncode)
             raise RuntimeError(f"DeepSpeed's {_OP} did not compile: {reason} (log: {log})")
 
 

@@ -14,7 +14,7 @@ from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.baseline_arguments import read_verdicts
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.report.file import dump, load
-from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.store.store import save
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

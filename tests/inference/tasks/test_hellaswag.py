@@ -13,7 +13,7 @@ import pytest
 
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Item
-from pytest_llmgpu.report import decompression
+from pytest_llmgpu.report import file
 
 RECORD: dict[str, Any] = {
     "ind": 24,
@@ -143,7 +143,7 @@ def test_a_compressed_file_is_read(tmp_path: Path) -> None:
     assert (packed.name, packed.sha256) == ("items.jsonl.gz", plain.sha256)
     for content, reason in (
         (path.read_bytes()[:40], "cannot be decompressed"),
-        (gzip.compress(b"\n" * (decompression.LIMIT_BYTES + 1), 1), "decompresses to more than"),
+        (gzip.compress(b"\n" * (file.LIMIT_BYTES + 1), 1), "decompresses to more than"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"items\.jsonl\.gz {reason}"):

@@ -10,8 +10,7 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart
-from pytest_llmgpu.report.machine import Commit
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Commit, Report
 from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
 
 

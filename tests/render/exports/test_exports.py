@@ -71,7 +71,7 @@ def test_exporting_needs_no_heavy_library() -> None:
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
         "from pytest_llmgpu.render.exports import FORMATS, export\n"
         "assert 'msgspec' not in sys.modules\n"
-        "from pytest_llmgpu.report.machine import Environment\n"
+        "from pytest_llmgpu.report.report import Environment\n"
         "from pytest_llmgpu.report.report import Report\n"
         "empty = Report(created='', plugin_version=None, environment=Environment(python='', platform=''))\n"
         "[export(name, empty) for name in FORMATS]\n"

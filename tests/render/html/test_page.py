@@ -11,7 +11,7 @@ from support.report_factory import make_report
 
 from pytest_llmgpu.render.charts.theme import theme
 from pytest_llmgpu.render.html import colors, facts
-from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Commit
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
 """Colours of text."""

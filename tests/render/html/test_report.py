@@ -21,7 +21,7 @@ from pytest_llmgpu.cli.commands.html import page_name
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.file import dump
-from pytest_llmgpu.report.machine import Commit
+from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding
 
 pytest.importorskip("jinja2", reason="the page needs the extra report")

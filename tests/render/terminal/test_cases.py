@@ -20,7 +20,7 @@ from support.report_factory import (
 
 from pytest_llmgpu.analysis.accuracy_check import check
 from pytest_llmgpu.render.terminal.cases import WIDTH, device_tables, painter, summary_table
-from pytest_llmgpu.report.machine import Environment
+from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import (
     CaseResult,
     Collective,
