@@ -1,13 +1,10 @@
-"""Start one rank, or run one case of a report again: `python -m pytest_llmgpu.ranks REPORT CASE_ID`."""
+"""Start one rank; a launcher runs this module."""
 
 from __future__ import annotations
 
 import sys
 
-from pytest_llmgpu.ranks import rerun, serving
+from pytest_llmgpu.ranks import serving
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [serving.FLAG]:
-        serving.main(sys.argv[2:])
-    else:
-        rerun.main()
+    serving.main(sys.argv[1:])

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import oom, serving, world
+from pytest_llmgpu.ranks import oom, world
 from pytest_llmgpu.ranks.futures import Answer, End, Listener, ProcessRank
 from pytest_llmgpu.ranks.oom import Death
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch
@@ -135,7 +135,7 @@ class LocalProcess:
         ends = (command_in, answer_out, batch_out)
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                processes.command("pytest_llmgpu.ranks", serving.FLAG, *map(str, (os.getpid(), *ends))),
+                processes.command("pytest_llmgpu.ranks", *map(str, (os.getpid(), *ends))),
                 env={**_environment(), **environment, "PYTHONUNBUFFERED": "1", _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

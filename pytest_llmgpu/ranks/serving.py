@@ -19,9 +19,6 @@ from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 from pytest_llmgpu.report.text import beginning
 
-FLAG = "--serve"
-"""`python -m pytest_llmgpu.ranks` starts a rank if this is its first argument."""
-
 NOT_RECORDED = "a forward could not be recorded as a CUDA graph"
 """Evidence of a failure. The message is the operation with its error, and the case can be measured eagerly."""
 
