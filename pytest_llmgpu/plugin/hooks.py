@@ -6,7 +6,6 @@ uses the model.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -83,13 +82,6 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         if _serves_rank_zero(config):
             return pytest.ExitCode.USAGE_ERROR
         raise
-    if chosen.launcher == "ray":
-        if importlib.util.find_spec("ray") is None:
-            raise pytest.UsageError("--llmgpu-launcher=ray needs ray: pip install ray")
-        from pytest_llmgpu.ranks.ray_places import RayPlaces
-
-        config.stash[_NODES] = places = RayPlaces(chosen.ray_address, chosen.device, chosen.devices)
-        config.add_cleanup(places.close)
     if chosen.launcher != "env":
         return None
     from pytest_llmgpu.ranks import env, join, world

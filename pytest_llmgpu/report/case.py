@@ -57,7 +57,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     devices: Positive
     """Number of devices that the model is spread over."""
     launcher: str = "local"
-    """Launcher that started the ranks: `local`, `env` for torchrun and Slurm, or `ray`."""
+    """Launcher that started the ranks: `local`, or `env` for torchrun, Slurm and Ray."""
     nodes: Positive = 1
     """Number of nodes that the ranks run on."""
     cuda_graphs: str = "auto"

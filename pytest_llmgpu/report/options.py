@@ -105,14 +105,6 @@ def text(text: str) -> str:
     return text
 
 
-def cluster(text: str) -> str:
-    """Return the address of a Ray cluster."""
-    match = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", text)
-    if text != "auto" and not (match and 1 <= int(match[1]) < 2**16):
-        raise ValueError("auto, or host and port such as 10.0.0.1:6379, is needed")
-    return text
-
-
 def save_name(text: str) -> str:
     """Return a name for a report in the store; an empty text is no name."""
     if text:
@@ -246,17 +238,10 @@ class Options:
     device: str = _choice(("auto", "cuda", "cpu"), "auto", "auto: every visible GPU, else the CPU")
     devices: int | None = _option(whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)")
     launcher: str = _choice(
-        ("local", "env", "ray"),
+        ("local", "env"),
         "local",
-        "local: start the ranks on this machine; env: start one rank for each process that torchrun or srun started, "
-        "on one or several nodes; ray: the same by actors of a Ray cluster (requires the extra `ray`)",
-        marker=False,
-    )
-    ray_address: str = _option(
-        cluster,
-        "auto",
-        "ADDRESS",
-        "Ray cluster of the launcher ray: host:port, or auto for the one of this node",
+        "local: start the ranks on this machine; env: start one rank for each process that torchrun, srun or "
+        "`llmgpu ray` started, on one or several nodes",
         marker=False,
     )
     dataset: str = _option(

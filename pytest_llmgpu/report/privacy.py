@@ -45,8 +45,6 @@ _PYTEST_OPTIONS = frozenset(
     ]
 )
 """Long options of pytest and this plugin whose values are kept. Options of this plugin begin with `--llmgpu-`."""
-HOST_OPTIONS = ("--llmgpu-ray-address",)
-"""Options whose values name a host."""
 _INI_OPTIONS = ("-o", "--override-ini")
 _COMPONENT_END = r"(?![^/:,;'\"\s])"
 # A quoted path can contain blanks. An unquoted one does not begin inside a word, a URL or another path.
@@ -128,9 +126,7 @@ def public_arguments(arguments: Sequence[str], rootdir: Path) -> list[str]:
 def _public(option: str, value: str, rootdir: Path) -> str:
     """Return the value of an option, or an argument that follows no option."""
     ini, equals, _ = value.partition("=")
-    if option in HOST_OPTIONS:
-        return _HIDDEN
-    if option in _INI_OPTIONS and equals and (not ini.startswith("llmgpu_") or ini == "llmgpu_ray_address"):
+    if option in _INI_OPTIONS and equals and not ini.startswith("llmgpu_"):
         return f"{ini}={_HIDDEN}"
     ours = not option.startswith("--") or option.startswith("--llmgpu-") or "=" in option or option in _PYTEST_OPTIONS
     # What follows an option of another plugin may be the path of a test.

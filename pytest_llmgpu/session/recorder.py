@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import LATEST, Options
-from pytest_llmgpu.report.privacy import HOST_OPTIONS, anonymous, public_arguments, short_paths
+from pytest_llmgpu.report.privacy import anonymous, public_arguments, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import beginning, valid
@@ -319,7 +319,6 @@ class Recorder:
             options={
                 flag: anonymous(_relative(value, self._rootdir)) if isinstance(value, str) else _plain(value)
                 for flag, value in self._options.in_force().items()
-                if flag not in HOST_OPTIONS
             },
             environment=nodes.environment(devices),
             commit=commit(self._rootdir),

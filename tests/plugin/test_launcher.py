@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,23 +44,6 @@ def test_a_world_that_cannot_work_is_refused_before_the_collection(
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-launcher=env: {message.replace('[', '[[]')}*"])
     result.stdout.no_fnmatch_line("*collected*")
-
-
-def test_ray_is_an_extra(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the line has the command that installs it."""
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
-    result = pytester.runpytest_inprocess("--llmgpu-launcher=ray")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --llmgpu-launcher=ray needs ray: pip install ray"])
-
-
-@pytest.mark.parametrize("address", ["gpu1", "gpu1:99999", "ray://gpu1:10001"])
-def test_an_address_that_names_no_cluster_is_refused(pytester: pytest.Pytester, address: str) -> None:
-    """Before Ray is used, which takes seconds."""
-    result = pytester.runpytest_inprocess("--llmgpu-launcher=ray", f"--llmgpu-ray-address={address}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --llmgpu-ray-address: '{address}' is not allowed: auto, or host and port *"])
 
 
 @pytest.mark.slow

@@ -138,8 +138,6 @@ def test_a_home_folder_inside_another_path_is_kept(monkeypatch: pytest.MonkeyPat
         (["--llmgpu-model", "https://a:b@c/m"], ["--llmgpu-model", "https://***@c/m"]),
         (["-k", "a and b", "--tb=short", "--strategy=mp,tp"], ["-k", "a and b", "--tb=short", "--strategy=mp,tp"]),
         (["tests", "gone/test_b.py"], ["tests", "gone/test_b.py"]),
-        (["--llmgpu-ray-address=head:6379"], ["--llmgpu-ray-address=***"]),
-        (["-o", "llmgpu_ray_address=head:6379"], ["-o", "llmgpu_ray_address=***"]),
     ],
 )
 def test_options_of_other_plugins_have_no_value(

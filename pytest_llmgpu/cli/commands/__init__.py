@@ -18,6 +18,7 @@ COMMANDS = {
     "list": "list the reports of the store",
     "plot": "draw the charts of a report as PNG or SVG",
     "promote": "make a report the baseline unless it is dirty, failed, invalid, undecided or worse",
+    "ray": "run pytest on the nodes of a Ray cluster, one process for each GPU",
     "schema": "print the JSON Schema of a report",
     "selftest": "check that the gate detects regressions injected into a report",
     "show": "show the tables and findings of a report",
