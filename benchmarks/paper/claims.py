@@ -196,7 +196,7 @@ def _memory(name: str, cases: Cases) -> Claim:
 
 
 def _thresholds(report: Report) -> Iterable[Claim]:
-    found = {one.strategy: one for one in reversed(capacity.capacities(report.cases, report.environment.gpus))}
+    found = {one.strategy: one for one in reversed(capacity.capacities(report.cases))}
     caps = {result.case.strategy: result.case.gpu_memory_bytes for result in reversed(report.cases)}
     for name, published in (("mp", 64), ("tp", 64), ("iok", 32)):
         claim = Claim(f"{name}: largest batch size in 32 GiB a GPU", str(published))

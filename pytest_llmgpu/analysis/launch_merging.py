@@ -171,7 +171,7 @@ def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part
         ),
         commit=msgspec.structs.replace(first.commit, dirty=True if True in dirty else first.commit.dirty),
         cases=cases,
-        capacity=capacity.capacities(cases, first.environment.gpus),
+        capacity=capacity.capacities(cases),
         verdicts=None,
     )
 

@@ -351,7 +351,7 @@ def _find_max_batch(
     report = session.recorder.report
     assert report is not None, "it has the case that ran out of memory"
     series = [result for result in report.cases if result.case.series == failed.case.series]
-    capacity.search(series, session.planner.machine(llm.options).gpus, probe)
+    capacity.search(series, probe)
 
 
 def _check_arguments(items: object, batch_size: object, new_tokens: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis.memory_model import split
+from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, CollectiveKind

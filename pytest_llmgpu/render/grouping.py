@@ -42,7 +42,7 @@ def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
 
 def capacities(report: Report) -> list[Capacity]:
     """Return the largest batch size of each series, computed again by this version of the package."""
-    return capacity.capacities(report.cases, report.environment.gpus)
+    return capacity.capacities(report.cases)
 
 
 def caption(case: Case, environment: Environment) -> str:

@@ -266,7 +266,7 @@ class Recorder:
             collected=len(expected),
             deselected=list(map(valid, deselected)),
         )
-        self.report.capacity = capacities(self.report.cases, self.report.environment.gpus)
+        self.report.capacity = capacities(self.report.cases)
         if judge is not None:
             self.report.verdicts = judge(self.report)
         self._write()

@@ -55,7 +55,7 @@ def two_strategies(factor: float = 1.0, *, sent: float = 40e6, oom: Sequence[int
     for result in results:
         result.nodeid = f"benchmarks/test_inference.py::test_hellaswag[{result.id}]"
     report = make_report(results)
-    report.capacity = capacities(report.cases, report.environment.gpus)
+    report.capacity = capacities(report.cases)
     report.session.complete = True
     return report
 
@@ -74,7 +74,7 @@ def nasty() -> Report:
     for result in report.cases:
         result.nodeid = f"{NASTY}::test[{result.id}]"
         result.findings = [Finding(code="code", severity="failure", text=NASTY, next_step=NASTY)]
-    report.capacity = capacities(report.cases, report.environment.gpus)
+    report.capacity = capacities(report.cases)
     report.verdicts = verdicts([row("REGRESSED", id=report.cases[0].id, reason=NASTY), row("MISSING", id=NASTY)])
     return report
 

@@ -158,9 +158,7 @@ def limit(value: float, label: str) -> list[Spec]:
     ]
 
 
-def notes(
-    lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: Spec | list[Spec], x: str = "b", first: int = 0
-) -> list[Spec]:
+def notes(lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: Spec | list[Spec], x: str = "b") -> list[Spec]:
     """Return the layers of texts above the plot, one line of text per layer.
 
     Args:
@@ -168,7 +166,6 @@ def notes(
         color: the colour channel.
         tooltip: the entries of the tooltip.
         x: the data field of the x axis.
-        first: number of the lines of text below these.
     """
     place = f"scale('x', datum.{x})"
     half = f"{_LETTER / 2} * length(datum.l)"
@@ -187,14 +184,14 @@ def notes(
                 "tooltip": tooltip,
             },
         }
-        for level, rows in enumerate(lines, first)
+        for level, rows in enumerate(lines)
     ]
 
 
-def failures(panel: Panel, *, first: int = 0) -> list[Spec]:
+def failures(panel: Panel) -> list[Spec]:
     """Return the notes on the batch sizes that did not complete or gave wrong answers, in one line each per strategy.
 
-    The first of several wrong answers is named and the others are crosses. Below them are `first` lines of text.
+    The first of several wrong answers is named and the others are crosses.
     """
     lines: dict[tuple[str, bool], list[Spec]] = {}
     for entry in (*panel.failed, *(entry for entry in panel.completed if entry.result.has_wrong_answers)):
@@ -204,7 +201,7 @@ def failures(panel: Panel, *, first: int = 0) -> list[Spec]:
         label = name if failed or not rows else "\N{BALLOT X}"
         rows.append({"s": entry.title, "b": entry.batch_size, "o": name, "l": label, "w": _reason(entry)})
     tooltip = [text("o", "outcome"), number("b", "batch size"), text("w", "reason")]
-    return notes(lines.values(), first=first, color=curves(panel), tooltip=tooltip)
+    return notes(lines.values(), color=curves(panel), tooltip=tooltip)
 
 
 def _ending(entry: Entry) -> str:

@@ -44,7 +44,6 @@ def curves_of(
     title: str,
     log: bool = True,
     more: Sequence[Spec] = (),
-    notes: int = 0,
 ) -> Spec:
     """Return the specification of curves over batch sizes, with those of the baseline.
 
@@ -55,7 +54,6 @@ def curves_of(
         title: the title of the figure's axis, with its unit.
         log: whether that axis is logarithmic.
         more: further layers, drawn below the curves.
-        notes: the lines of text above the plot that `more` has.
     """
     kinds = list(dict.fromkeys(point.kind for point in drawn))
     several = len(kinds) > 1
@@ -78,7 +76,7 @@ def curves_of(
             ],
             before,
         ),
-        *axes.failures(panel, first=notes),
+        *axes.failures(panel),
     ]
     sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)]
     y = axes.levels([row["v"] for row in (*rows, *before)], title, log=log)

@@ -1,4 +1,4 @@
-"""Memory by batch size with the capacity and the predicted largest batch size (Shin et al. 2024, figure 6)."""
+"""Memory by batch size with the capacity of a GPU (Shin et al. 2024, figure 6)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
         return
     capacity = _capacity_gib(panel)
     near = capacity is not None and capacity <= _FAR * max(point.value for point in drawn)
-    predicted = _predicted(panel) if near else []
     layers: list[Spec] = []
     if capacity is not None and near:
-        layers = [*axes.limit(capacity, f"{formatted(capacity)} GiB per GPU"), *_predictions(panel, predicted)]
+        layers = [*axes.limit(capacity, f"{formatted(capacity)} GiB per GPU")]
     spec = curves_of(
         panel,
         drawn,
@@ -38,7 +37,6 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
         title=f"memory in use by {_source(panel)} (GiB)",
         log=False,
         more=layers,
-        notes=len(predicted),
     )
     yield Chart(
         id="memory",
@@ -59,31 +57,6 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
     )
 
 
-def _predicted(panel: Panel) -> list[Spec]:
-    """Return the largest batch size that is predicted to fit, by strategy, in ascending order."""
-    titles = {entry.result.case.series: entry.title for entry in panel.entries}
-    predicted = sorted(
-        (capacity.prediction.max_batch_size, titles[capacity.series])
-        for capacity in panel.capacity
-        if capacity.prediction is not None and capacity.prediction.max_batch_size > 0
-    )
-    return [{"s": title, "b": size, "l": f"{title}: {size:,} predicted to fit"} for size, title in predicted]
-
-
-def _predictions(panel: Panel, predicted: list[Spec]) -> list[Spec]:
-    """Return a dotted line at each predicted batch size, and its text in a line of text of its own above the plot."""
-    colour, tooltip = axes.curves(panel), axes.text("l", "prediction")
-    rules: list[Spec] = [
-        {
-            "data": {"values": [row]},
-            "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 2},
-            "encoding": {"color": colour, "tooltip": tooltip, "y": {"value": 0}, "y2": {"value": "height"}},
-        }
-        for row in predicted
-    ]
-    return [*rules, *axes.notes([[row] for row in predicted], color=colour, tooltip=tooltip)]
-
-
 def _summary(panel: Panel, limit: float | None, *, near: bool) -> str:
     texts = []
     for title in panel.titles:
@@ -95,12 +68,7 @@ def _summary(panel: Panel, limit: float | None, *, near: bool) -> str:
     text = f"Peak of the fullest GPU: {', '.join(texts)}"
     if limit is not None:
         text += f"; capacity {formatted(limit)} GiB per GPU{'' if near else ', far above this chart'}"
-    sizes = [
-        f"{capacity.strategy} {capacity.prediction.max_batch_size:,}"
-        for capacity in panel.capacity
-        if capacity.prediction is not None
-    ]
-    return f"{text}; predicted largest batch size: {', '.join(sizes)}." if sizes else f"{text}."
+    return f"{text}."
 
 
 def _capacity_gib(panel: Panel) -> float | None:

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, get_args
 
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.render.charts.theme import domain
-from pytest_llmgpu.render.grouping import blocks, capacities, captions, differing_parts
+from pytest_llmgpu.render.grouping import blocks, captions, differing_parts
 from pytest_llmgpu.render.time_table import Entry
 from pytest_llmgpu.render.time_table import entries as entries_of
 from pytest_llmgpu.report.derived import of_window
-from pytest_llmgpu.report.report import Capacity, Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Link
 
 LinkName = Literal["nvlink", "pcie"]
@@ -43,8 +43,6 @@ class Panel(NamedTuple):
     """All titles in the order of their colours, including strategies that the report lacks."""
     report: Report
     """The report of the cases."""
-    capacity: list[Capacity]
-    """The measured and predicted largest batch sizes of these series."""
     suffix: str = ""
     """The end of the charts' ids where a report has several panels."""
     caption: str = ""
@@ -78,14 +76,12 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
     """Return the panels of a report, in the order in which their cases ran, with the results of a baseline."""
     groups = blocks(report.cases)
     several = len(groups) > 1
-    known = capacities(report)
     then = {} if baseline is None else _by_series(report, baseline)
     parts = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
     found = []
     for number, (group, caption, measured) in enumerate(parts, 1):
         entries = entries_of(group)
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
-        series = {result.case.series for result in group}
         curves = {entry.result.case.series: entry.title for entry in entries}
         found.append(
             Panel(
@@ -93,7 +89,6 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
                 titles=list(strategies),
                 domain=domain(list(strategies.items())),
                 report=report,
-                capacity=[capacity for capacity in known if capacity.series in series],
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,

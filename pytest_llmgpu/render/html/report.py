@@ -223,9 +223,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
     for caption, cases in zip(grouping.captions(found, report), found, strict=True):
         series = {result.case.series for result in cases}
         largest = [
-            f"{one.strategy}: {one.text}"
-            for one in known
-            if one.series in series and (one.smallest_oom is not None or one.prediction is not None)
+            f"{one.strategy}: {one.text}" for one in known if one.series in series and one.smallest_oom is not None
         ]
         yield {
             "caption": caption,

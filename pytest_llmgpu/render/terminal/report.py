@@ -103,14 +103,13 @@ def resumptions(report: Report) -> list[str]:
 
 
 def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> Iterator[str]:
-    """Yield the largest batch size of each series, if it was searched, predicted or limited by memory."""
+    """Yield the largest batch size of each series, if it was searched or limited by memory."""
     searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
     found = [
         capacity
         for capacity in capacities(report)
-        if capacity.series in series
-        and (searched or capacity.smallest_oom is not None or capacity.prediction is not None)
+        if capacity.series in series and (searched or capacity.smallest_oom is not None)
     ]
     if verbose:
         for capacity in found:
@@ -124,8 +123,7 @@ def _limit(capacity: Capacity) -> str:
     text = f"{capacity.strategy} {capacity.largest_fit or 'none'}"
     if capacity.smallest_oom is not None:
         return f"{text} ({capacity.smallest_oom} is out of memory)"
-    predicted = "" if capacity.prediction is None else f" ({capacity.prediction.max_batch_size:,} predicted)"
-    return f"{text} or more{predicted}"
+    return f"{text} or more"
 
 
 def _cut(lines: Iterable[str], most: int | None) -> list[str]:

@@ -22,7 +22,6 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.reference import compare
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
@@ -53,7 +52,6 @@ def _paper(memory_gib: int = 32) -> Report:
     report = make_report(paper_results())
     gpus = [msgspec.structs.replace(gpu, memory_bytes=memory_gib * GIB) for gpu in report.environment.gpus]
     report.environment.gpus = gpus
-    report.capacity = capacities(report.cases, gpus)
     return report
 
 
@@ -357,24 +355,13 @@ def test_traffic_that_was_not_counted_is_named_by_batch_size() -> None:
     assert where in found["traffic-utilization-1"].summary
 
 
-def test_the_memory_chart_has_the_capacity_and_the_predicted_largest_batch_size() -> None:
-    """Both are within the plot if they are near the memory in use."""
+def test_the_memory_chart_has_the_capacity() -> None:
+    """It is within the plot if it is near the memory in use."""
     chart = _by_id(_paper())["memory"]
     rows = list(values_of(chart.spec))
     assert {"v": 32.0, "t": "32 GiB per GPU"} in rows
-    assert {"s": "iok", "b": 112, "l": "iok: 112 predicted to fit"} in rows
     assert texts_of(chart)["32 GiB per GPU"][1] > 0
-    assert "32 GiB per GPU; predicted largest batch size: mp 112, tp 112, iok 112." in chart.summary
-
-
-def test_no_two_notes_above_the_memory_chart_overlap() -> None:
-    """Three predictions at one batch size and the failure at another have a line of text each."""
-    texts = texts_of(_by_id(_paper())["memory"])
-    notes = [texts[f"{name}: 112 predicted to fit"] for name in ("iok", "mp", "tp")] + [texts["iok: OOM"]]
-    assert len({x for x, _ in notes[:3]}) == 1
-    assert [y for _, y in notes] == sorted((y for _, y in notes), reverse=True)
-    assert all(before - after >= 12 for (_, before), (_, after) in itertools.pairwise(notes))
-    assert notes[0][1] < 0
+    assert "; capacity 32 GiB per GPU." in chart.summary
 
 
 def test_a_capacity_far_above_the_curves_is_only_in_the_caption() -> None:
@@ -465,13 +452,6 @@ def test_every_chart_names_model_and_machine() -> None:
     measured = "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset"
     found = charts.of_report(report).charts + list(timelines.charts(sampled(30), report.environment))
     assert {chart.measured for chart in found} == {measured}
-
-
-def test_the_largest_batch_size_is_predicted_for_old_reports_too() -> None:
-    """Reports of earlier versions do not contain the prediction."""
-    report = _paper()
-    report.capacity = []
-    assert "mp 112, tp 112, iok 112" in _by_id(report)["memory"].summary
 
 
 def test_the_specifications_of_a_large_report_stay_small() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 from support.page_reports import EVIL, make_verdicts, paper_report, time_row
-from support.report_factory import GIB
 
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.result import Failure, Finding
@@ -341,41 +339,6 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str,
     assert started.execute_script(wide) == width
     started.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert started.execute_script(wide) == width
-
-
-_LONG = "a_strategy_with_a_name"
-_TEXTS = """
-const chart = document.querySelector('[data-chart=memory] svg');
-const plot = chart.querySelector('.background').getBoundingClientRect();
-return [...chart.querySelectorAll('text')].filter((it) => it.textContent.endsWith('predicted to fit')).map((it) => {
-  const { left, right, top, bottom } = it.getBoundingClientRect();
-  const above = plot.top - bottom;
-  return { text: it.textContent, left: left - plot.left, right: plot.right - right, top, bottom, above };
-});
-"""
-"""The texts of predictions in the memory chart, with their distances to the edges of the plot."""
-
-
-@pytest.mark.parametrize(("width", "memory_gib"), [(1280, 32), (400, 32), (400, 18.3), (400, 20)])
-def test_predictions_stand_above_the_plot_within_its_edges(
-    started: Any, tmp_path: Path, width: int, memory_gib: float
-) -> None:
-    """No text crosses an edge of the plot or overlaps another text, however narrow the page is."""
-    report = paper_report()
-    size = int(memory_gib * GIB)
-    report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=size) for gpu in report.environment.gpus]
-    for result in report.cases:
-        if result.case.strategy == "iok":
-            result.case = msgspec.structs.replace(result.case, strategy=_LONG)
-    path = tmp_path / "page.html"
-    path.write_text(html_report.render(report), encoding="utf-8")
-    show(started, path.as_uri(), width=width)
-    texts = started.execute_script(_TEXTS)
-    assert len({it["text"] for it in texts}) == 3
-    assert [it for it in texts if min(it["left"], it["right"]) < -1] == []
-    lines = sorted({it["text"]: (it["top"], it["bottom"]) for it in texts}.values())
-    assert all(after[0] >= line[1] - 2 for line, after in itertools.pairwise(lines))
-    assert min(it["above"] for it in texts) > -2
 
 
 def test_a_caption_uses_the_width_of_its_region(started: Any, tmp_path: Path) -> None:
