@@ -31,7 +31,7 @@ from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.store.references import resolve
 began, cpu = time.perf_counter(), time.process_time()
-base, head = (resolve(name, Path("absent")).report(rows=False) for name in sys.argv[1:])
+base, head = (resolve(name, Path("absent")).report() for name in sys.argv[1:])
 read = time.perf_counter()
 policy = Policy()
 verdicts = judge(base, head, policy, today=datetime.date(2026, 1, 1))

@@ -76,9 +76,9 @@ def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool
     Raises:
         ValueError: one line: a file cannot be read.
     """
-    head = source(arguments.head, arguments).report(rows=False)
+    head = source(arguments.head, arguments).report()
     base_source = _base(arguments, head, may_lack_base=may_lack_base)
-    base = base_source.report(rows=False) if base_source is not None else None
+    base = base_source.report() if base_source is not None else None
     baseline = base_source.baseline(arguments.base, base) if base_source is not None and base is not None else None
     del base_source
     today, noise = rules_of(arguments, head)

@@ -160,7 +160,7 @@ def dump(measured: Measured, path: Path) -> None:
         OSError: The file cannot be written.
     """
     _check(measured, path)
-    file.write(path, [msgspec.json.format(msgspec.json.encode(measured), indent=2), b"\n"])
+    file.write(path, msgspec.json.format(msgspec.json.encode(measured), indent=2) + b"\n")
 
 
 def load(path: Path, repository: Path = Path()) -> Calibration:

@@ -1,48 +1,47 @@
 """Reading and writing of a report: one JSON object per session.
 
 A report is written completely or not at all. Errors in a report name the file and the place in it. Neither torch nor
-pytest is needed, so that a report can be judged on any machine.
+pytest is needed, so that a report can be judged on any machine. A file can be of unknown origin: its size is limited,
+after decompression too.
 """
 
 from __future__ import annotations
 
+import base64
 import gc
 import gzip
 import io
 import json
 import math
+import operator
 import os
-import re
 import secrets
 import stat
 import tempfile
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import msgspec
 
-from pytest_llmgpu.report import validation
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Generation, Launch
 from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import with_present_names
 
 _Record = TypeVar("_Record")
 
-
-_WORK_ROW = re.compile(r"[._]work\..*\.rows\[\d+\]$")
-"""Place of a row of kernels: with a line for each field they would be most of a report."""
-
-LIMIT_BYTES = 384 * 2**20
-"""Default limit, after decompression. It is about twice 40 launches of all of HellaSwag in 21 cases."""
+LIMIT_BYTES = 2**29
+"""Default limit, after decompression: about 40 launches of all of HellaSwag in 21 cases."""
 
 GZIP = b"\x1f\x8b"
 """The first bytes of a gzip stream."""
 _CHUNK_BYTES = 2**24
+_LEVEL = 6  # of gzip: level 9 takes four times as long for 2 % less
+_NUMBER_BYTES = 4
+_ROUNDING = 1e-6
 
 
 class _Head(msgspec.Struct):
@@ -64,7 +63,11 @@ def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (
         raise ValueError(f"{kind} {path}: the name must end in {' or '.join(suffixes)}")
     try:
         target = path.resolve()
-        if (mode := _mode(target)) is not None:
+        try:
+            mode = target.stat().st_mode  # Path.exists hides other errors since Python 3.14
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        else:
             if not stat.S_ISREG(mode):
                 raise ValueError(f"{kind} {path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
             if not os.access(target, os.W_OK):
@@ -77,22 +80,17 @@ def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (
         raise ValueError(f"{kind} {path}: cannot be written: {one_line(error)}") from None
 
 
-def dump(report: Report, path: Path, texts: CaseTexts | None = None) -> None:
+def dump(report: Report, path: Path) -> None:
     """Write a report to `path`, `.json` or `.json.gz`. A reader finds the old file or the new one, never a part of it.
-
-    Args:
-        report: the report.
-        path: its file.
-        texts: texts of cases that were encoded before; None if the report is written once.
 
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
         OSError: the file cannot be written. The old file is unchanged.
     """
-    write(path, _parts(report, compressed=path.name.endswith(".gz"), texts=texts))
+    write(path, encode(report, compressed=path.name.endswith(".gz")))
 
 
-def write(path: Path, parts: Iterable[bytes]) -> None:
+def write(path: Path, data: bytes) -> None:
     """Write a file and its folder. A reader finds the old file or the new one, never a part of it.
 
     Raises:
@@ -105,7 +103,7 @@ def write(path: Path, parts: Iterable[bytes]) -> None:
     temporary = target.parent / f".llmgpu-{secrets.token_hex(16)}.tmp"
     try:
         with temporary.open("xb") as file:
-            file.writelines(parts)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -116,170 +114,53 @@ def write(path: Path, parts: Iterable[bytes]) -> None:
 def save(path: Path, data: bytes, kind: str) -> None:
     """Write a file as `write` does; ValueError in one line with the kind of the file, the path and the reason."""
     try:
-        write(path, [data])
+        write(path, data)
     except OSError as error:
         raise ValueError(f"{kind} {path}: cannot be written: {one_line(error)}") from None
 
 
 def encode(report: Report, *, compressed: bool) -> bytes:
-    """Return the bytes of a report's file. Equal reports give equal bytes.
-
-    A report that was read from an older version is written as one of this version, with all of its fields.
+    """Return the bytes of a report's file: indented, or compressed. Equal reports give equal bytes.
 
     Raises:
         ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
     """
-    return b"".join(_parts(report, compressed=compressed))
+    plain = msgspec.to_builtins(encodable(report))
+    data = msgspec.json.encode(plain)
+    if msgspec.json.decode(data) != plain:  # msgspec writes null in place of a number that JSON does not allow
+        _refuse_infinite(plain, "$")
+    if compressed:
+        return gzip.compress(data, _LEVEL, mtime=0)
+    return msgspec.json.format(data, indent=1) + b"\n"
 
 
-def _parts(report: Report, *, compressed: bool, texts: CaseTexts | None = None) -> Iterator[bytes]:
-    """Yield the bytes of a report's file in parts: as a whole they take as much memory as the cases themselves."""
-    parts = _plain_parts(report, _case_text if texts is None else texts.of)
-    if not compressed:
-        yield from parts
-        return
-    packer = zlib.compressobj(wbits=zlib.MAX_WBITS + 16)  # of gzip, without name and time
-    yield from map(packer.compress, parts)
-    yield packer.flush()
-
-
-def _plain_parts(report: Report, text_of: Callable[[int, CaseResult], bytes]) -> Iterator[bytes]:
-    fields = {**msgspec.to_builtins(msgspec.structs.replace(report, cases=[])), "schema_version": SCHEMA_VERSION}
-    before = b"{\n"
-    for name, value in fields.items():
-        yield before + f"  {_json(name)}: ".encode()
-        if name == "cases":
-            for place, case in enumerate(report.cases):
-                yield b",\n    " if place else b"[\n    "
-                yield text_of(place, case)
-            yield b"\n  ]" if report.cases else b"[]"
-        else:
-            yield _text(value, f"$.{name}", "  ").encode()
-        before = b",\n"
-    yield b"\n}\n"
-
-
-class CaseTexts:
-    """The texts of the cases of a report that is written many times: a case that stays is encoded once.
-
-    They are in a file without a name. In memory they would take as much again as the cases.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[CaseResult, int, int]] = {}
-        """The place of each case in its report to the case, the start of its text in the file, and its bytes."""
-        self._end = self._replaced_bytes = 0
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - it is closed with this object
-        weakref.finalize(self, self._file.close)
-
-    def of(self, place: int, case: CaseResult) -> bytes:
-        """Return the text of a case; a case that changed is another object."""
-        kept, start, size_bytes = self._kept.get(place, (None, 0, 0))
-        if kept is case:
-            return os.pread(self._file.fileno(), size_bytes, start)
-        text = _case_text(place, case)
-        self._replaced_bytes += size_bytes
-        if 2 * self._replaced_bytes > self._end:
-            # Each launch changes its case. The file would grow with the square of their number.
-            os.ftruncate(self._file.fileno(), 0)
-            self._kept.clear()
-            self._end = self._replaced_bytes = 0
-        with suppress(OSError):  # the disk is full: the case is encoded again next time
-            if os.pwrite(self._file.fileno(), text, self._end) == len(text):
-                self._kept[place] = case, self._end, len(text)
-                self._end += len(text)
-        return text
-
-
-def _case_text(place: int, case: CaseResult) -> bytes:
-    return _text(msgspec.to_builtins(case), f"$.cases[{place}]", "    ").encode()
+def _refuse_infinite(value: Any, place: str) -> None:
+    """Raise ValueError with the place of the first number that is NaN or infinite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place} is {value}, which JSON does not allow; this is a bug in pytest-llmgpu")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_infinite(item, f"{place}.{key}")
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            _refuse_infinite(item, f"{place}[{number}]")
 
 
 def encodable(record: _Record) -> _Record:
     """Return a record in which every text is valid UTF-8 (see `text.valid`); the same record if it is already."""
+
+    def with_valid_texts(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {valid(key): with_valid_texts(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [with_valid_texts(item) for item in value]
+        return valid(value) if isinstance(value, str) else value
+
     try:
         msgspec.json.encode(record)
     except UnicodeEncodeError:
-        return msgspec.convert(_with_valid_texts(msgspec.to_builtins(record)), type(record))
+        return msgspec.convert(with_valid_texts(msgspec.to_builtins(record)), type(record))
     return record
-
-
-def _with_valid_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {valid(key): _with_valid_texts(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_valid_texts(item) for item in value]
-    return valid(value) if isinstance(value, str) else value
-
-
-def read(path: Path, limit_bytes: int | None = None) -> bytes:
-    """Return the bytes of a file, without decompression.
-
-    Args:
-        path: a file or a pipe.
-        limit_bytes: None for `LIMIT_BYTES`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is larger than the limit.
-    """
-    limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno())
-        regular = stat.S_ISREG(found.st_mode)
-        if not (regular and found.st_size > limit_bytes):
-            data = file.read() if regular else bytes(_read(file, limit_bytes + 1))
-            if len(data) <= limit_bytes:
-                return data
-    raise ValueError(f"is larger than {limit_bytes:,} bytes, the limit")
-
-
-def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
-    """Return gzip data decompressed, and other data unchanged.
-
-    Args:
-        data: one gzip stream, several gzip streams, or anything else.
-        limit_bytes: None for `LIMIT_BYTES`.
-
-    Raises:
-        ValueError: the stream is broken or ends early, or it decompresses to more than the limit.
-    """
-    if not data.startswith(GZIP):
-        return data
-    limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            unpacked = _read(file, limit_bytes + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"cannot be decompressed: {error}") from None
-    if len(unpacked) > limit_bytes:
-        raise ValueError(f"decompresses to more than {limit_bytes:,} bytes, the limit")
-    return bytes(unpacked)
-
-
-def parse_json(data: bytes) -> Any:
-    """Return a JSON value, for files whose form no type describes.
-
-    Raises:
-        ValueError: the data is not JSON, or it is nested too deeply. The message is one line.
-    """
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise ValueError(f"not JSON ({error.msg}, {line}column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
-
-
-def _read(file: IO[bytes] | gzip.GzipFile, most_bytes: int) -> bytearray:
-    """Return the bytes of a file, at most so many, without allocating memory for more than the file holds."""
-    data = bytearray()
-    while part := file.read(min(_CHUNK_BYTES, most_bytes - len(data))):
-        data += part
-    return data
 
 
 def load(path: Path) -> Report:
@@ -304,109 +185,187 @@ def parse(data: bytes, name: str) -> Report:
         ValueError: one line with the name, the error and its place.
     """
     try:
-        return _decode(with_present_names(unpack(data)))
+        text = with_present_names(unpack(data))
+        check_version(text)
+        try:
+            report = msgspec.json.decode(text, type=Report)
+            _check(report.cases)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"breaks schema_version {SCHEMA_VERSION}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"report {name}: {one_line(error)}") from None
-
-
-def _decode(data: bytes) -> Report:
-    try:
-        report = msgspec.json.decode(data, type=Report)
-        validation.check(report.cases)
-        validation.check_names(data)
-    except (ValueError, RecursionError) as error:
-        version = readable_version(data)
-        reason = validation.explain(data, error) if isinstance(error, msgspec.ValidationError) else one_line(error)
-        raise ValueError(f"breaks schema_version {version}: {reason}") from None
-    _check_version(report.schema_version)
-    _compute_keys(report)
+    # Keys of another version, or of an edited file, can be of other fields.
+    present = {result.key: result.case.key for result in report.cases}
+    for result in report.cases:
+        result.key = result.case.key
+    if report.verdicts is not None:
+        rows = [msgspec.structs.replace(row, key=present.get(row.key, row.key)) for row in report.verdicts.rows]
+        report.verdicts = msgspec.structs.replace(report.verdicts, rows=rows)
     return report
 
 
-def check(report: Report) -> None:
-    """Check a report that was decoded in parts, and compute the keys of its cases; see `parse`.
+def check_version(text: bytes) -> None:
+    """Check that a text is a report of the version that this pytest-llmgpu reads.
 
     Raises:
-        ValueError: the first violation.
-    """
-    validation.check(report.cases)
-    _check_version(report.schema_version)
-    _compute_keys(report)
-
-
-def _compute_keys(report: Report) -> None:
-    """Compute the keys of all cases again: those of another version, or of an edited file, can be of other fields."""
-    present = {}
-    for result in report.cases:
-        present[result.key] = result.key = result.case.key
-    if report.verdicts is not None:
-        rows = [
-            row if present.get(row.key, row.key) == row.key else msgspec.structs.replace(row, key=present[row.key])
-            for row in report.verdicts.rows
-        ]
-        report.verdicts = msgspec.structs.replace(report.verdicts, rows=rows)
-
-
-def readable_version(data: bytes) -> int:
-    """Return the schema version of a report's text.
-
-    Raises:
-        ValueError: the text is not JSON, it is not a report, or this pytest-llmgpu does not read its version.
+        ValueError: the text is not JSON, it is not a report, or it is one of another version.
     """
     try:
-        version = msgspec.json.decode(data, type=_Head).schema_version
+        version = msgspec.json.decode(text, type=_Head).schema_version
     except msgspec.ValidationError as error:
         raise ValueError(f"is not a report of pytest-llmgpu: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {one_line(error)}") from None
-    _check_version(version)
-    return version
-
-
-def _check_version(version: int) -> None:
+        raise ValueError(f"is not valid JSON: {error}") from None
     if version > SCHEMA_VERSION:
         raise ValueError(f"schema_version {version} is newer than {SCHEMA_VERSION}; upgrade pytest-llmgpu")
-    if version < 1:
-        raise ValueError(f"schema_version {version} does not exist; allowed are 1 to {SCHEMA_VERSION}")
+    if version < SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version} is older than {SCHEMA_VERSION} and not read; measure it again")
 
 
-def _text(value: Any, place: str, indent: str) -> str:
-    """Return indented JSON with each list of scalars on one line, and each row of work passes.
+def read(path: Path, limit_bytes: int | None = None) -> bytes:
+    """Return the bytes of a file or a pipe, without decompression.
 
     Args:
-        value: The value, of plain types.
-        place: Its place in the report, for errors.
-        indent: The indent of its line.
+        path: the file.
+        limit_bytes: None for `LIMIT_BYTES`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is larger than the limit.
     """
-    inner = indent + "  "
-    if isinstance(value, dict) and value:
-        lines = (f"{_json(key)}: {_text(item, f'{place}.{key}', inner)}" for key, item in value.items())
-        if _WORK_ROW.search(place):
-            return "{" + ", ".join(lines) + "}"
-        return "{\n" + ",\n".join(inner + line for line in lines) + "\n" + indent + "}"
-    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        lines = (_text(item, f"{place}[{number}]", inner) for number, item in enumerate(value))
-        return "[\n" + ",\n".join(inner + line for line in lines) + "\n" + indent + "]"
-    for number, item in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(item, float) and not math.isfinite(item):
-            where = f"{place}[{number}]" if isinstance(value, list) else place
-            raise ValueError(f"{where} is {item}, which JSON does not allow; this is a bug in pytest-llmgpu")
-    return _json(value)
+    with path.open("rb") as file:
+        return _limited(file, limit_bytes, "is larger")
 
 
-def _json(value: Any) -> str:
+def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
+    """Return gzip data decompressed, and other data unchanged.
+
+    Args:
+        data: one gzip stream, several gzip streams, or anything else.
+        limit_bytes: None for `LIMIT_BYTES`.
+
+    Raises:
+        ValueError: the stream is broken or ends early, or it decompresses to more than the limit.
+    """
+    if not data.startswith(GZIP):
+        return data
     try:
-        return msgspec.json.encode(value).decode()
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_with_valid_texts(value)).decode()
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            return _limited(file, limit_bytes, "decompresses to more")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot be decompressed: {error}") from None
 
 
-def _mode(path: Path) -> int | None:
-    """Return the mode of a path, None if it does not exist. `Path.exists` hides other errors since Python 3.14."""
+def _limited(file: IO[bytes] | gzip.GzipFile, limit_bytes: int | None, excess: str) -> bytes:
+    limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
+    data = bytearray()
+    while part := file.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+        data += part
+    if len(data) > limit_bytes:
+        raise ValueError(f"{excess} than {limit_bytes:,} bytes, the limit")
+    return bytes(data)
+
+
+def parse_json(data: bytes) -> Any:
+    """Return a JSON value, for files whose form no type describes.
+
+    Raises:
+        ValueError: the data is not JSON, or it is nested too deeply. The message is one line.
+    """
     try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"not JSON ({error.msg}, {line}column {error.colno})") from None
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def _check(cases: Sequence[CaseResult]) -> None:
+    """Check what no type expresses: unique ids, columns of equal length, answers.
+
+    Raises:
+        ValueError: the first violation, with its place: `$.cases[3].launches[0].batches.tokens`.
+    """
+    places: dict[str, int] = {}
+    for number, result in enumerate(cases):
+        place = f"$.cases[{number}]"
+        if not result.id:
+            _refuse(f"{place}.id", "an id, got an empty text")
+        if (first := places.setdefault(result.id, number)) != number:
+            _refuse(f"{place}.id", f"a unique id, got {result.id!r}, which $.cases[{first}] has too")
+        if result.outcome == "completed" and result.failure is not None:
+            _refuse(f"{place}.failure", "null, because the case completed")
+        for launch_number, launch in enumerate(result.launches):
+            inside = f"{place}.launches[{launch_number}]"
+            for name, column, length in _columns(launch):
+                if column is not None and len(column) != length:
+                    _refuse(f"{inside}.{name}", f"{length} values, got {len(column)}")
+            if launch.accuracy is not None:
+                _check_accuracy(launch.accuracy, f"{inside}.accuracy")
+            if launch.generation is not None:
+                _check_generation(launch.generation, f"{inside}.generation")
+
+
+def _columns(launch: Launch) -> Iterator[tuple[str, Sequence[object] | None, int]]:
+    """Yield the name of each column of a launch, the column, and the length that it must have."""
+
+    def of(record: msgspec.Struct, place: str, length: int, *names: str) -> Iterator[tuple[str, Any, int]]:
+        return ((f"{place}.{name}", getattr(record, name), length) for name in names)
+
+    batches = len(launch.batches.latency_s)
+    yield from of(launch.batches, "batches", batches, "sequences", "tokens", "padded_tokens")
+    if (accuracy := launch.accuracy) is not None:
+        yield from of(accuracy, "accuracy", accuracy.items, "predictions", "predictions_norm", "labels")
+    if (generation := launch.generation) is not None:
+        yield from of(generation, "generation", len(generation.new_tokens), "prompt_tokens")
+        yield from of(generation, "generation", batches, "first_token_s")
+    if (profile := launch.profile) is not None and (series := profile.series) is not None:
+        yield "profile.series.devices", series.devices, len(profile.devices)
+        for number, columns in enumerate(series.devices):
+            for name, column in columns.items():
+                yield f"profile.series.devices[{number}].{name}", column, len(series.t_s)
+    works = {"work": launch.work, "prefill_work": launch.prefill_work}
+    for place, work in ((place, work) for place, work in works.items() if work is not None):
+        for number, collective in enumerate(work.collectives or ()):
+            yield from of(collective, f"{place}.collectives[{number}]", work.passes, "transfer_s", "wait_s")
+        for number, rank in enumerate(work.ranks):
+            yield from of(rank, f"{place}.ranks[{number}]", work.passes, "device_time_s", "copy_s", "idle_s")
+
+
+def _check_accuracy(accuracy: Accuracy, place: str) -> None:
+    _numbers(accuracy.loglikelihoods, f"{place}.loglikelihoods")
+    for metric, choices in (("acc", accuracy.predictions), ("acc_norm", accuracy.predictions_norm)):
+        if accuracy.labels is not None and accuracy.items:
+            right = sum(map(operator.eq, choices, accuracy.labels)) / accuracy.items
+            if abs(getattr(accuracy, metric) - right) > _ROUNDING:
+                found = getattr(accuracy, metric)
+                _refuse(f"{place}.{metric}", f"{right:g}, which the predictions give, got {found:g}")
+
+
+def _check_generation(generation: Generation, place: str) -> None:
+    tokens = sum(generation.new_tokens)
+    for name in ("tokens", "loglikelihoods", "prefill_loglikelihoods", "reference_loglikelihoods"):
+        text = getattr(generation, name)
+        if text is not None and (numbers := _numbers(text, f"{place}.{name}")) != tokens:
+            _refuse(f"{place}.{name}", f"{tokens} numbers, got {numbers}")
+
+
+def _numbers(text: str, place: str) -> int:
+    """Return how many numbers of 4 bytes a text of base64 holds."""
+    try:
+        size_bytes = len(base64.b64decode(text, validate=True))
+    except ValueError as error:
+        _refuse(place, f"base64, got another text ({error})")
+    if size_bytes % _NUMBER_BYTES:
+        _refuse(place, f"numbers of {_NUMBER_BYTES} bytes, got {size_bytes} bytes")
+    return size_bytes // _NUMBER_BYTES
+
+
+def _refuse(place: str, expected: str) -> NoReturn:
+    raise ValueError(f"Expected {expected} - at `{place}`")  # in the form of msgspec's own messages
 
 
 def one_line(error: Exception) -> str:

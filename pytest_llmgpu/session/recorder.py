@@ -33,11 +33,6 @@ from pytest_llmgpu.store import references, store
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
 
-_WRITTEN_AT = 0.01
-"""The report is written when this fraction of its cases is new: after each of the first hundred, later less often, so
-that the bytes that a session writes grow as its report does."""
-
-
 class Recorder:
     """Keeps the report of a session and writes its file as cases are added."""
 
@@ -72,9 +67,6 @@ class Recorder:
         """The report so far; None until the first case is there."""
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
-        self._texts = file.CaseTexts()
-        self._added = 0
-        """The number of results since the report was written."""
         self._unwritten: str | None = None
         """The reason why the file does not have the whole report."""
         self._unsaved: str | None = None
@@ -220,9 +212,7 @@ class Recorder:
         assessed = assess(launches, earlier=earlier, environment=environment, options=options)
         self._earlier.put(place, assessed)
         cases[place : place + 1] = [assessed]
-        self._added += 1
-        if self._added >= _WRITTEN_AT * len(cases):
-            self._write()
+        self._write()
         return assessed
 
     def _text(self, text: str) -> str:
@@ -329,8 +319,8 @@ class Recorder:
         if self.report is None or self.path is None:
             return
         try:
-            file.dump(self.report, self.path, self._texts)
-            self._unwritten, self._added = None, 0
+            file.dump(self.report, self.path)
+            self._unwritten = None
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
             self._unwritten = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.large_file import LargeFile, Text
 from pytest_llmgpu.report.options import LATEST
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
@@ -32,11 +31,11 @@ _SHA = re.compile(r"(?=.*[a-z])[0-9a-z]{4,40}|[0-9]{7,40}")
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of a report, read once or unchanged, so that hash and verdicts are of the same bytes."""
+    """The bytes of a report, read once, so that hash and verdicts are of the same bytes."""
 
     name: str
     """Name of the report: a path, or `git:main:reports/base.json`."""
-    data: bytes | LargeFile
+    data: bytes
     """Content of the file, compressed or not."""
     stored: Stored | None = None
     """Place in the store; None if it is not from the store."""
@@ -44,19 +43,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sha256(self) -> str:
         """SHA-256 of the content."""
-        return self.data.sha256 if isinstance(self.data, LargeFile) else hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha256(self.data).hexdigest()
 
-    def report(self, *, rows: bool = True) -> Report:
-        """Return the report.
-
-        Args:
-            rows: False to judge it alone: the rows of work passes of a large report are then read when they are used.
-
-        Raises:
-            ValueError: one line: the content is not a report.
-        """
-        text = self.data if isinstance(self.data, LargeFile) else Text.unpacked(self.data, self.name)
-        return text.report(rows=rows)
+    def report(self) -> Report:
+        """Return the report; ValueError in one line if the content is none."""
+        return file.parse(self.data, self.name)
 
     def baseline(self, reference: str, report: Report) -> Baseline:
         """Return the record of this source as a baseline, by the name that the user gave."""
@@ -114,7 +105,7 @@ def _unkept_run(storage: Path, kept: Sequence[Stored]) -> Source | None:
     if not _exists(path):
         return None
     source = _of_path(path)
-    created = compact_time(source.report(rows=False))
+    created = compact_time(source.report())
     return source if all(one.created < created for one in kept) else None
 
 
@@ -163,7 +154,7 @@ def _shown(found: Sequence[Stored]) -> list[str]:
 
 def _of_path(path: Path) -> Source:
     try:
-        return Source(name=str(path), data=LargeFile.open(path) or file.read(path))
+        return Source(name=str(path), data=file.read(path))
     except FileNotFoundError as error:
         raise git.AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
     except OSError as error:

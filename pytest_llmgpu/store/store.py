@@ -133,14 +133,14 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     folder.mkdir(parents=True, exist_ok=True)
     earlier = [one.path for one in _stored_in(folder) if report.resumed and one.path.name == f"{one.number:04}{tail}"]
     if earlier:
-        file.write(earlier[0], [data])
+        file.write(earlier[0], data)
         return earlier[0]
     if name is not None:
         _release(folder, name)
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:
-        file.write(target, [data])
+        file.write(target, data)
     finally:
         claim.unlink()
     return target
@@ -278,7 +278,7 @@ def commit(of: Commit) -> str:
 def _summary(one: Stored) -> Summary | str:
     try:
         data = file.unpack(file.read(one.path))
-        file.readable_version(data)
+        file.check_version(data)
         return msgspec.json.decode(data, type=Summary)
     except OSError as error:
         return f"report {one.path}: cannot be read: {error.strerror}"

@@ -39,7 +39,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.inference import model_files, models
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.prompts import Prompts
-from pytest_llmgpu.report import file, large_file, validation
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import Commit, Report, Resumption
 from pytest_llmgpu.report.result import Failure
@@ -202,36 +202,6 @@ def test_reports_with_changed_values(document: Any) -> None:
 def test_reports_with_changed_bytes(data: bytes) -> None:
     """The same for files that are damaged."""
     _consume(data)
-
-
-_WRITTEN = file.encode(_report(), compressed=False)
-
-
-@given(
-    changed_json(_REPORT).map(lambda document: json.dumps(document, indent=2).encode()) | changed_bytes(_WRITTEN),
-    st.sampled_from([16, 4096, 2**18]),
-)
-@fuzz
-def test_reports_that_are_read_in_parts(data: bytes, part_bytes: int) -> None:
-    """They are those that are read as a whole, and refused with the same line; rows are refused when they are used."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_file, "SMALL_BYTES", 0)
-        patch.setattr(large_file, "PART_BYTES", part_bytes)
-        patch.setattr(validation, "check_names", len)  # as for a large report
-        whole = _one_line(lambda: file.parse(data, "r.json"))
-        parts = _one_line(lambda: large_file.Text(data, "r.json").report(rows=False))
-        if parts is not None:
-            assert _one_line(lambda: _with_rows(parts)) == (None if whole is None else msgspec.to_builtins(whole))
-        else:
-            assert whole is None
-
-
-def _with_rows(report: Report) -> Any:
-    """Return a report with its rows as plain values."""
-    for launch in (launch for result in report.cases for launch in result.launches):
-        for rank in (rank for work in (launch.work, launch.prefill_work) if work is not None for rank in work.ranks):
-            msgspec.structs.force_setattr(rank, "rows", None if rank.rows is None else list(rank.rows))
-    return msgspec.to_builtins(report)
 
 
 _DEVIATION = Deviation(sd=0.01, degrees=9)

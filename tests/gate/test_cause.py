@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.prose import Prose
 from support.report_factory import make_report
-from support.repository import first_commit
 from support.verdict_factory import with_launches
 
 from pytest_llmgpu.gate import cause
@@ -24,16 +22,12 @@ from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.ranks import kernel_records
 from pytest_llmgpu.ranks.kernel_records import Calls, Modules, PassKernels
-from pytest_llmgpu.report import large_file
 from pytest_llmgpu.report.cause import Cause
-from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.kernel_families import family_of
-from pytest_llmgpu.report.large_file import StoredRows
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdict
 from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, Work, WorkRow
-from pytest_llmgpu.store.references import resolve
 
 _ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half> >(int)"
 _CAST = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIterator&)>"
@@ -422,38 +416,6 @@ def test_a_slower_token_has_the_cause_of_its_forwards(metric: MetricName, passes
     other: MetricName = "token_time" if metric == "first_token" else "first_token"
     found = cause.with_cause(msgspec.structs.replace(row, metric=other), base.cases[0], head.cases[0], names).cause
     assert found is None or cause.module_of(found) is None
-
-
-@pytest.mark.parametrize("form", ["report.json", "report.json.gz", "git"])
-def test_rows_that_are_read_for_slower_cases_alone_change_no_verdict(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Verdicts with their causes are equal to the byte, wherever the reports come from."""
-    monkeypatch.setattr(large_file, "SMALL_BYTES", 0)
-    healthy, slower = _measured(_HEALTHY_PROGRAM), _measured(_HEALTHY_PROGRAM.slower(_PROJECTION, 3.0))
-    base, head = _report(1.0, healthy), _report(2.0, slower)
-    for report in (base, head):
-        report.cases += _report(1.0, healthy, batch_size=16).cases
-        for launch in (launch for result in report.cases for launch in result.launches):
-            for column in ("sequences", "tokens", "padded_tokens"):
-                setattr(launch.batches, column, [1] * len(launch.batches.latency_s))
-    sources = []
-    for name, report in (("base", base), ("head", head)):
-        path = tmp_path / name / ("report.json" if form == "git" else form)
-        dump(report, path)
-        if form == "git":
-            first_commit(path.parent)
-        reference = "git:HEAD:report.json" if form == "git" else str(path)
-        sources.append(resolve(reference, tmp_path / "store", repository=path.parent))
-    whole, parts = ([source.report(rows=needed) for source in sources] for needed in (True, False))
-    if form == "report.json":
-        rows = [rank.rows for launch in parts[1].cases[0].launches if launch.work for rank in launch.work.ranks]
-        assert all(isinstance(one, StoredRows) for one in rows)
-    expected = judge(whole[0], whole[1], Policy(), today=datetime.date(2026, 6, 1))
-    assert [row.id for row in expected.rows if row.cause is not None]
-    assert {row.id for row in expected.rows if row.cause is None}
-    found = judge(parts[0], parts[1], Policy(), today=datetime.date(2026, 6, 1))
-    assert msgspec.json.encode(found) == msgspec.json.encode(expected)
 
 
 def test_one_launch_names_the_module_that_takes_more_device_time() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import errno
+import copy
 import gzip
 import json
 import math
@@ -10,233 +10,121 @@ import re
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_factory import (
-    make_case,
-    make_document,
-    make_failed,
-    make_full_report,
-    make_report,
-    make_result,
-)
+from support.report_factory import make_case, make_document, make_failed, make_full_report, make_report, make_result
 
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import check_writable, dump, encodable, encode, load, parse
-from pytest_llmgpu.report.report import SCHEMA_VERSION, next_id
+from pytest_llmgpu.report.report import next_id
 from pytest_llmgpu.report.result import Failure, Metric
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
+_PATH = Path("report.json")
+_LAUNCH = "cases.0.launches.0"
+_DATA = b"0123456789" * 1000
+
 
 @pytest.mark.parametrize("name", ["report.json", "report.json.gz", "new/folder/report.json"])
 def test_what_is_written_is_what_is_read(name: str) -> None:
-    """Nothing is lost, with or without compression, in an existing folder or a new one."""
+    """Nothing is lost, with or without compression; a file that was unpacked or renamed still loads."""
     report = make_full_report()
     dump(report, Path(name))
-    assert load(Path(name)) == report
+    assert Path(name).read_bytes().startswith(file.GZIP) == name.endswith(".gz")
+    Path(name).rename("downloaded.json")
+    assert load(Path("downloaded.json")) == report
 
 
-def test_only_the_gz_name_is_compressed() -> None:
-    """The suffix decides if a report is compressed."""
-    for name in ("report.json", "report.json.gz"):
-        dump(make_full_report(), Path(name))
-    assert gzip.decompress(Path("report.json.gz").read_bytes()) == Path("report.json").read_bytes()
-
-
-def test_a_report_is_read_by_its_content_and_not_by_its_name() -> None:
-    """An artifact that was unpacked or renamed still loads."""
-    dump(make_full_report(), Path("report.json.gz"))
-    Path("report.json.gz").rename("downloaded.json")
-    assert load(Path("downloaded.json")) == make_full_report()
-
-
-def test_each_row_of_work_passes_is_one_line() -> None:
-    """Those of prefills as well: with a line for each field they would be most of a report."""
-    lines = [line for line in encode(make_full_report(), compressed=False).decode().splitlines() if '"kernel":' in line]
-    assert len(lines) == 16, "two passes of two ranks with four rows"
-    assert all(line.strip().startswith('{"module":') for line in lines)
-
-
-def test_equal_reports_are_equal_files() -> None:
+@pytest.mark.parametrize("compressed", [False, True])
+def test_equal_reports_are_equal_files(compressed: bool) -> None:
     """A compressed report has no time stamp, so that it can be compared by hash."""
-    for name in ("a.json.gz", "b.json.gz"):
-        dump(make_full_report(), Path(name))
-    written = Path("a.json.gz").read_bytes()
-    assert written == Path("b.json.gz").read_bytes()
-    assert written[4:8] == bytes(4)  # gzip's time stamp
-
-
-def test_a_case_that_stays_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report is written after each case; the time of a write does not grow with all figures of all cases."""
-    encoded: list[str] = []
-    text = file._text
-
-    def count(value: Any, place: str, indent: str) -> str:
-        encoded.append(place)
-        return text(value, place, indent)
-
-    monkeypatch.setattr(file, "_text", count)
-    texts = file.CaseTexts()
-    report = make_report([make_result(batch_size=size) for size in (1, 2)])
-    path = Path("report.json")
-    dump(report, path, texts)
-    assert path.read_bytes() == encode(report, compressed=False)
-    encoded.clear()
-    report.cases[1] = make_result(batch_size=3)
-    report.cases.append(make_result(batch_size=4))
-    dump(report, path, texts)
-    assert [place for place in encoded if re.fullmatch(r"\$\.cases\[\d+\]", place)] == ["$.cases[1]", "$.cases[2]"]
-    assert load(path) == report
-
-
-def test_texts_of_earlier_launches_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The temporary file takes at most about as much space again as the texts of the latest results."""
-    kept = Path("kept")
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: kept.open("w+b", **named))
-    texts, report = file.CaseTexts(), make_report([make_result(batch_size=size) for size in (1, 2, 4)])
-    dump(report, Path("report.json"), texts)
-    whole_bytes = kept.stat().st_size
-    assert whole_bytes > 0
-    for launch in range(12):
-        report.cases[launch % 3] = make_result(batch_size=2 ** (launch % 3))
-        dump(report, Path("report.json"), texts)
-        assert load(Path("report.json")) == report
-        assert kept.stat().st_size <= 2.5 * whole_bytes
-
-
-def test_a_full_temporary_disk_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that cannot be kept is encoded again at the next writing."""
-    written: list[int] = []
-
-    def write_a_part(_descriptor: int, text: bytes, _start: int) -> int:
-        written.append(len(text) // 2)
-        if len(written) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return written[0]
-
-    monkeypatch.setattr(os, "pwrite", write_a_part)
-    texts, report = file.CaseTexts(), make_report([make_result(batch_size=size) for size in (1, 2)])
-    for _ in range(2):
-        dump(report, Path("report.json"), texts)
-        assert load(Path("report.json")) == report
-    assert len(written) == 4
-
-
-def test_columns_stay_on_one_line_and_records_do_not() -> None:
-    """A report can be read and compared by line; a thousand latencies do not take a thousand lines."""
-    dump(make_full_report(), Path("report.json"))
-    lines = Path("report.json").read_text(encoding="utf-8").splitlines()
-    assert '            "latency_s": [0.75,0.75,0.75,0.75],' in lines
-    assert f'  "schema_version": {SCHEMA_VERSION},' in lines
-    row = '{"module": "layers.*.mlp.down_proj", "kernel": 0, "family": "GEMM", "calls": 100, "time_s": 0.1},'
-    assert row in [line.strip() for line in lines]
+    written = encode(make_full_report(), compressed=compressed)
+    assert written == encode(make_full_report(), compressed=compressed)
+    assert not compressed or written[4:8] == bytes(4)  # gzip's time stamp
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_figure_that_is_not_finite_is_refused_with_its_place(value: float) -> None:
-    """NaN never becomes null, which means `not measured`; the old report stays."""
+@pytest.mark.parametrize("place", ["latency_s[2]", "profile.devices[1].metrics.power_w.mean", "wall_s"])
+def test_a_figure_that_is_not_finite_is_refused_with_its_place(place: str, value: float) -> None:
+    """NaN never becomes null, which means that nothing was measured; the old report stays."""
     report = make_full_report()
-    dump(report, Path("report.json"))
-    profile = report.cases[0].launches[0].profile
-    assert profile is not None
-    profile.devices[1].metrics["power_w"] = Metric(mean=value, max=None, method="x", coverage=None)
-    with pytest.raises(
-        ValueError, match=r"\$\.cases\[0\]\.launches\[0\]\.profile\.devices\[1\]\.metrics\.power_w\.mean"
-    ):
-        dump(report, Path("report.json"))
-    assert load(Path("report.json")) == make_full_report()
-
-
-def test_a_column_with_nan_is_refused_with_the_row() -> None:
-    """The message names the row of the column."""
-    report = make_full_report()
-    report.cases[0].launches[0].batches.latency_s[2] = math.nan
-    with pytest.raises(ValueError, match=r"latency_s\[2\] is nan"):
-        dump(report, Path("report.json"))
+    dump(report, _PATH)
+    launch = report.cases[0].launches[0]
+    assert launch.profile is not None
+    if place == "wall_s":
+        launch.wall_s = value
+    elif place.startswith("profile"):
+        launch.profile.devices[1].metrics["power_w"] = Metric(mean=value, max=None, method="x", coverage=None)
+    else:
+        launch.batches.latency_s[2] = value
+    with pytest.raises(ValueError, match=rf"^\$\.cases\[0\]\.launches\[0\]\..*{re.escape(place)} is {value}, which"):
+        dump(report, _PATH)
+    assert load(_PATH) == make_full_report()
 
 
 def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk is full, the old report is kept."""
-    dump(make_full_report(), Path("report.json"))
+    dump(make_full_report(), _PATH)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        dump(make_report(), Path("report.json"))
-    assert load(Path("report.json")) == make_full_report()
+        dump(make_report(), _PATH)
+    assert load(_PATH) == make_full_report()
     assert [path.name for path in Path().iterdir()] == ["report.json"]
 
 
-def test_a_symbolic_link_stays_a_link() -> None:
-    """The target of the link is written."""
+def test_links_are_kept_and_never_overwrite_another_file() -> None:
+    """The target of a link is written; a link with the name of a temporary file is not followed."""
     Path("real").mkdir()
-    Path("report.json").symlink_to("real/report.json")
-    dump(make_full_report(), Path("report.json"))
-    assert Path("report.json").is_symlink()
+    _PATH.symlink_to("real/report.json")
+    Path("victim").write_text("mine")
+    Path(f".llmgpu-{os.getpid()}.tmp").symlink_to("victim")
+    dump(make_full_report(), _PATH)
+    assert _PATH.is_symlink()
     assert load(Path("real/report.json")) == make_full_report()
+    assert Path("victim").read_text() == "mine"
 
 
 def test_a_report_has_the_permissions_of_any_new_file() -> None:
     """A later step under another user can read the report."""
     Path("other").touch()
-    dump(make_report(), Path("report.json"))
-    assert stat.S_IMODE(Path("report.json").stat().st_mode) == stat.S_IMODE(Path("other").stat().st_mode)
+    dump(make_report(), _PATH)
+    assert stat.S_IMODE(_PATH.stat().st_mode) == stat.S_IMODE(Path("other").stat().st_mode)
 
 
 def test_text_that_is_not_utf8_loses_no_report() -> None:
     """A path of other bytes, a variable or the text of an exception may have any letter; a report keeps its code."""
-    result = make_failed("error", Failure(phase="load", message="bad \udcff", log_tail="\ud800"))
-    report = make_report([result])
-    report.argv.append(os.fsdecode(b"caf\xe9/"))
+    report = make_report([make_failed("error", Failure(phase="load", message="bad \udcff", log_tail="\ud800"))])
     report.environment.variables["NCCL_DEBUG_FILE"] = os.fsdecode(b"/tmp/\xe9")
-    dump(report, Path("report.json"))
-    read = load(Path("report.json"))
-    assert read.argv[-1] == "caf\\udce9/"
+    dump(report, _PATH)
+    read = load(_PATH)
     assert read.environment.variables["NCCL_DEBUG_FILE"] == "/tmp/\\udce9"
     assert read.cases[0].failure is not None
     assert (read.cases[0].failure.message, read.cases[0].failure.log_tail) == ("bad \\udcff", "\\ud800")
-
-
-def test_a_record_with_valid_text_only_is_the_same_record() -> None:
-    """A record is copied only if a text of it has to change."""
     result = make_result()
-    assert encodable(result) is result
-    renamed = encodable(make_result(model="caf\udce9"))
-    assert renamed.case.model == "caf\\udce9"
+    assert encodable(result) is result, "a record is copied only if a text of it has to change"
 
 
-def test_a_link_with_the_name_of_a_temporary_file_is_not_followed() -> None:
-    """Another user of the folder cannot choose a file that is overwritten."""
-    Path("victim").write_text("mine")
-    Path(f".llmgpu-{os.getpid()}.tmp").symlink_to("victim")
-    dump(make_full_report(), Path("report.json"))
-    assert Path("victim").read_text() == "mine"
+def test_processes_of_equal_number_write_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers that share a volume have equal process ids: the name of a temporary file is random."""
+    opened = []
+    plain = Path.open
 
+    def noted(path: Path, *arguments: Any, **named: Any) -> Any:
+        opened.append(path.name)
+        return plain(path, *arguments, **named)
 
-def test_processes_of_equal_number_write_side_by_side() -> None:
-    """Containers that share a volume have equal process ids."""
-    script = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from pytest_llmgpu.report import file\n"
-        "os.getpid = lambda: 7\n"
-        "report, name = file.load(Path('given.json')), sys.argv[1]\n"
-        "report.argv.append(name)\n"
-        "for _ in range(100):\n"
-        "    file.dump(report, Path(name))\n"
-        "    assert file.load(Path(name)).argv[-1] == name\n"
-    )
-    dump(make_report([make_result()]), Path("given.json"))
-    names = [f"{number}.json" for number in range(4)]
-    writers = [subprocess.Popen([sys.executable, "-c", script, name]) for name in names]
-    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
-    assert sorted(path.name for path in Path().iterdir()) == [*names, "given.json"]
+    monkeypatch.setattr(Path, "open", noted)
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    for _ in range(2):
+        dump(make_report(), _PATH)
+    assert len(set(opened)) == 2
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
@@ -244,15 +132,14 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     document = make_document(make_full_report())
     document["carbon_kg"] = 1.0
     document["cases"][0]["launches"][0]["sparkle"] = {"a": []}
-    Path("report.json").write_text(json.dumps(document), encoding="utf-8")
-    assert load(Path("report.json")) == make_full_report()
+    assert parse(_written(document), "r.json") == make_full_report()
 
 
 def test_a_reader_in_the_middle_of_a_write_keeps_the_old_report() -> None:
     """A new report is a new file: a process that has the old one open reads it to its end."""
-    dump(make_full_report(), Path("report.json"))
-    with Path("report.json").open(encoding="utf-8") as old:
-        dump(make_report(), Path("report.json"))
+    dump(make_full_report(), _PATH)
+    with _PATH.open(encoding="utf-8") as old:
+        dump(make_report(), _PATH)
         assert len(json.load(old)["cases"]) == 3
 
 
@@ -264,28 +151,20 @@ def _written(document: object) -> bytes:
     ("data", "reason"),
     [
         (b"", "is not valid JSON"),
-        (b'{"schema_version": 1, "cases": [', "is not valid JSON"),
-        (b'{"schema_version": 1, "cases": [NaN]}', "is not valid JSON.*byte"),
+        (b'{"schema_version": 2, "cases": [', "is not valid JSON"),
+        (b'{"schema_version": 2, "cases": [NaN]}', "is not valid JSON.*byte"),
         (b"\xff\xfe{}", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON|is not a report"),
         (b"[1, 2]", "is not a report of pytest-llmgpu: Expected `object`"),
-        (
-            _written({"machine_info": {}, "benchmarks": [], "version": "5.3.1"}),
-            "is not a report of pytest-llmgpu.*schema_version",
-        ),
+        (_written({"machine_info": {}, "version": "5.3.1"}), "is not a report of pytest-llmgpu.*schema_version"),
         (_written({"schema_version": "1.0", "cases": []}), r"is not a report of pytest-llmgpu.*\$\.schema_version"),
-        (_written({"schema_version": 3, "cases": []}), "schema_version 3 is newer than 2.*upgrade"),
-        (_written({"schema_version": 0, "cases": []}), "schema_version 0 does not exist; allowed are 1 to 2"),
-        (_written({"schema_version": 1, "cases": []}), "breaks schema_version 1.*created"),
-        (_written({"schema_version": 1, "cases": [], "x": math.nan}), r"is not valid JSON.*byte"),
-        (_written({"schema_version": 1, "cases": [], "x": -math.inf}), r"is not valid JSON.*byte"),
-        (b'{"schema_version": 1, "cases": [1e999]}', r"breaks schema_version 1: Number out of range - at `\$\.cases"),
+        (_written({"schema_version": 3, "cases": []}), "schema_version 3 is newer than 2; upgrade pytest-llmgpu"),
+        (_written({"schema_version": 1, "cases": []}), "schema_version 1 is older than 2 and not read; measure it"),
+        (_written({"schema_version": 2, "cases": []}), "breaks schema_version 2.*created"),
+        (_written({"schema_version": 2, "cases": [], "x": math.nan}), r"is not valid JSON.*byte"),
+        (b'{"schema_version": 2, "cases": [1e999]}', r"breaks schema_version 2: Number out of range - at `\$\.cases"),
         (b'{"schema_version": ' + b"1" * 5000 + b', "cases": []}', r"is not a report.*out of range - at `\$\.schema_v"),
-        (b'{"schema_version": 1, "cases": ' + b"[" * 2_000_000, "is not valid JSON: maximum recursion depth"),
-        (
-            b'{"schema_version": 1, "cases": [], "x": ' + b'{"a":' * 400_000,
-            "is not valid JSON: maximum recursion depth",
-        ),
+        (b'{"schema_version": 2, "cases": ' + b"[" * 2_000_000, "is not valid JSON: maximum recursion depth"),
         (gzip.compress(b"{}", mtime=0)[:-4], "cannot be decompressed"),
     ],
 )
@@ -297,16 +176,82 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(data: bytes, reason:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("compressed", [True, False])
-def test_a_file_above_the_size_limit_is_refused(compressed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report up to the limit loads; one byte more is refused with the name of the file."""
-    data = encode(make_full_report(), compressed=False)
-    monkeypatch.setattr(file, "LIMIT_BYTES", len(data))
-    for name, content in (("report.json", data), ("large.json", data + b" ")):
-        Path(name).write_bytes(gzip.compress(content) if compressed else content)
-    assert load(Path("report.json")) == make_full_report()
-    with pytest.raises(ValueError, match=rf"^report large\.json: .* more than|larger than {len(data):,} bytes"):
-        load(Path("large.json"))
+_DOCUMENT = make_document(make_full_report())
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("cases.1.case.batch_size", "two", "`int`, got `str`"),
+        ("cases.1.case.batch_size", 0, "`int` >= 1"),
+        ("cases.1.case.batch_size", 2**63, "`int` <= 9223372036854775807"),
+        ("cases.0.inference_s", -3.0, "`float` >= 0.0"),
+        ("cases.0.acc", 82.8, "`float` <= 1.0"),
+        (f"{_LAUNCH}.wall_s", -1e-9, "`float` >= 0.0"),
+        (f"{_LAUNCH}.batches.latency_s.2", 0.0, "`float` > 0.0"),
+        (f"{_LAUNCH}.batches.latency_s.2", 1e308, "`float` < 1000000000000.0"),
+        (f"{_LAUNCH}.batches.tokens.0", -1, "`int` >= 0"),
+        (f"{_LAUNCH}.memory.1.peak_allocated_bytes", -1, "`int` >= 0"),
+        (f"{_LAUNCH}.profile.lateness_p99_s", 1e308, "`float` < 1000000000000.0"),
+        (f"{_LAUNCH}.profile.devices.1.energy_j", -0.5, "`float` >= 0.0"),
+        (f"{_LAUNCH}.profile.series.devices.1.power_w", [300.0], "3 values, got 1"),
+        (f"{_LAUNCH}.profile.series.devices", [], "2 values, got 0"),
+        (f"{_LAUNCH}.profile.series.t_s.2", -1e308, "`float` > -1000000000000.0"),
+        (f"{_LAUNCH}.batches.sequences", [1, 1, 1], "4 values, got 3"),
+        (f"{_LAUNCH}.batches.tokens", [1], "4 values, got 1"),
+        (f"{_LAUNCH}.batches.padded_tokens", [1], "4 values, got 1"),
+        (f"{_LAUNCH}.accuracy.predictions.3", -7, "`int` >= 0"),
+        (f"{_LAUNCH}.accuracy.predictions", [0], "5 values, got 1"),
+        (f"{_LAUNCH}.accuracy.predictions_norm", [0], "5 values, got 1"),
+        (f"{_LAUNCH}.accuracy.labels", [0] * 6, "5 values, got 6"),
+        (f"{_LAUNCH}.accuracy.loglikelihoods", "AAA", "base64, got another text"),
+        (f"{_LAUNCH}.accuracy.loglikelihoods", "\xe4AAA", "base64, got another text"),
+        (f"{_LAUNCH}.accuracy.loglikelihoods", "AAA=", "numbers of 4 bytes, got 2 bytes"),
+        (f"{_LAUNCH}.work.collectives.0.wait_s", [0.1], "3 values, got 1"),
+        (f"{_LAUNCH}.prefill_work.ranks.1.copy_s", [0.1], "3 values, got 1"),
+        ("cases.0.traffic.wire_bytes_per_sequence", -8, "`float` >= 0.0"),
+        ("cases.0.id", "", "an id, got an empty text"),
+        ("cases.0.failure", {"phase": "load", "message": "m"}, "null, because the case completed"),
+        ("cases.2.id", "mp-bs1", "a unique id, got 'mp-bs1', which $.cases[0] has too"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_its_place(place: str, value: object, reason: str) -> None:
+    """The message has the place and the bound."""
+    document = part = copy.deepcopy(_DOCUMENT)
+    *steps, last = [int(step) if step.isdecimal() else step for step in place.split(".")]
+    for step in steps:
+        part = part[step]
+    part[last] = value
+    path = "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in place.split("."))
+    with pytest.raises(ValueError, match=r"^report r\.json: breaks schema_version 2: Expected ") as caught:
+        parse(_written(document), "r.json")
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith(f" - at `${path}`")
+
+
+def test_unusual_values_that_are_possible_are_read() -> None:
+    """Throttling by power and heat adds up; a reading can be from before the window; an item can have many endings."""
+    document = copy.deepcopy(_DOCUMENT)
+    launch = document["cases"][0]["launches"][0]
+    launch["profile"]["devices"][0]["throttled_s"] = 1.5 * launch["profile"]["duration_s"]
+    launch["profile"]["series"]["t_s"][0] = -0.045
+    launch["accuracy"]["predictions"][0] = 300
+    accuracy = parse(_written(document), "r.json").cases[0].launches[0].accuracy
+    assert accuracy is not None
+    assert accuracy.predictions[0] == 300
+
+
+@pytest.mark.parametrize("metric", ["acc", "acc_norm"])
+def test_an_accuracy_that_its_predictions_contradict_is_refused(metric: str) -> None:
+    """A report with the right answers has the accuracy twice."""
+    document = copy.deepcopy(_DOCUMENT)
+    accuracy = document["cases"][0]["launches"][0]["accuracy"]
+    accuracy["labels"] = accuracy["predictions_norm"] = accuracy["predictions"]
+    accuracy |= {"acc": 1.0, "acc_norm": 1.0}
+    parse(_written(document), "r.json")
+    accuracy[metric] = 0.25
+    with pytest.raises(ValueError, match=rf"Expected 1, which the predictions give, got 0\.25 .*accuracy\.{metric}`$"):
+        parse(_written(document), "r.json")
 
 
 def test_every_damage_to_a_file_is_reported_in_one_line() -> None:
@@ -334,6 +279,73 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(name: str, reason
         load(Path(name))
 
 
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_file_above_the_size_limit_is_refused(compressed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report up to the limit loads; one byte more is refused with the name of the file."""
+    data = encode(make_full_report(), compressed=False)
+    monkeypatch.setattr(file, "LIMIT_BYTES", len(data))
+    for name, content in (("report.json", data), ("large.json", data + b" ")):
+        Path(name).write_bytes(gzip.compress(content) if compressed else content)
+    assert load(_PATH) == make_full_report()
+    with pytest.raises(ValueError, match=rf"^report large\.json: .* (more|larger) than {len(data):,} bytes"):
+        load(Path("large.json"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        gzip.compress(_DATA, mtime=0)[:15],
+        gzip.compress(b"{}", mtime=0) + b"more",
+        gzip.compress(_DATA, mtime=0)[:-8] + bytes(8),
+        b"\x1f\x8bgarbage",
+        b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20,
+    ],
+)
+def test_broken_gzip_data_is_refused(data: bytes) -> None:
+    """Truncated, extended and damaged streams are errors in one line; several whole streams are one file."""
+    with pytest.raises(ValueError, match=r"^cannot be decompressed: [^\n]+$"):
+        file.unpack(data)
+    assert file.unpack(gzip.compress(_DATA[:1000]) + gzip.compress(_DATA[1000:]) + bytes(512)) == _DATA
+
+
+@pytest.mark.slow
+def test_a_bomb_is_refused_with_little_memory() -> None:
+    """A file of 5 MB that decompresses to 5 GB takes little more than the limit twice."""
+    path = Path("bomb.json.gz")
+    path.write_bytes(gzip.compress(bytes(2**26)) * 80)
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pytest_llmgpu.report import file\n"
+        "file.LIMIT_BYTES = 2**26\n"
+        "try:\n"
+        "    file.load(Path(sys.argv[1]))\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        # The largest resident size in KiB. That of getrusage begins with the size of the process that started this one.
+        "print(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    message, kib = ran.stdout.splitlines()
+    assert message == f"report {path}: decompresses to more than {2**26:,} bytes, the limit"
+    assert int(kib) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[" * 100_000, "the JSON is nested too deeply"),
+        (b"{", "not JSON (Expecting property name enclosed in double quotes, column 2)"),
+        (b"{\n\n,", "not JSON (Expecting property name enclosed in double quotes, line 3, column 1)"),
+        (b'"\xe9"', "byte 2 is not UTF-8: save the file as UTF-8"),
+    ],
+)
+def test_json_that_cannot_be_read_is_one_line(data: bytes, message: str) -> None:
+    """The message has the place."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        file.parse_json(data)
+
+
 def test_a_second_measurement_gets_a_number() -> None:
     """Ids of results are unique."""
     names: list[str] = []
@@ -345,16 +357,12 @@ def test_a_second_measurement_gets_a_number() -> None:
 
 @pytest.mark.parametrize("name", ["report.json", "report.json.gz", "new/folder/report.json"])
 def test_a_path_that_can_be_written_leaves_no_trace_of_the_check(name: str) -> None:
-    """A run that ends early leaves neither an empty report nor a folder."""
+    """A run that ends early leaves neither an empty report nor a folder, and an existing report as it was."""
     check_writable(Path(name))
     assert list(Path().iterdir()) == []
-
-
-def test_an_existing_report_may_be_replaced() -> None:
-    """The check passes for an existing report and does not change it."""
-    dump(make_full_report(), Path("report.json"))
-    check_writable(Path("report.json"))
-    assert load(Path("report.json")) == make_full_report()
+    dump(make_full_report(), Path(name))
+    check_writable(Path(name))
+    assert load(Path(name)) == make_full_report()
 
 
 @pytest.mark.parametrize(
@@ -380,8 +388,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(name: str, reas
     assert sorted(Path().iterdir()) == before
 
 
-def test_a_folder_without_write_access_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only mount shows only when a file is created."""
+def test_missing_rights_are_found_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only mount shows only when a file is created; of an existing report its own permissions count."""
 
     def refuse(**_: object) -> None:
         raise OSError(30, "Read-only file system")
@@ -389,11 +397,7 @@ def test_a_folder_without_write_access_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(ValueError, match=r"^report out/report\.json: cannot be written: Read-only file system$"):
         check_writable(Path("out/report.json"))
-
-
-def test_a_report_that_is_read_only_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The permissions of the file count, although those of the folder would allow to replace it."""
-    dump(make_report(), Path("report.json"))
+    dump(make_report(), _PATH)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ValueError, match="exists and is read-only"):
-        check_writable(Path("report.json"))
+        check_writable(_PATH)

@@ -100,20 +100,6 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
     assert [result.id for result in file.load(recorded.path).cases] == ["mp-bs1", "mp-bs1#2"]
 
 
-@pytest.mark.slow
-def test_a_report_of_many_cases_is_written_when_a_hundredth_of_them_is_new(recorded: Recorder) -> None:
-    """The bytes that a session writes are a multiple of its report, however many cases it has; its end writes all."""
-    assert recorded.path is not None
-    written = []
-    for _ in range(103):
-        _add(recorded, make_result(device="cpu", devices=1))
-        written.append(file.load(recorded.path).cases[-1].id)
-    names = [f"mp-bs1#{number}" for number in (99, 100, 100, 102, 102)]
-    assert written[-5:] == names
-    recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
-    assert len(file.load(recorded.path).cases) == 103
-
-
 def test_the_end_of_a_session_adds_the_capacity_of_each_series(recorded: Recorder) -> None:
     """A case that was out of memory stands after the one that completed."""
     cpu: dict[str, Any] = {"device": "cpu", "devices": 1}
