@@ -31,6 +31,9 @@ _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
 
+_EXTRAS = {"accelerate": "transformers", "transformers": "transformers", "deepspeed": "deepspeed"}
+"""Library of a strategy to the extra of this package that has it."""
+
 
 class Planner:
     """Turns options into requests; looks up each dataset, model and machine once.
@@ -378,9 +381,11 @@ def _backend_and_options(
 
 
 def _check_library(backend: str, chosen_by: str) -> None:
-    """Refuse a strategy whose library is not installed."""
-    if not backend or importlib.util.find_spec(backend.partition(".")[0]) is None:
-        raise ValueError(f"{chosen_by} needs {backend}: pip install {backend}")
+    """Refuse a strategy whose library is not installed: the base of this package has none that loads a model."""
+    for library, extra in ((backend, _EXTRAS.get(backend)), ("transformers", "transformers")):
+        if not library or importlib.util.find_spec(library.partition(".")[0]) is None:
+            package = f"'pytest-llmgpu[{extra}]'" if extra else library
+            raise ValueError(f"{chosen_by} needs {library}: pip install {package}")
 
 
 def _flag_of(error: ValueError, options: Options) -> str:

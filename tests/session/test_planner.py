@@ -256,10 +256,14 @@ def test_a_strategy_without_its_library_is_refused(
 ) -> None:
     """The message has the command that installs it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"--strategy=mp needs accelerate: pip install accelerate$"):
+    with pytest.raises(
+        ValueError, match=r"--strategy=mp needs accelerate: pip install 'pytest-llmgpu\[transformers\]'$"
+    ):
         _planner(tmp_path).request(choose(), "mp", 4)
     # The extra installs the library of the chosen backend in the right version.
-    with pytest.raises(ValueError, match=r"--llmgpu-tp-backend=deepspeed needs deepspeed: pip install deepspeed$"):
+    with pytest.raises(
+        ValueError, match=r"--llmgpu-tp-backend=deepspeed needs deepspeed: pip install 'pytest-llmgpu\[deepspeed\]'$"
+    ):
         _planner(tmp_path).request(choose(tp_backend="deepspeed"), "tp", 4)
 
 

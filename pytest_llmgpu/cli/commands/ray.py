@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not command:
         raise ValueError("a command is needed, such as: llmgpu ray -n 16 -- pytest benchmarks --strategy=tp")
     if find_spec("ray") is None:
-        raise ValueError("llmgpu ray needs ray: pip install ray")
+        raise ValueError("llmgpu ray needs ray: pip install 'pytest-llmgpu[ray]'")
     import ray
 
     try:

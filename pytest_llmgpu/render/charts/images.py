@@ -41,7 +41,7 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
     try:
         import vl_convert
     except ImportError:
-        raise ValueError("images of charts need vl-convert: pip install vl-convert-python") from None
+        raise ValueError("images of charts need vl-convert: pip install 'pytest-llmgpu[report]'") from None
     spec: Spec = {**chart.spec, "width": width, "padding": 16}
     if titled:
         lines = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _CAPTION_LETTERS)]

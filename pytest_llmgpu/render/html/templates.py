@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment as Templates
     from markupsafe import Markup
 
-MISSING = "the page needs other libraries: pip install jinja2 vl-convert-python"
+MISSING = "the page needs jinja2 and vl-convert: pip install 'pytest-llmgpu[report]'"
 """The message if a library of the page is not installed."""
 
 

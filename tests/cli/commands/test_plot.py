@@ -106,7 +106,7 @@ def test_without_the_extra_one_line_names_it(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert main(["plot", str(path), "--output", "out"]) == 2
     error = capsys.readouterr().err
-    assert error == "llmgpu: images of charts need vl-convert: pip install vl-convert-python\n"
+    assert error == "llmgpu: images of charts need vl-convert: pip install 'pytest-llmgpu[report]'\n"
     assert not Path("out").exists()
 
 

@@ -26,7 +26,7 @@ _PYTEST += ["--llmgpu-limit=4", "--llmgpu-device=cpu", "--llmgpu-work=off"]
     ("words", "message"),
     [
         ([], "llmgpu: a command is needed, such as: llmgpu ray -n 16 -- pytest benchmarks --strategy=tp"),
-        (["-n", "2", "--", "pytest"], "llmgpu: llmgpu ray needs ray: pip install ray"),
+        (["-n", "2", "--", "pytest"], "llmgpu: llmgpu ray needs ray: pip install 'pytest-llmgpu[ray]'"),
     ],
 )
 def test_what_is_missing_is_named(
