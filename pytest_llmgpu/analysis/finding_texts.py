@@ -80,12 +80,6 @@ _WORDS = {
         "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and whether the "
         "container allows access from one GPU to another.",
     ),
-    "traffic-counted-otherwise": _Words(
-        "info",
-        "{path}",
-        "Compare NVLink's bytes only with runs in which NCCL chose the same algorithm and protocol (NCCL_DEBUG=INFO "
-        "shows them). The bytes that the program sent can always be compared.",
-    ),
     "work-passes-failed": _Words(
         "warning",
         "Kernels and FLOPs of this case are unknown: {reason}",

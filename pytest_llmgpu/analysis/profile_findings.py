@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_llmgpu.analysis.finding_texts import finding, has_finding
 from pytest_llmgpu.analysis.reference import same_series
-from pytest_llmgpu.analysis.traffic_path import AGREE
 from pytest_llmgpu.report import disturbances as window
 from pytest_llmgpu.report.derived import device_times_s, of_window
 from pytest_llmgpu.report.result import CaseResult, Finding, Launch
@@ -70,17 +69,9 @@ def _of_samples(launch: Launch, earlier: Sequence[CaseResult]) -> Iterator[Findi
 
 
 def _of_path(result: CaseResult) -> Iterator[Finding]:
-    """Yield what is unusual about the links that carried the traffic of a result.
-
-    The traffic did not go over NVLink although it is there, or NVLink's counters differ from the bytes sent.
-    """
+    """Yield the path of the traffic of a result that did not go over NVLink although it is there."""
     path = result.traffic.path if result.traffic is not None else None
-    if path is None or path.link is None:
-        return
-    if path.link == "nvlink":
-        if any(abs(share - 1) > AGREE for share in path.nvlink_shares):
-            yield finding("traffic-counted-otherwise", path=path.text)
-    elif path.nvlink_bytes is not None:
+    if path is not None and path.link not in (None, "nvlink") and path.nvlink_bytes is not None:
         yield finding("traffic-off-nvlink", path=path.text)
 
 

@@ -177,17 +177,15 @@ def _going(
 @pytest.mark.parametrize(
     ("result", "codes"),
     [
-        (_going("nvlink", [0.991, 1.009]), []),
-        (_going("nvlink", [1.0, 1.02]), ["traffic-counted-otherwise"]),
-        (_going("nvlink", [0.98, 1.0]), ["traffic-counted-otherwise"]),
+        (_going("nvlink", [1.0, 1.07]), []),
         (_going("mixed", [1.0, 0.0]), ["traffic-off-nvlink"]),
         (_going("pcie", [0.0, 0.0], 0.0), ["traffic-off-nvlink"]),
         (_going("host", [], None), []),
         (_going(None), []),
     ],
 )
-def test_links_that_carried_other_bytes_than_were_sent_are_a_finding(result: CaseResult, codes: list[str]) -> None:
-    """A rank differs by more than 1 %, or the traffic did not go over NVLink although it is there."""
+def test_traffic_off_nvlink_is_a_finding(result: CaseResult, codes: list[str]) -> None:
+    """It did not go over NVLink although it is there."""
     assert _codes([result]) == [codes]
     for finding in result.findings:
         assert (finding.severity, finding.text) == ("info", "As counted.")
@@ -242,7 +240,6 @@ def test_findings_on_profiles_read_as(prose: Prose) -> None:
         *of_profile(make_result(1.0, None, blind), []),
         *of_profile(make_result(1.0, None, make_profile(0, samples=0, duration_s=0.05)), []),
         *of_profile(make_result(1.0, None, make_profile(samples=90, missed=10)), []),
-        *of_profile(_going("nvlink", [1.0, 1.02]), []),
         *of_profile(_going("pcie", [0.0, 0.0], 0.0), []),
         *disturbances(make_result(1.0, None, disturbed), []),
         *disturbances(make_result(1.0, None, held_down), []),

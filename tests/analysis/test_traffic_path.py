@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -16,9 +15,9 @@ GB = 10**9
 _UNCOUNTED = "the counter was not read at the window's start"
 
 
-def _traffic(sent: int = 10 * GB, kind: CollectiveKind = "all_reduce", ranks: int = 2, *, calls: int = 1000) -> Traffic:
+def _traffic(sent: int = 10 * GB, kind: CollectiveKind = "all_reduce", ranks: int = 2) -> Traffic:
     """Return traffic that the ranks share equally."""
-    one = Collective(collective=kind, calls=calls, payload_bytes=sent // ranks, wire_bytes=sent // ranks)
+    one = Collective(collective=kind, calls=1000, payload_bytes=sent // ranks, wire_bytes=sent // ranks)
     received_one = Collective(collective="recv", calls=1, payload_bytes=7, wire_bytes=7)
     return Traffic(
         ranks=[([one] if kind == "peer_copy" else [one, received_one]) if sent else [] for _ in range(ranks)],
@@ -26,14 +25,12 @@ def _traffic(sent: int = 10 * GB, kind: CollectiveKind = "all_reduce", ranks: in
     )
 
 
-def _profile(
-    nvlink: float | None = None, pcie: float | None = 0.1 * GB, received: float | None = None, **fields: Any
-) -> Profile:
+def _profile(nvlink: float | None = None, pcie: float | None = 0.1 * GB, **fields: Any) -> Profile:
     """Return the counters of two devices over 50 s: the bytes of both together over NVLink and PCIe."""
     counters: dict[str, float] = {}
     why = {"nvlink_tx_bytes": _UNCOUNTED} if nvlink is None else {}
     if nvlink is not None:
-        counters = {"nvlink_tx_bytes": nvlink / 2, "nvlink_rx_bytes": (nvlink if received is None else received) / 2}
+        counters = {"nvlink_tx_bytes": nvlink / 2, "nvlink_rx_bytes": nvlink / 2}
     mean = None if pcie is None else pcie / 2 / 50
     metrics = {
         f"pcie_{way}_bytes_per_s": Metric(mean=mean, max=mean, method="gpm", coverage=1.0) for way in ("tx", "rx")
@@ -90,60 +87,16 @@ def test_the_links_of_a_node_carry_what_stays_inside() -> None:
     assert path.text == "Nothing is sent from GPU to GPU of the same node."
 
 
-@pytest.mark.parametrize(("counted", "agrees"), [(10.0, "+0.00 %"), (10.09, "+0.90 %"), (9.91, "-0.90 %")])
-def test_nvlink_that_counted_what_was_sent_agrees(counted: float, agrees: str) -> None:
-    """A difference of 1 % is allowed; received bytes are not counted twice."""
+@pytest.mark.parametrize(
+    ("counted", "gap"),
+    [(10.0, "+0.00 %"), (9.91, "-0.90 %"), (10.67, "+6.70 %"), (19.9, "+99.00 %"), (5.72, "-42.80 %")],
+)
+def test_nvlink_has_the_bytes_counted_and_sent(counted: float, gap: str) -> None:
+    """Received bytes are not counted twice; protocols and algorithms of NCCL count other bytes than were sent."""
     path = of_case(_traffic(), _profile(counted * GB), _environment())
     assert (path.link, path.expected_bytes, path.nvlink_bytes) == ("nvlink", 10 * GB, counted * GB)
     assert path.pcie_bytes == pytest.approx(0.1 * GB)
-    assert path.text == f"Over NVLink (NV18): {counted * GB / GB:.2f} GB, as the program sent ({agrees})."
-
-
-@pytest.mark.parametrize(
-    ("counted", "fields", "gap", "explained"),
-    [
-        (10.67, {}, "+6.7 %", "LL128 protocol"),
-        (19.9, {}, "+99.0 %", "LL protocol"),
-        (8.33, {}, "-16.7 %", "NVLS"),
-        (5.72, {}, "-42.8 %", "NVLS"),
-        (9.3, {"pcie": 0.5 * GB}, "-7.0 %", "PCIe carried 500.0 MB meanwhile"),
-        (22.0, {}, "+120.0 %", "Look for another program"),
-        (22.0, {"received": 10.0 * GB}, "+120.0 %", "received 10.00 GB: the rest went to or came from a GPU of"),
-        (22.0, {"invalid": ["programs of others at work: GPU 1"]}, "+120.0 %", "`profile.invalid`"),
-        (22.0, {"invalid": ["throttled by power or heat: GPU 1"]}, "+120.0 %", "Look for another"),
-    ],
-)
-def test_a_difference_has_a_possible_cause(counted: float, fields: dict[str, Any], gap: str, explained: str) -> None:
-    """The data show a protocol, an algorithm, another path or another tenant."""
-    path = of_case(_traffic(), _profile(counted * GB, **fields), _environment())
-    assert path.link == "nvlink"
-    assert f"{counted:.2f} GB, the program sent 10.00 GB ({gap}). " in path.text
-    assert explained in path.text
-    others = {"LL128 protocol", "LL protocol", "NVLS", "meanwhile", "Look for", "tenant", "invalid"}
-    assert len([word for word in others if word in path.text]) == 1
-    assert re.fullmatch(r"[^\n]*[^.]\.", path.text)
-
-
-@pytest.mark.parametrize(
-    ("counted", "mixed"), [(10.42, True), (10.67, False), (10.89, True), (12.46, True), (19.0, False), (9.8, False)]
-)
-def test_small_messages_may_go_by_several_protocols(counted: float, mixed: bool) -> None:
-    """No protocol sends fewer bytes than the data, and large messages have no flags."""
-    words = "smaller of these messages (5.00 MB on average) with its LL"
-    small, large = (of_case(_traffic(calls=calls), _profile(counted * GB), _environment()) for calls in (1000, 100))
-    assert (words in small.text, "LL" in small.text, "LL" in large.text) == (mixed, counted > 10, False)
-    copied = of_case(_traffic(calls=1000, kind="peer_copy"), _profile(counted * GB), _environment())
-    assert "LL" not in copied.text, "NCCL did not send it"
-
-
-def test_several_explanations_are_several_sentences() -> None:
-    """Each possible cause is reported."""
-    path = of_case(_traffic(), _profile(10.67 * GB, received=10.0 * GB, invalid=["x"]), _environment())
-    assert [word in path.text for word in ("tenant. The window", "`profile.invalid`). NCCL's LL128", "more.")] == [
-        True,
-        True,
-        True,
-    ]
+    assert path.text == f"Over NVLink (NV18): {counted:.2f} GB, the program sent 10.00 GB ({gap})."
 
 
 @pytest.mark.parametrize(
@@ -226,7 +179,7 @@ def test_a_process_with_several_devices_is_compared_with_their_sum() -> None:
     """Its bytes are not counted per device."""
     path = of_case(_traffic(kind="peer_copy", ranks=1), _shown((10.0, 0.0), (0.0, 0.0)), _environment())
     assert (path.link, path.nvlink_shares) == ("nvlink", [1.0])
-    assert path.text.endswith("10.00 GB, as the program sent (+0.00 %).")
+    assert path.text.endswith("10.00 GB, the program sent 10.00 GB (+0.00 %).")
 
 
 def test_ranks_that_send_nothing_do_not_count() -> None:
