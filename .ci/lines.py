@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections import Counter
 from pathlib import Path
+
+import tomllib
 
 _ROOT = Path(__file__).parents[1]
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from sampler import stub_environment
 
-from pytest_llmgpu.inference import batching, cuda_graphs, models, scoring
+from pytest_llmgpu.inference import batching, cuda_graphs, models, scoring, weights
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -105,10 +105,10 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
     load_format = "auto" if arguments.model == "bundled" else "dummy"
     source = models.resolve(arguments.model, load_format=load_format, texts=dataset.texts(), rootdir=Path.cwd())
     if load_format == "dummy":
-        model = models.skeleton(source, dtype)
-        models.materialise(model, lambda _: device, seed=0, dtype=dtype)
+        model = weights.skeleton(source, dtype)
+        weights.materialise(model, lambda _: device, seed=0, dtype=dtype)
     else:
-        model = models.checkpoint(source, dtype, device_map={"": arguments.device})
+        model = weights.checkpoint(source, dtype, device_map={"": arguments.device})
     requests = batching.encode(
         HellaSwag(), dataset.items, models.load_tokenizer(source), models.max_length(model.config)
     )

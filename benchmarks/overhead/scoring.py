@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pytest_llmgpu.inference import batching, models, scoring
+from pytest_llmgpu.inference import batching, models, scoring, weights
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.protocol import Item
 
@@ -41,8 +41,8 @@ def main() -> None:
     source = models.resolve(preset, load_format="dummy", texts=dataset.texts(), rootdir=Path.cwd())
     if arguments.model == "random":
         source = msgspec.structs.replace(source, name="random", config={**source.config, **RANDOM})
-    model = models.skeleton(source, dtype)
-    models.materialise(model, lambda _: device, seed=0, dtype=dtype)
+    model = weights.skeleton(source, dtype)
+    weights.materialise(model, lambda _: device, seed=0, dtype=dtype)
     tokenizer = models.load_tokenizer(source)
     requests = batching.encode(HellaSwag(), dataset.items, tokenizer, models.max_length(model.config))
     rows = {}

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference import weights
-from pytest_llmgpu.inference.kv_cache import StaticCache
+from pytest_llmgpu.inference.generation import StaticCache
 from pytest_llmgpu.report.text import first_line
 
 if TYPE_CHECKING:

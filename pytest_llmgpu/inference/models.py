@@ -1,27 +1,58 @@
-"""The model of `--llmgpu-model`: `resolve` finds it in pytest's process without torch, the rest loads it in a rank."""
+"""The model of `--llmgpu-model`: found, checked and fingerprinted in pytest's process, without torch.
+
+Only a small part of the weights is read, so that 65 GB take as long as 65 MB; `weights` loads them in a rank. What
+transformers makes of a config is found out in a child process, `python -m pytest_llmgpu.inference.models`, before any
+rank starts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import inspect
 import json
 import os
+import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu.inference import bundled, model_files
-from pytest_llmgpu.report.text import plural
+from pytest_llmgpu import processes
+from pytest_llmgpu.inference import bundled
+from pytest_llmgpu.report.file import parse_json, read
+from pytest_llmgpu.report.text import first_line, guess
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _LOAD_FORMATS = ("auto", "dummy")
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
+_JSON_BYTES = 2**26
+"""The limit of a JSON file; the largest tokenizers have 35 MB."""
+_HEADER_BYTES = 100_000_000
+"""The limit of a header in the format."""
+_BLOCK_BYTES = 4096
+_BLOCKS = 16
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),  # a tokenizer has one of these
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""The errors of a look-up in JSON of any shape."""
+
+SPLIT_COUNTS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key and value heads",
+    "intermediate_size": "columns of the feed-forward layers",
+}
+"""Counts of the decoder that tensor parallelism splits: the names that transformers gives them in every config."""
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +74,26 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """The hash of the tokenizer's files."""
     attention: str | None = None
     """The attention of transformers; None for the one that it chooses itself."""
+
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """The fields of the config that describe the decoder: those of `text_config` if there is one."""
+        return dict(self.config.get("text_config") or self.config)
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers of transformers."""
+
+    has_plan: bool
+    """True if transformers can split the layers over devices by tensor parallelism."""
+    has_sdpa: bool = True
+    """True if transformers has attention by torch's `scaled_dot_product_attention`, which it then chooses."""
+    without: str | None = None
+    """An argument that decode steps with a KV cache need and the model does not take; None if it takes all of them."""
+    counts: dict[str, int] = {}
+    """Those of `SPLIT_COUNTS` that the decoder has, also where its config leaves them to its class."""
+    refusal: str | None = None
+    """The reason why the model cannot be loaded; None if its config is no such reason."""
 
 
 class TokenizerError(ValueError):
@@ -86,22 +137,22 @@ def resolve(
             raise ValueError(f"model {model} is an architecture without weights: use load format dummy")
         name, directory, fields, at, from_hub = model, None, bundled.PRESETS[model], None, False
     else:
-        name, directory, commit = model_files.locate(model, revision, rootdir, weights=not dummy)
-        fields, from_hub = model_files.config(directory), commit is not None
+        name, directory, commit = _locate(model, revision, rootdir, weights=not dummy)
+        fields, from_hub = _config(directory), commit is not None
         if not dummy:
-            model_files.check_weights(directory)
-        at = commit or model_files.fingerprint(directory, weights=not dummy)
+            _check_weights(directory)
+        at = commit or _fingerprint(directory, weights=not dummy)
     if revision not in (None, at) and not from_hub:
         own = f", its revision is {at}" if at else ""
         raise ValueError(f"revision {revision!r} is not allowed: {model} is not a model of the hub{own}")
-    size = model_files.vocabulary_size(fields)
+    size = vocabulary_size(fields)
     try:
         if tokenizer is not None:
-            tokenizer_directory = model_files.locate(tokenizer, None, rootdir, weights=False)[1]
+            tokenizer_directory = _locate(tokenizer, None, rootdir, weights=False)[1]
         else:
             tokenizer_directory = directory or _preset_tokenizer(texts, size or 0)
-        model_files.check_vocabulary(tokenizer_directory, size, name)
-        tokenizer_sha256 = model_files.tokenizer_sha256(tokenizer_directory)
+        _check_vocabulary(tokenizer_directory, size, name)
+        sha256 = tokenizer_sha256(tokenizer_directory)
     except ValueError as error:
         raise TokenizerError(str(error)) from error
     return ModelSource(
@@ -111,35 +162,69 @@ def resolve(
         revision=at,
         load_format=load_format,
         tokenizer_directory=str(tokenizer_directory),
-        tokenizer_sha256=tokenizer_sha256,
+        tokenizer_sha256=sha256,
     )
 
 
-def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
-    """Return the directory of a tokenizer that is trained on the texts, and kept in the user's cache."""
-    from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+def max_length(config: PretrainedConfig | SimpleNamespace) -> int:
+    """Return the maximum input length in tokens, as lm-evaluation-harness does; 2048 if the config has none."""
+    text = getattr(config, "text_config", None) or config
+    lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+    return next((int(length) for length in lengths if length is not None), 2048)
 
-    known = list(texts)
-    key = hashlib.sha256(json.dumps([size, known]).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pytest-llmgpu" / "tokenizers"
-    directory = cache / key
-    if directory.is_dir():
-        return directory
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as folder:
-            made = Path(folder) / key
-            made.mkdir()
-            save_tokenizer(known, size, made)
-            made.replace(directory)
-    except OSError as error:
-        # Another run has made it: a directory cannot replace one that is not empty.
-        if directory.is_dir():
-            return directory
+
+def vocabulary_size(fields: dict[str, Any]) -> int | None:
+    """Return the vocabulary size in a config.json; None if it has none, so that the default of its class applies."""
+    text = fields.get("text_config")
+    size = fields.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+def is_quantized(fields: dict[str, Any]) -> bool:
+    """Return whether a config.json describes quantised weights."""
+    text = fields.get("text_config")
+    return any(isinstance(part, dict) and part.get("quantization_config") for part in (fields, text))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads: a single file, or those of the index."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if not whole.exists() and index.exists():
+        return [directory / name for name in sorted(_indexed(index))]
+    return [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
+
+
+def file_hashes(directory: Path, *, weights: bool) -> dict[str, str]:
+    """Return name to hash of each file that loading reads; of a safetensors file size, header and 16 blocks count."""
+    found = {}
+    for path in sorted({path for pattern in _HUB_FILES for path in directory.glob(pattern) if path.is_file()}):
+        digest = hashlib.sha256()
+        if path.suffix != ".safetensors":
+            digest.update(path.read_bytes())
+        elif weights:
+            _add_weights(digest, path)
+        else:
+            continue
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def tokenizer_sha256(directory: Path) -> str:
+    """Return a hash of the tokenizer's files.
+
+    Raises:
+        ValueError: The directory has no tokenizer.
+    """
+    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    if not any(path.name in _TOKENIZER_FILES[:4] for path in files):
         raise ValueError(
-            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
-        ) from error
-    return directory
+            f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES[:4])}): pass one with the tokenizer option"
+        )
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def load_tokenizer(source: ModelSource, *, add_bos: bool | None = None) -> PreTrainedTokenizerBase:
@@ -151,7 +236,7 @@ def load_tokenizer(source: ModelSource, *, add_bos: bool | None = None) -> PreTr
     """
     from transformers import AutoTokenizer
 
-    _silence_transformers()
+    silence_transformers()
     own = {} if add_bos is None else {"add_bos_token": add_bos}
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         source.tokenizer_directory, local_files_only=True, trust_remote_code=False, **own
@@ -159,134 +244,252 @@ def load_tokenizer(source: ModelSource, *, add_bos: bool | None = None) -> PreTr
     return tokenizer
 
 
-def max_length(config: PretrainedConfig | SimpleNamespace) -> int:
-    """Return the maximum input length in tokens, as lm-evaluation-harness does; 2048 if the config has none."""
-    text = getattr(config, "text_config", None) or config
-    lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
-    return next((int(length) for length in lengths if length is not None), 2048)
-
-
-def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-
-    _silence_transformers()
-    if source.directory is None:
-        config: PretrainedConfig = LlamaConfig(**source.config)
-    else:
-        config = AutoConfig.from_pretrained(source.directory, local_files_only=True, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
-        )
-    # init_empty_weights replaces parameters one by one, which unties them.
-    model.tie_weights()
-    model.eval()
-    return model
-
-
-def checkpoint(
-    source: ModelSource,
-    dtype: torch.dtype,
-    *,
-    device_map: Mapping[str, int | str] | None = None,
-    distributed_config: DistributedConfig | None = None,
-) -> PreTrainedModel:
-    """Load a model with its weights from safetensors, each directly on its device.
-
-    Args:
-        source: The source of the model.
-        dtype: The data type that weights are converted to.
-        device_map: Module to device; None with `distributed_config`.
-        distributed_config: transformers' description of how weights are sharded over the process group; None with
-            `device_map`.
-
-    Raises:
-        ValueError: The files lack a weight, which transformers would fill with random numbers.
-    """
-    from transformers import AutoModelForCausalLM
-
-    _silence_transformers()
-    # With output_loading_info it returns a pair, which its annotations do not declare.
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
-    model, loading = from_pretrained(
-        source.directory,
-        dtype=dtype,
-        attn_implementation=source.attention,
-        device_map=None if device_map is None else dict(device_map),
-        distributed_config=distributed_config,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
-        )
-    loaded: PreTrainedModel = model.eval()
-    return loaded
-
-
-def materialise(
-    model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int, dtype: torch.dtype
-) -> None:
-    """Fill a skeleton with random weights, each made directly on its device, and move its buffers to their devices.
-
-    A value depends on the seed, on the parameter's name, shape and dtype, and on the kind of device. It does not depend
-    on how the model is spread over devices.
-
-    Args:
-        model: The model without weights, from `skeleton`.
-        device_of: Returns the device of a parameter or buffer by its full name.
-        seed: Equal seeds give equal weights.
-        dtype: The data type of the weights.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    std = initializer_range(model)
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, empty in list(module.named_parameters(recurse=False)):
-            # Tied parameters are one object with several names, and stay one object.
-            if empty not in made:
-                full = f"{prefix}.{name}"
-                values = dummy_tensor(full, empty.shape, std=std, seed=seed, dtype=dtype, device=device_of(full))
-                if isinstance(empty, DTensor):
-                    # Every rank has made equal values. Without a source rank each keeps its shard of its own values.
-                    values = distribute_tensor(values, empty.device_mesh, empty.placements, src_data_rank=None)
-                made[empty] = torch.nn.Parameter(values, requires_grad=False)
-            module.register_parameter(name, made[empty])
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device_of(f"{prefix}.{name}"))  # noqa: SLF001 - keeps it persistent or not
-
-
-def initializer_range(model: PreTrainedModel) -> float:
-    """Return the standard deviation of random weights."""
-    return float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
-
-
-def dummy_tensor(
-    name: str, shape: torch.Size, *, std: float, seed: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return the values of one parameter: 0 for biases, 1 for weights of norms, else a normal distribution around 0."""
-    import torch
-
-    if name.endswith("bias"):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=dtype, device=device)
-    own = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
-    generator = torch.Generator(device).manual_seed(own)
-    return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
-
-
-def _silence_transformers() -> None:
+def silence_transformers() -> None:
     """Silence transformers' progress bars and warnings: a rank's log is for failures."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def facts(source: ModelSource) -> ModelFacts:
+    """Return what transformers makes of a model.
+
+    A LLaMA that is not quantised, such as the bundled model, needs no child process, which takes seconds.
+
+    Raises:
+        ValueError: transformers does not know the architecture, or the library of its quantisation is not installed.
+    """
+    is_llama = source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config)
+    if source.directory is None or is_llama:
+        return ModelFacts(has_plan=True)
+    found = _facts_of_directory(source.directory)
+    if found.refusal is not None:
+        raise ValueError(f"--llmgpu-model={source.name}: transformers cannot load it: {found.refusal}")
+    return found
+
+
+@functools.cache
+def _facts_of_directory(directory: str) -> ModelFacts:
+    answer = processes.ask("pytest_llmgpu.inference.models", directory, library="transformers")
+    return msgspec.json.decode(answer, type=ModelFacts)
+
+
+def facts_here(directory: str) -> ModelFacts:
+    """Return the facts of the model in a directory. This runs in the child process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        decoder = config.get_text_config(decoder=True)
+        quantization = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
+        if quantization is not None:
+            from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+            # transformers loads the models of other methods as if they were not quantised.
+            if AutoHfQuantizer.supports_quant_method(quantization):
+                settings = AutoQuantizationConfig.from_dict(quantization)
+                quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+                with contextlib.suppress(RuntimeError, ValueError):  # on the devices, which are those of the ranks
+                    quantizer.validate_environment(device_map=None)
+    except (ImportError, OSError, ValueError) as error:
+        return ModelFacts(has_plan=False, refusal=" ".join(str(error).split())[:500])
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - no public look-up
+    forward = getattr(model_class, "forward", None)
+    taken = () if forward is None else inspect.signature(forward).parameters
+    counts = {name: getattr(decoder, name, None) for name in SPLIT_COUNTS}
+    return ModelFacts(
+        # The plan of a class alone splits the output head and no layer.
+        has_plan=bool(config.base_model_tp_plan or decoder.base_model_tp_plan),
+        has_sdpa=bool(getattr(model_class, "_supports_sdpa", True)),
+        without=next((name for name in ("past_key_values", "position_ids") if taken and name not in taken), None),
+        counts={name: count for name, count in counts.items() if isinstance(count, int)},
+    )
+
+
+def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -> tuple[str, Path, str | None]:
+    """Find `bundled`, a directory or a hub id. A hub model is downloaded, its weights only if `weights` is true.
+
+    Returns:
+        The name to show, the directory, and the commit of a hub id; None for the commit of anything else.
+
+    Raises:
+        ValueError: The model is unknown or cannot be downloaded.
+    """
+    if model == "bundled":
+        return model, bundled.model_directory(), None
+    for path in (Path(model), rootdir / model):
+        if path.is_dir():
+            here, root = path.resolve(), rootdir.resolve()
+            shown = here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name
+            # A folder with the name of the bundled model, a preset or a hub id must not get its baseline.
+            taken = shown in ("bundled", *bundled.PRESETS) or re.fullmatch(_HUB_ID, shown)
+            return (f"./{shown}" if taken else shown), here, None
+    if not re.fullmatch(_HUB_ID, model):
+        names = ["bundled", *bundled.PRESETS]
+        raise ValueError(
+            f"model {model!r} is unknown{guess(model, names)}: allowed are {', '.join(names)}, a directory that "
+            "exists, or a hub id such as huggyllama/llama-7b"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Subfolders of a repository have the same weights in other formats.
+    ignored = ["*/*", *([] if weights else ["*.safetensors"])]
+    try:
+        found = snapshot_download(model, revision=revision, allow_patterns=list(_HUB_FILES), ignore_patterns=ignored)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ValueError(
+            f"model {model!r} is not a directory, and its download from the hub failed: {first_line(error)} "
+            "(check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept)"
+        ) from error
+    return model, Path(found), Path(found).name  # the hub's cache names the folder by the commit
+
+
+def _read_json(path: Path) -> Any:
+    """Return the JSON value in a file; FileNotFoundError or ValueError in one line."""
+    try:
+        return parse_json(read(path, _JSON_BYTES))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """Return the content of config.json; ValueError if it is missing, cannot be read, or is not a JSON object."""
+    path = directory / "config.json"
+    try:
+        fields = _read_json(path)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"model {directory} has no config.json: write one with transformers' save_pretrained"
+        ) from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
+    return fields
+
+
+def _check_weights(directory: Path) -> None:
+    """Refuse a directory without complete safetensors files: another format, a missing or a truncated file."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        others = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(directory.glob(pattern))]
+        found = f"only {', '.join(others[:3])}, which can run code when loaded" if others else "no weights"
+        raise ValueError(
+            f"model {directory} has {found}: *.safetensors are needed (convert with "
+            "transformers' save_pretrained, or use load format dummy for random weights)"
+        )
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        named = _indexed(index)
+        missing = sorted(named - {path.name for path in files})
+        if missing:
+            raise ValueError(f"model {directory} lacks {missing[0]}: {len(missing)} of {len(named)} files are missing")
+    for path in files:
+        _header(path)
+
+
+def _indexed(index: Path) -> set[str]:
+    """Return the names of the files in an index."""
+    fields = _read_json(index)
+    names = fields.get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index}: weight_map is missing: an object of weights and their files is needed")
+    for name in names.values():
+        if not isinstance(name, str) or not name or Path(name).name != name or not name.isprintable():
+            raise ValueError(f"{index}: {name!r} in weight_map is not the name of a file")
+    return set(names.values())
+
+
+def _fingerprint(directory: Path, *, weights: bool) -> str:
+    """Return a hash that differs between checkpoints, without reading whole files.
+
+    It covers config.json and, with `weights`, the name, size, header and 16 blocks of each safetensors file.
+    Fine-tuning changes every tensor, and each block has many values.
+    """
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")) if weights else ():
+        _add_weights(digest, path)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: hashlib._Hash, path: Path) -> None:
+    """Add the name, the size, the header and 16 blocks of a safetensors file to a hash."""
+    size = path.stat().st_size
+    digest.update(f"\0{path.name}\0{size}\0".encode())
+    digest.update(_header(path))
+    with path.open("rb") as file:
+        for block in range(_BLOCKS):
+            file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+
+
+def _header(path: Path) -> bytes:
+    """Return the JSON header of a safetensors file, after a check that the file is as long as its last offset requires.
+
+    Source: https://github.com/huggingface/safetensors#format
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        size, length = path.stat().st_size, int.from_bytes(start, "little")
+        if start.startswith(b"version"):
+            raise ValueError(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull")
+        header = file.read(length) if length < min(size, _HEADER_BYTES) else b""
+    try:
+        tensors = parse_json(header)
+        end = max(int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__")
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: copy or download it again") from error
+    if size != 8 + length + end:
+        raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: copy or download it again")
+    return header
+
+
+def _check_vocabulary(directory: Path, size: int | None, model: str) -> None:
+    """Refuse a tokenizer with ids outside the model's vocabulary: on a GPU such an id crashes the process."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        fields = _read_json(path)
+        vocabulary = fields["model"]["vocab"]
+        # A list of [text, score] is a unigram model, whose ids are the positions in the list.
+        ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
+        largest = int(max(ids + [token["id"] for token in fields.get("added_tokens", [])]))
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is not a tokenizer: {error!r}") from error
+    if size is not None and largest >= size:
+        raise ValueError(
+            f"tokenizer {directory.name} has token {largest}, and model {model} has a vocabulary of {size}: "
+            "choose the tokenizer of this model"
+        )
+
+
+def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
+    """Return the directory of a tokenizer that is trained on the texts, and kept in the user's cache."""
+    known = list(texts)
+    key = hashlib.sha256(json.dumps([size, known]).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pytest-llmgpu" / "tokenizers"
+    directory = cache / key
+    if directory.is_dir():
+        return directory
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as folder:
+            made = Path(folder) / key
+            made.mkdir()
+            bundled.save_tokenizer(known, size, made)
+            made.replace(directory)
+    except OSError as error:
+        # Another run has made it: a directory cannot replace one that is not empty.
+        if directory.is_dir():
+            return directory
+        raise ValueError(
+            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    return directory
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(facts_here(sys.argv[1])).decode())

@@ -1,45 +1,160 @@
-"""Values of parameters, one at a time: read from safetensors, or random from a seed. It needs torch and runs in a rank.
+"""A model in a rank: its skeleton, and the values of its parameters, read from safetensors or random from a seed.
 
-A model is filled layer by layer while a library converts it, so that no device holds the whole model.
+A library may convert a model while it is filled layer by layer, so that no device holds the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.inference import model_files, models
+from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.report.text import plural
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.distributed.configuration_utils import DistributedConfig
 
 Reader = Callable[[str, "torch.nn.Parameter"], "torch.Tensor"]
 """Returns all values of a parameter on their device, by its full name and the empty parameter."""
 
 
-def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device, *, seed: int) -> Reader:
+def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    models.silence_transformers()
+    if source.directory is None:
+        config: PretrainedConfig = LlamaConfig(**source.config)
+    else:
+        config = AutoConfig.from_pretrained(source.directory, local_files_only=True, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
+        )
+    # init_empty_weights replaces parameters one by one, which unties them.
+    model.tie_weights()
+    model.eval()
+    return model
+
+
+def checkpoint(
+    source: ModelSource,
+    dtype: torch.dtype,
+    *,
+    device_map: Mapping[str, int | str] | None = None,
+    distributed_config: DistributedConfig | None = None,
+) -> PreTrainedModel:
+    """Load a model with its weights from safetensors, each directly on its device.
+
+    Args:
+        source: The source of the model.
+        dtype: The data type that weights are converted to.
+        device_map: Module to device; None with `distributed_config`.
+        distributed_config: transformers' description of how weights are sharded over the process group; None with
+            `device_map`.
+
+    Raises:
+        ValueError: The files lack a weight, which transformers would fill with random numbers.
+    """
+    from transformers import AutoModelForCausalLM
+
+    models.silence_transformers()
+    # With output_loading_info it returns a pair, which its annotations do not declare.
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    model, loading = from_pretrained(
+        source.directory,
+        dtype=dtype,
+        attn_implementation=source.attention,
+        device_map=None if device_map is None else dict(device_map),
+        distributed_config=distributed_config,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def materialise(
+    model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int, dtype: torch.dtype
+) -> None:
+    """Fill a skeleton with random weights, each made directly on its device, and move its buffers to their devices.
+
+    A value depends on the seed, on the parameter's name, shape and dtype, and on the kind of device. It does not depend
+    on how the model is spread over devices.
+
+    Args:
+        model: The model without weights, from `skeleton`.
+        device_of: Returns the device of a parameter or buffer by its full name.
+        seed: Equal seeds give equal weights.
+        dtype: The data type of the weights.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    std = initializer_range(model)
+
+    def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
+        values = dummy_tensor(name, empty.shape, std=std, seed=seed, dtype=dtype, device=device_of(name))
+        if not isinstance(empty, DTensor):
+            return values
+        # Every rank has made equal values. Without a source rank each keeps its shard of its own values.
+        return distribute_tensor(values, empty.device_mesh, empty.placements, src_data_rank=None)
+
+    fill(model, "", make, device_of)
+
+
+def initializer_range(model: PreTrainedModel) -> float:
+    """Return the standard deviation of random weights."""
+    return float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+
+
+def dummy_tensor(
+    name: str, shape: torch.Size, *, std: float, seed: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return the values of one parameter: 0 for biases, 1 for weights of norms, else a normal distribution around 0."""
+    import torch
+
+    if name.endswith("bias"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=dtype, device=device)
+    own = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
+    generator = torch.Generator(device).manual_seed(own)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
+
+
+def reader(model: PreTrainedModel, source: ModelSource, device: torch.device, *, seed: int) -> Reader:
     """Return the reader of a model's parameters."""
     from safetensors import safe_open
 
-    dtype = skeleton.dtype
+    dtype = model.dtype
     if source.load_format == "dummy":
-        std = models.initializer_range(skeleton)
+        std = initializer_range(model)
 
         def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
-            return models.dummy_tensor(name, empty.shape, std=std, seed=seed, dtype=dtype, device=device)
+            return dummy_tensor(name, empty.shape, std=std, seed=seed, dtype=dtype, device=device)
 
         return make
     assert source.directory is not None
-    files = [safe_open(path, "pt", device=str(device)) for path in model_files.weight_files(Path(source.directory))]
+    files = [safe_open(path, "pt", device=str(device)) for path in models.weight_files(Path(source.directory))]
     holder = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
-    if all(name in holder for name, _ in skeleton.named_parameters()):
+    if all(name in holder for name, _ in model.named_parameters()):
         return lambda name, _: holder[name].get_tensor(name).to(dtype)  # type: ignore[no-untyped-call]
     # The files have other names or other shapes than the model. transformers converts them in the host's memory.
-    whole = dict(models.checkpoint(source, dtype, device_map={"": "cpu"}).named_parameters())
+    whole = dict(checkpoint(source, dtype, device_map={"": "cpu"}).named_parameters())
 
     def move(name: str, _: torch.nn.Parameter) -> torch.Tensor:
         return whole.pop(name).detach().to(device)
@@ -47,12 +162,29 @@ def reader(skeleton: PreTrainedModel, source: ModelSource, device: torch.device,
     return move
 
 
-def fill(module: torch.nn.Module, prefix: str, read: Reader, device: torch.device) -> None:
-    """Fill the empty parameters of a module and its submodules, and move their buffers to the device."""
+def fill(
+    module: torch.nn.Module,
+    prefix: str,
+    read: Reader,
+    device_of: Callable[[str], torch.device],
+    skipped: tuple[str, ...] = (),
+) -> None:
+    """Fill the empty parameters of a module and its submodules, and move its buffers to their devices.
+
+    Args:
+        module: The module.
+        prefix: Its full name; empty for a model.
+        read: Returns the values of a parameter.
+        device_of: Returns the device of a buffer by its full name.
+        skipped: Submodules with these names, and all in them, stay as they are.
+    """
     import torch
 
+    inside = tuple(f"{name}." for name in skipped)
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for inner, owner in module.named_modules():
+        if inner in skipped or inner.startswith(inside):
+            continue
         path = ".".join(filter(None, (prefix, inner)))
         for name, empty in list(owner.named_parameters(recurse=False)):
             # Tied parameters are one object with several names, and stay one object.
@@ -60,7 +192,7 @@ def fill(module: torch.nn.Module, prefix: str, read: Reader, device: torch.devic
                 made[empty] = torch.nn.Parameter(read(f"{path}.{name}", empty), requires_grad=False)
             owner.register_parameter(name, made.get(empty, empty))
         for name, buffer in owner.named_buffers(recurse=False):
-            owner._buffers[name] = buffer.to(device)  # noqa: SLF001 - keeps it persistent or not
+            owner._buffers[name] = buffer.to(device_of(f"{path}.{name}"))  # noqa: SLF001 - keeps it persistent or not
 
 
 @contextmanager
@@ -79,7 +211,12 @@ def filled_in_turn(
     """
     import torch
 
-    keep = _keeper(model, device)
+    # Without a pool of their own, parameters that a library has converted would be placed in the large blocks that
+    # whole layers have left, and the process could not return those blocks: 3.8 of 19.8 GiB with DeepSpeed's kernels
+    # and LLaMA-30B on 4 GPUs.
+    pool = torch.cuda.MemPool() if device.type == "cuda" else None
+    # The pool must exist as long as it has tensors, and nothing else lives as long as these.
+    model._llmgpu_pool = pool  # type: ignore[assignment]  # noqa: SLF001
 
     class InTurn(torch.nn.ModuleList):
         place = ""
@@ -89,25 +226,19 @@ def filled_in_turn(
             for name in list(self._modules):
                 layer = self._modules[name]
                 assert layer is not None
-                fill(layer, f"{self.place}.{name}", read, device)
+                fill(layer, f"{self.place}.{name}", read, lambda _: device)
                 on_layer(layer)
                 yield name, layer
                 del layer
                 replaced = self._modules[name]
                 assert replaced is not None
-                keep(replaced)
+                if pool is not None:
+                    with torch.cuda.use_mem_pool(pool, device):
+                        for parameter in replaced.parameters():
+                            parameter.data = parameter.data.clone()
 
     stacks = dict(layer_stacks(model))
-    inside = [f"{place}." for place in stacks]
-    for place, module in model.named_modules():
-        if place not in stacks and not place.startswith(tuple(inside)):
-            for name, empty in module.named_parameters(recurse=False):
-                if empty.is_meta:
-                    _set_everywhere(
-                        model, empty, torch.nn.Parameter(read(f"{place}.{name}", empty), requires_grad=False)
-                    )
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)  # noqa: SLF001 - as above
+    fill(model, "", read, lambda _: device, skipped=tuple(stacks))
     for place, stack in stacks.items():
         stack.__class__ = InTurn
         stack.place = place  # type: ignore[assignment]  # it is an InTurn now
@@ -116,28 +247,6 @@ def filled_in_turn(
     finally:
         for stack in stacks.values():
             stack.__class__ = torch.nn.ModuleList
-
-
-def _keeper(model: torch.nn.Module, device: torch.device) -> Callable[[torch.nn.Module], None]:
-    """Return a function that moves a module's parameters to a memory pool of their own.
-
-    Without the pool they would be placed in the large blocks that whole layers have left, and the process could not
-    return those blocks: 3.8 of 19.8 GiB with DeepSpeed's kernels and LLaMA-30B on 4 GPUs.
-    """
-    import torch
-
-    if device.type != "cuda":
-        return lambda _: None
-    pool = torch.cuda.MemPool()
-    # The pool must exist as long as it has tensors.
-    model._llmgpu_pool = pool  # type: ignore[assignment]  # noqa: SLF001 - nothing else lives as long as the tensors
-
-    def keep(module: torch.nn.Module) -> None:
-        with torch.cuda.use_mem_pool(pool, device):
-            for parameter in module.parameters():
-                parameter.data = parameter.data.clone()
-
-    return keep
 
 
 def layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
@@ -149,11 +258,3 @@ def layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleL
         if isinstance(module, torch.nn.ModuleList) and not name.startswith(tuple(f"{outer}." for outer in found)):
             found.append(name)
             yield name, module
-
-
-def _set_everywhere(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-    """Replace a parameter under each of its names: tied parameters stay tied."""
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - named_parameters names tied ones once
-            if parameter is old:
-                module.register_parameter(name, new)

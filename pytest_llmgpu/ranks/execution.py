@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.inference import cuda_graphs, logits, scoring
+from pytest_llmgpu.inference import cuda_graphs, scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests, cost, plan
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generator
@@ -59,7 +59,7 @@ def decide(
     batch_size: int,
     *,
     requested: str,
-    workload: str = logits.LEAN,
+    workload: str = scoring.LEAN,
     not_recorded: str | None = None,
 ) -> Decision:
     """Return how the forwards of a case run.
@@ -69,7 +69,7 @@ def decide(
         requests: The tokenised dataset.
         batch_size: Sequences per forward.
         requested: `auto`, `on` (CUDA graphs, if they can be recorded) or `off`.
-        workload: One of `logits.WORKLOADS`.
+        workload: One of `scoring.WORKLOADS`.
         not_recorded: The operation that could not be recorded when it was tried; None if nothing failed.
     """
     own = plan(requests, batch_size)
@@ -80,7 +80,7 @@ def decide(
             "the kernels of the strategy count the tokens of a text on the host, so that a graph repeats one step"
         )
     compiled = loaded.compiled is not None
-    own_widths = large or loaded.devices[0].type != "cuda" or workload == logits.FULL_LOGITS
+    own_widths = large or loaded.devices[0].type != "cuda" or workload == scoring.FULL_LOGITS
     chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True)
     reason: Reason = "requested" if requested == "on" else "small"
     if exclusion is not None:
@@ -155,7 +155,7 @@ def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: st
 
 def _exclusion(loaded: Loaded, requested: str, workload: str) -> str | None:
     """Return why the forwards must not run as CUDA graphs; None if they may."""
-    if workload == logits.FULL_LOGITS:
+    if workload == scoring.FULL_LOGITS:
         return "--llmgpu-scoring=harness keeps a KV cache, which a CUDA graph does not"
     if not loaded.recordable:
         return "the strategy forbids CUDA graphs"

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.report.text import GIB, MIB
-from pytest_llmgpu.strategies.errors import DeviceMapSpillError, WorkspaceError
+from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, WorkspaceError
 
 # Sources: torch's CUDACachingAllocator; the error strings of CUDA, Triton, cuBLAS, cuDNN and NCCL.
 _MESSAGES = {

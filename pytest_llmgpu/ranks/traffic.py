@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, get_args
 
-from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.ranks import execution
 from pytest_llmgpu.report.result import Collective, CollectiveKind
@@ -121,7 +121,7 @@ def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]
     return _records(_tally(forward, world_size))
 
 
-def of_plan(loaded: Loaded, plan: Plan, *, workload: str = logits.LEAN) -> list[Collective]:
+def of_plan(loaded: Loaded, plan: Plan, *, workload: str = scoring.LEAN) -> list[Collective]:
     """Return the traffic of this rank by kind when all batches of a plan are scored once.
 
     Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
@@ -132,7 +132,7 @@ def of_plan(loaded: Loaded, plan: Plan, *, workload: str = logits.LEAN) -> list[
     Args:
         loaded: The model. Its decoder must not replay CUDA graphs.
         plan: The batches.
-        workload: One of `logits.WORKLOADS`. With full logits, the traffic does not depend on predicted tokens.
+        workload: One of `scoring.WORKLOADS`. With full logits, the traffic does not depend on predicted tokens.
 
     Raises:
         ValueError: An op is unknown, or the traffic depends on other numbers.
@@ -149,7 +149,7 @@ def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Co
     Returns:
         The traffic of the plan, and that of one decode step of its largest batch.
     """
-    total = _of_prefills(loaded, plan, logits.LEAN)
+    total = _of_prefills(loaded, plan, scoring.LEAN)
     largest: _Tally = {}
     with execution.generator(loaded, plan) as generator:
         counts = Counter(batch.rows for batch in plan.batches)
@@ -194,13 +194,13 @@ def wire_bytes_per_sequence(ranks: Iterable[Iterable[Collective]], sequences: in
     return sum(one.sent_bytes for rank in ranks for one in rank) / sequences
 
 
-def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, workload: str = logits.LEAN) -> _Tally:
+def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, workload: str = scoring.LEAN) -> _Tally:
     """Return the traffic of a forward as `scoring` runs it; it does not depend on the tokens."""
     import torch
 
     ids_BS = torch.zeros(rows, width, dtype=torch.int64, device=loaded.input_device)
     rows_N = torch.zeros(predicted, dtype=torch.int64, device=loaded.input_device)
-    with logits.way(loaded.model, workload) as chosen, torch.inference_mode():
+    with scoring.way(loaded.model, workload) as chosen, torch.inference_mode():
         return _tally(lambda: chosen.forward(ids_BS, rows_N), loaded.world_size)
 
 

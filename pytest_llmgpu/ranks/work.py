@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.ranks import kernel_records, ops
@@ -317,8 +317,8 @@ def _numbered(rows: Sequence[NamedRow] | None, kernel_names: dict[str, int]) -> 
 
 @contextmanager
 def scoring_forward(loaded: Loaded, workload: str) -> Iterator[Forward]:
-    """Return a context manager whose value scores a batch; `workload` is one of `logits.WORKLOADS`."""
-    with logits.way(loaded.model, workload) as chosen:
+    """Return a context manager whose value scores a batch; `workload` is one of `scoring.WORKLOADS`."""
+    with scoring.way(loaded.model, workload) as chosen:
 
         def forward(batch: Batch) -> None:
             packed = batch.packed.to(loaded.input_device, non_blocking=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import batching, compiled_layers, kv_cache, model_files, models, scoring, tasks
+from pytest_llmgpu.inference import batching, compiled_layers, generation, models, scoring, tasks, weights
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
@@ -199,10 +199,10 @@ def file_hashes(state: RankState, source: ModelSource) -> dict[str, str] | None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     weights = source.load_format != "dummy"
-    hashes = {} if source.directory is None else model_files.file_hashes(Path(source.directory), weights=weights)
+    hashes = {} if source.directory is None else models.file_hashes(Path(source.directory), weights=weights)
     with contextlib.suppress(OSError, ValueError):
         # Without a tokenizer the hash is missing, as that of a missing file is.
-        hashes["tokenizer"] = model_files.tokenizer_sha256(Path(source.tokenizer_directory))
+        hashes["tokenizer"] = models.tokenizer_sha256(Path(source.tokenizer_directory))
     return hashes
 
 
@@ -440,7 +440,7 @@ def model_size(state: RankState) -> ModelSize | str | None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
             # The loaded model holds this rank's part only.
-            state.model_size = work.model_size(models.skeleton(state.source, dtype), dtype.itemsize)
+            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize)
         except Exception as error:  # noqa: BLE001 - a model of a user can fail in any way, and costs its bound alone
             state.model_size = f"{type(error).__name__}: {error}"
     return state.model_size
@@ -494,7 +494,7 @@ def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Gen
         first_token_s=generated.first_token_s,
         step_s=generated.step_s,
         kv_cache_bytes=warmed_up.generator.kv_cache_bytes if own is None else own,
-        kv_cache_formula_bytes=kv_cache.formula_bytes(
+        kv_cache_formula_bytes=generation.formula_bytes(
             loaded.config,
             rows=max(batch.rows for batch in plan.batches),
             slots=plan.tokens,

@@ -20,7 +20,7 @@ _DEFAULT_WORDS = {
 }
 """A caption leaves these defaults out. They are written where another block has another value."""
 
-_FULL_LOGITS = "loglikelihood_full_logits"  # its value in `inference/logits.py`, which a page does not load
+_FULL_LOGITS = "loglikelihood_full_logits"  # its value in `inference/scoring.py`, which a page does not load
 
 _COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
 """Fields of a case that may differ within a table. `execution` is one of them: each batch size may run differently."""

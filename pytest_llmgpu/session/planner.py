@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import kv_cache, logits, model_facts, model_files, models, tasks
+from pytest_llmgpu.inference import generation, models, scoring, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
@@ -21,7 +21,6 @@ from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib, plural
 from pytest_llmgpu.session.runner import Request
-from pytest_llmgpu.strategies import divisibility
 from pytest_llmgpu.strategies.protocol import Strategy
 
 _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
@@ -149,7 +148,7 @@ class Planner:
                 backend=backend,
                 strategy_options=strategy_options,
                 batch_size=batch_size,
-                workload=GENERATE if generates else logits.WORKLOADS[options.scoring],
+                workload=GENERATE if generates else scoring.WORKLOADS[options.scoring],
                 model=source.name,
                 revision=source.revision,
                 load_format=options.load_format,
@@ -175,8 +174,8 @@ class Planner:
         if options.load_format != "dummy" and not models.is_preset(options.model):
             # First with the config alone: a model that cannot work must not cost a download of weights.
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
-            if model_files.is_quantized(outline.config):
-                model_facts.ask(outline)
+            if models.is_quantized(outline.config):
+                models.facts(outline)
             _check_case(case_of(outline), outline, strategy)
         source = self._source(options, chosen)
         case = case_of(source)
@@ -339,7 +338,7 @@ def _with_attention(source: ModelSource, attention: str | None) -> ModelSource:
     """
     if attention is None:
         return source
-    has_sdpa = model_facts.ask(source).has_sdpa
+    has_sdpa = models.facts(source).has_sdpa
     if attention == "sdpa" and not has_sdpa:
         raise ValueError(
             f"--llmgpu-attention=sdpa: transformers does not have it for the architecture of {source.name} "
@@ -351,7 +350,7 @@ def _with_attention(source: ModelSource, attention: str | None) -> ModelSource:
 def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:
     """Refuse a case that its model or its strategy cannot run."""
     if case.prompt_tokens is not None and case.new_tokens is not None:
-        fields, tokens = divisibility.architecture(source), case.prompt_tokens + case.new_tokens
+        fields, tokens = source.decoder, case.prompt_tokens + case.new_tokens
         context = models.max_length(SimpleNamespace(**fields))
         if tokens > context:
             raise ValueError(
@@ -359,8 +358,8 @@ def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:
                 f"and {case.new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens "
                 f"with a sum of at most {context}"
             )
-        reason = kv_cache.reason_against(fields, tokens)
-        if reason is None and (without := model_facts.ask(source).without) is not None:
+        reason = generation.reason_against(fields, tokens)
+        if reason is None and (without := models.facts(source).without) is not None:
             reason = f"takes no {without}, which decode steps with a KV cache need"
         if reason is not None:
             raise ValueError(f"--llmgpu-model={source.name} {reason}: workload generate is not possible")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.compiled_layers import CompiledLayers
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
@@ -29,7 +29,7 @@ class Compiled(TensorParallel):
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse what tp refuses, except a single device, and a KV cache that grows."""
-        if case.workload == logits.FULL_LOGITS:
+        if case.workload == scoring.FULL_LOGITS:
             raise ValueError(
                 "--llmgpu-scoring=harness: it keeps a KV cache that grows, which strategy compile would have to "
                 "compile for each layer: use --llmgpu-scoring=lean"

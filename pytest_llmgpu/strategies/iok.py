@@ -14,13 +14,12 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.inference.kv_cache import KernelCache
+from pytest_llmgpu.inference.generation import KernelCache
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.strategies import divisibility
-from pytest_llmgpu.strategies.deepspeed import kernels, workspace
-from pytest_llmgpu.strategies.errors import WorkspaceError
-from pytest_llmgpu.strategies.protocol import Loaded, Workspace
+from pytest_llmgpu.strategies.deepspeed import engine, kernels
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace, WorkspaceError
+from pytest_llmgpu.strategies.tp import check_divisible
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +53,12 @@ class KernelInjection:
 
     def check_model(self, case: Case, source: ModelSource) -> None:
         """Refuse a model that the kernels would compute wrongly."""
-        fields = divisibility.architecture(source)
+        fields = source.decoder
         problem = _unsupported(fields)
         if problem is not None:
             raise ValueError(f"--llmgpu-model={source.name}: strategy iok {problem}")
         # Key and value heads are repeated to the number of query heads before they are split.
-        divisibility.check_divisible(case, source, ("num_attention_heads", "intermediate_size"), least=1)
+        check_divisible(case, source, ("num_attention_heads", "intermediate_size"), least=1)
         hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
         if not isinstance(hidden, int) or not isinstance(heads, int):
             return  # The defaults of the model class are those of the published models.
@@ -95,12 +94,10 @@ class KernelInjection:
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load the part of every layer that belongs to this rank into DeepSpeed's kernels."""
-        from pytest_llmgpu.strategies.deepspeed.engine import inject
-
         self.open_kernels(case)
         min_tokens = case.strategy_options.get("min_tokens")
         self._min_tokens = int(min_tokens) if min_tokens else None
-        loaded = inject(
+        loaded = engine.inject(
             case,
             source,
             on_layer=_expand_key_value_heads,
@@ -144,18 +141,18 @@ class KernelInjection:
         self._allocated = (batch_size, tokens)
         layers = list(_layers(loaded))
         try:
-            granted = workspace.allocate(layers, batch_size, tokens, least=least, most=most)
+            granted = engine.allocate_workspace(layers, batch_size, tokens, least=least, most=most)
         except RuntimeError as error:
             if "Workspace" not in str(error):
                 raise
-            raise WorkspaceError(tokens, workspace.grantable(layers, batch_size, tokens, most=most)) from error
-        size = workspace.size_bytes(layers, batch_size, granted, most)
+            raise WorkspaceError(tokens, engine.grantable_tokens(layers, batch_size, tokens, most=most)) from error
+        size = engine.workspace_bytes(layers, batch_size, granted, most)
         BaseOp.inference_module.reset_cache()
         return Workspace(
             tokens_requested=tokens,
             tokens_granted=min(granted, tokens),
             workspace_bytes=size,
-            kv_cache_bytes=workspace.cache_bytes(layers, batch_size, granted),
+            kv_cache_bytes=engine.cache_bytes(layers, batch_size, granted),
         )
 
     def _ensure_workspace(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.text import gib
-from pytest_llmgpu.strategies.errors import DeviceMapSpillError
-from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, Loaded
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,7 @@ class LayerParallel:
         import torch
 
         dtype = getattr(torch, case.dtype)
-        skeleton = models.skeleton(source, dtype)
+        skeleton = weights.skeleton(source, dtype)
         if case.device == "cpu":
             cpu = torch.device("cpu")
             model = _fill(skeleton, case, source, {"": "cpu"})
@@ -61,8 +60,8 @@ def _fill(
     from accelerate import dispatch_model
 
     if source.load_format != "dummy":
-        return models.checkpoint(source, skeleton.dtype, device_map=device_map)
-    models.materialise(skeleton, lambda name: device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
+        return weights.checkpoint(source, skeleton.dtype, device_map=device_map)
+    weights.materialise(skeleton, lambda name: device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
     if len(device_map) == 1:
         return skeleton
     dispatched: PreTrainedModel = dispatch_model(

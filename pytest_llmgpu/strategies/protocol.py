@@ -1,4 +1,7 @@
-"""The contract of a strategy: a check without cost, the number of processes, and a model that is ready to score."""
+"""The contract of a strategy: a check without cost, the number of processes, and a model that is ready to score.
+
+The errors are those that a strategy raises if the memory does not suffice.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +55,35 @@ class Loaded:
     if hooks or Python code inside the decoder have to run in every forward."""
     own_kv_cache: bool = False
     """True if the layers keep keys and values themselves while text is generated, at one position for all rows of a
-    batch. They are called with a `kv_cache.KernelCache` as `past_key_values`."""
+    batch. They are called with a `generation.KernelCache` as `past_key_values`."""
     dispatched: bool = True
     """True if the model computes with ops of torch alone. False: a library launches kernels past torch's dispatcher,
     and FLOPs cannot be counted."""
     compiled: CompiledLayers | None = None
     """These layers are compiled at the first forward of each shape; None if nothing is. Batches are then padded to few
     shapes. Only the forwards of a case are compiled: passes that count, and functions of the user, run eagerly."""
+
+
+class DeviceMapSpillError(RuntimeError):
+    """The layers do not fit on the devices: accelerate would put some on the CPU or on disk."""
+
+
+class WorkspaceError(RuntimeError):
+    """The workspace of a strategy cannot hold the longest sequence."""
+
+    def __init__(self, tokens_requested: int, tokens_granted: int) -> None:
+        """Describe the shortage.
+
+        Args:
+            tokens_requested: Tokens of the longest sequence.
+            tokens_granted: Tokens that the memory suffices for; 0 if no workspace fits.
+        """
+        super().__init__(
+            f"the workspace holds {tokens_granted} tokens, but the longest sequence has {tokens_requested}: "
+            "use a smaller batch size"
+        )
+        self.tokens_requested = tokens_requested
+        self.tokens_granted = tokens_granted
 
 
 class Strategy(Protocol):

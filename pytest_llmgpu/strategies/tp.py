@@ -5,13 +5,14 @@ The split follows the plan of transformers or DeepSpeed's AutoTP. Each rank has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.inference import model_facts, models
-from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference import models, weights
+from pytest_llmgpu.inference.models import SPLIT_COUNTS, ModelSource
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.strategies import divisibility, process_group
+from pytest_llmgpu.strategies import process_group
 from pytest_llmgpu.strategies.deepspeed import kernels
 from pytest_llmgpu.strategies.protocol import Loaded
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _CPU_SUMS = "deepspeed_shm_comm"
+_MOST_DEVICES = 64
+"""No node has more."""
 _ON_CPU = " (on a CPU, --llmgpu-devices=2 starts two processes)"
 
 
@@ -35,8 +38,8 @@ class TensorParallel:
         if case.devices < 2:  # noqa: PLR2004 - one device has nothing to split
             where = _ON_CPU if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2 devices{where}")
-        divisibility.check_divisible(case, source)
-        if case.backend != "deepspeed" and not model_facts.ask(source).has_plan:
+        check_divisible(case, source)
+        if case.backend != "deepspeed" and not models.facts(source).has_plan:
             raise ValueError(
                 f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
                 f"({source.config.get('model_type')}): use --llmgpu-tp-backend=deepspeed or another strategy"
@@ -84,13 +87,41 @@ def _planned(case: Case, source: ModelSource, dtype: torch.dtype, device: torch.
     """Return the model, split by the plan of transformers for its class."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    skeleton = models.skeleton(source, dtype)
+    skeleton = weights.skeleton(source, dtype)
     plan = DistributedConfig(tp_size=case.devices)
     if source.load_format != "dummy":
-        return models.checkpoint(source, dtype, distributed_config=plan)
+        return weights.checkpoint(source, dtype, distributed_config=plan)
     # from_pretrained calls the same between building the model and reading its files.
     resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
     sharded: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
-    models.materialise(sharded, lambda _: device, seed=case.seed, dtype=dtype)
+    weights.materialise(sharded, lambda _: device, seed=case.seed, dtype=dtype)
     sharded.eval()
     return sharded
+
+
+def check_divisible(
+    case: Case, source: ModelSource, names: Iterable[str] = tuple(SPLIT_COUNTS), *, least: int = 2
+) -> None:
+    """Refuse a number of devices that does not divide the counts of the model that tensor parallelism splits.
+
+    Args:
+        case: The case, which has the number of devices.
+        source: The model; a count that neither its config nor its class has is not checked.
+        names: The fields of the config whose counts are split.
+        least: The strategy runs on this many devices or more.
+
+    Raises:
+        ValueError: The message has the count and the numbers of devices that divide all counts.
+    """
+    fields = source.decoder | models.facts(source).counts
+    counts = {name: fields[name] for name in names if isinstance(fields.get(name), int)}
+    uneven = next((name for name, count in counts.items() if count % case.devices), None)
+    if uneven is None:
+        return
+    common = math.gcd(*counts.values())
+    allowed = ", ".join(str(number) for number in range(least, _MOST_DEVICES + 1) if common % number == 0)
+    raise ValueError(
+        f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split the {counts[uneven]} "
+        f"{SPLIT_COUNTS[uneven]} of {source.name} evenly: "
+        f"allowed: {allowed or f'no number from {least} to {_MOST_DEVICES}'}"
+    )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bundled_model.dataset import Item, training_items
 from bundled_model.evaluate import evaluate, write_loglikelihoods
-from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.bundled import save_tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -36,9 +36,8 @@ from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import calibration, policy_file
 from pytest_llmgpu.gate.noise_model import Deviation
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.inference import model_files, models
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, Prompts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import Commit, Report, Resumption
@@ -281,7 +280,7 @@ def test_model_folders(model: Path, data: st.DataObject) -> None:
     json_of = changed_json(json.loads(content)).map(_encoded) if path.suffix == ".json" else st.nothing()
     path.write_bytes(data.draw(json_of | changed_bytes(content)))
     if _one_line(lambda: models.resolve("tiny", texts=[], rootdir=Path.cwd())) is not None:
-        model_files.weight_files(Path("tiny"))
+        models.weight_files(Path("tiny"))
 
 
 @given(st.text(max_size=40) | st.sampled_from(["git:HEAD:x", "latest", "0001", "a/b", "../x.json", "git:-x:y", "\0"]))

@@ -18,8 +18,8 @@ from support.report_factory import make_case, make_result
 from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis import generation_check
 from pytest_llmgpu.inference import models, tasks
-from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
-from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference.bundled import save_tokenizer
+from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup

@@ -19,7 +19,7 @@ from support.report_factory import make_case
 from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import models, tasks
-from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.bundled import save_tokenizer
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.profiling import nvml

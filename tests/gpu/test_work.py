@@ -12,8 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from pytest_llmgpu.inference.bundled.presets import PRESETS
-from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.bundled import PRESETS, save_tokenizer
 from pytest_llmgpu.ranks import kernel_records, work
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import kv_cache_faults
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from pytest_llmgpu.inference import kv_cache
+from pytest_llmgpu.inference import generation
 from pytest_llmgpu.inference.batching import Request, Requests, plan
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 
@@ -123,7 +123,7 @@ def test_the_cache_has_the_size_of_the_formula(model: Any) -> None:
         generator.warm_up()
         size = 2 * 2 * 2 * 8 * 4 * 2 * (5 + _NEW)
         assert generator.kv_cache_bytes == size
-    assert kv_cache.formula_bytes(model.config, rows=2, slots=5 + _NEW, number_bytes=4) == size
+    assert generation.formula_bytes(model.config, rows=2, slots=5 + _NEW, number_bytes=4) == size
     assert generator.kv_cache_bytes == 0, "it is freed at the end"
 
 
@@ -139,7 +139,7 @@ def test_the_formula_has_the_heads_of_the_model(model_type: str, fields: dict[st
     """Falcon's config has the heads elsewhere; latent attention has another formula."""
     config = AutoConfig.for_model(model_type, **fields)
     expected = None if heads is None else 2 * config.num_hidden_layers * heads * 64
-    assert kv_cache.formula_bytes(config, rows=1, slots=1, number_bytes=1) == expected
+    assert generation.formula_bytes(config, rows=1, slots=1, number_bytes=1) == expected
 
 
 def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
@@ -164,5 +164,5 @@ def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
 )
 def test_a_model_that_the_cache_cannot_serve_is_refused(fields: dict[str, Any], reason: str | None) -> None:
     """The config alone decides, before a model is loaded."""
-    found = kv_cache.reason_against(fields, 160)
+    found = generation.reason_against(fields, 160)
     assert (found is None) if reason is None else (found is not None and reason in found)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu.inference import batching, models, scoring
-from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference import batching, models, scoring, weights
+from pytest_llmgpu.inference.bundled import save_tokenizer
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
 
@@ -136,8 +136,8 @@ def _random(directory: Path, vocabulary: int) -> Drawn:
         "initializer_range": 0.3,
     }
     source = tiny_model.source(config, tokenizer_directory=str(directory))
-    model = models.skeleton(source, torch.float32)
-    models.materialise(model, lambda _: torch.device("cpu"), seed=0, dtype=torch.float32)
+    model = weights.skeleton(source, torch.float32)
+    weights.materialise(model, lambda _: torch.device("cpu"), seed=0, dtype=torch.float32)
     return model, source
 
 
@@ -235,5 +235,5 @@ def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
 
 def _bundled(dataset: Dataset) -> SideBySide:
     source = models.resolve("bundled", texts=dataset.texts(), rootdir=Path.cwd())
-    model = models.checkpoint(source, torch.float32, device_map={"": "cpu"})
+    model = weights.checkpoint(source, torch.float32, device_map={"": "cpu"})
     return SideBySide(model, source)

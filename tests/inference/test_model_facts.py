@@ -11,9 +11,8 @@ from support import tiny_model
 from support.report_factory import make_case
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.inference import model_facts
-from pytest_llmgpu.inference.model_facts import ModelFacts
-from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelFacts, ModelSource
 from pytest_llmgpu.strategies.tp import TensorParallel
 
 _LLAMA = {"model_type": "llama", "num_attention_heads": 8}
@@ -32,14 +31,14 @@ def test_a_llama_needs_no_child_process(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("subprocess.run", pytest.fail)
     source = _source(tmp_path, **_LLAMA)
     preset = msgspec.structs.replace(source, directory=None, config={})
-    assert [model_facts.ask(one) for one in (source, preset)] == [ModelFacts(has_plan=True)] * 2
+    assert [models.facts(one) for one in (source, preset)] == [ModelFacts(has_plan=True)] * 2
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the child process, which imports transformers for seconds."""
     monkeypatch.setattr(
-        processes, "ask", lambda _, directory, **__: msgspec.json.encode(model_facts._facts(directory)).decode()
+        processes, "ask", lambda _, directory, **__: msgspec.json.encode(models.facts_here(directory)).decode()
     )
 
 
@@ -47,7 +46,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> None:
     """Heads are found whatever the config calls them, and where it leaves them to its class; and what it lacks."""
     source = _source(tmp_path, model_type="codegen", n_head=3)
-    assert model_facts.ask(source) == ModelFacts(has_plan=False, has_sdpa=False, counts={"num_attention_heads": 3})
+    assert models.facts(source) == ModelFacts(has_plan=False, has_sdpa=False, counts={"num_attention_heads": 3})
     case = make_case(strategy="tp", backend="transformers", device="cpu", devices=3)
     with pytest.raises(ValueError, match=r"--llmgpu-model=theirs: .*no tensor-parallel plan .*\(codegen\)"):
         TensorParallel().check(case, source)
@@ -61,7 +60,7 @@ def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> N
 def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> None:
     """The decoder of a model of images and text is planned in its own config."""
     text = {"model_type": "gemma3_text", "num_attention_heads": 6}
-    found = model_facts.ask(_source(tmp_path, model_type="gemma3", text_config=text))
+    found = models.facts(_source(tmp_path, model_type="gemma3", text_config=text))
     assert (found.has_plan, found.counts["num_attention_heads"]) == (True, 6)
 
 
@@ -74,7 +73,7 @@ def test_arguments_of_decode_steps_that_a_model_does_not_take_are_found(
     tmp_path: Path, model_type: str, without: str | None
 ) -> None:
     """Its config has attention heads, and alone does not show that it cannot generate with a static KV cache."""
-    assert model_facts.ask(_source(tmp_path, model_type=model_type)).without == without
+    assert models.facts(_source(tmp_path, model_type=model_type)).without == without
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -95,5 +94,5 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(
 ) -> None:
     """The message has the model and what is missing."""
     with pytest.raises(ValueError, match=f"^--llmgpu-model=theirs: transformers cannot load it: .*{reason}") as caught:
-        model_facts.ask(_source(tmp_path, **config))
+        models.facts(_source(tmp_path, **config))
     assert "\n" not in str(caught.value)

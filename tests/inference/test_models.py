@@ -14,7 +14,7 @@ import torch
 from support import tiny_model
 from support.tiny_model import write_model
 
-from pytest_llmgpu.inference import model_files, models
+from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.bundled import PRESETS
 
 CPU = torch.device("cpu")
@@ -58,8 +58,8 @@ def _dummy(**fields: Any) -> models.ModelSource:
 
 
 def _filled(source: models.ModelSource, seed: int = 0, dtype: Any = torch.float32) -> Any:
-    model = models.skeleton(source, dtype)
-    models.materialise(model, lambda _: CPU, seed=seed, dtype=dtype)
+    model = weights.skeleton(source, dtype)
+    weights.materialise(model, lambda _: CPU, seed=seed, dtype=dtype)
     return model
 
 
@@ -102,14 +102,14 @@ def test_the_revision_of_a_directory_tells_checkpoints_apart(directory: Path) ->
 
 def test_the_hash_of_each_file_shows_which_one_differs(directory: Path) -> None:
     """Weights are sampled; without weights only the other files have a hash."""
-    before = model_files.file_hashes(directory, weights=True)
+    before = models.file_hashes(directory, weights=True)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(before)
-    assert set(before) - set(model_files.file_hashes(directory, weights=False)) == {"model.safetensors"}
+    assert set(before) - set(models.file_hashes(directory, weights=False)) == {"model.safetensors"}
     weights = directory / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-2] ^= 1
     weights.write_bytes(content)
-    after = model_files.file_hashes(directory, weights=True)
+    after = models.file_hashes(directory, weights=True)
     assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
 
 
@@ -307,14 +307,14 @@ def test_two_runs_train_a_tokenizer_at_once(small_preset: str, tmp_path: Path, c
 def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int, tmp_path: Path) -> None:
     """A preset has the published number of parameters and maximum input length."""
     source = _resolve(preset, tmp_path, load_format="dummy")
-    model = models.skeleton(source, torch.float16)
+    model = weights.skeleton(source, torch.float16)
     assert model.num_parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
     assert models.max_length(model.config) == tokens
 
 
 def test_llama_3_shares_keys_and_turns_them_slower(tmp_path: Path) -> None:
     """LLaMA 3 has rotary base 500,000 and four query heads per key and value head."""
-    model = models.skeleton(_resolve("llama-3-8b", tmp_path, load_format="dummy"), torch.float16)
+    model = weights.skeleton(_resolve("llama-3-8b", tmp_path, load_format="dummy"), torch.float16)
     layer = model.model.layers[0].self_attn
     assert layer.q_proj.out_features == 4 * layer.k_proj.out_features == 4096
     assert float(model.model.rotary_emb.inv_freq[1]) == pytest.approx(500_000 ** (-2 / 128))
@@ -330,7 +330,7 @@ def test_training_that_is_cut_off_leaves_no_tokenizer(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("pytest_llmgpu.inference.bundled.tokenizer.save_tokenizer", cut_off)
+        broken.setattr("pytest_llmgpu.inference.bundled.save_tokenizer", cut_off)
         with pytest.raises(KeyboardInterrupt):
             _resolve(small_preset, tmp_path, load_format="dummy")
     assert list((cache / "pytest-llmgpu" / "tokenizers").iterdir()) == []
@@ -353,7 +353,7 @@ def test_a_presets_tokenizer_loads_and_reads_any_text(small_preset: str, tmp_pat
 
 def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
     """Parameters use no memory, and the rotary frequencies are float32."""
-    model = models.skeleton(_dummy(), torch.float16)
+    model = weights.skeleton(_dummy(), torch.float16)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert {(buffer.device.type, buffer.dtype) for buffer in model.buffers()} == {("cpu", torch.float32)}
@@ -383,22 +383,22 @@ def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
 def test_dummy_weights_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter is made once, directly on its device, and buffers are moved."""
     made: list[tuple[str, Any]] = []
-    dummy_tensor = models.dummy_tensor
+    dummy_tensor = weights.dummy_tensor
 
     def record(name: str, shape: Any, **options: Any) -> Any:
         made.append((name, options["device"]))
         return dummy_tensor(name, shape, **options)
 
-    monkeypatch.setattr(models, "dummy_tensor", record)
+    monkeypatch.setattr(weights, "dummy_tensor", record)
     asked: list[str] = []
 
     def device_of(name: str) -> Any:
         asked.append(name)
         return torch.device("cpu", 0) if "layers.1." in name else CPU
 
-    model = models.skeleton(_dummy(), torch.float32)
+    model = weights.skeleton(_dummy(), torch.float32)
     names = [name for name, _ in model.named_parameters()]
-    models.materialise(model, device_of, seed=0, dtype=torch.float32)
+    weights.materialise(model, device_of, seed=0, dtype=torch.float32)
     assert sorted(name for name, _ in made) == sorted(names)
     assert all((device.index == 0) == ("layers.1." in name) for name, device in made)
     assert "model.rotary_emb.inv_freq" in asked
@@ -422,7 +422,7 @@ def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
     """A loaded model has the weights of its files."""
     from safetensors.torch import load_file
 
-    model = models.checkpoint(_resolve(written, written), torch.float16, device_map={"": "cpu"})
+    model = weights.checkpoint(_resolve(written, written), torch.float16, device_map={"": "cpu"})
     stored = load_file(written / "model.safetensors")["model.norm.weight"]
     assert torch.equal(model.model.norm.weight, stored.half())
     assert not model.training
@@ -436,7 +436,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
     tensors = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weight missing in its files, such as model.norm.weight"):
-        models.checkpoint(_resolve(directory, directory), torch.float32, device_map={"": "cpu"})
+        weights.checkpoint(_resolve(directory, directory), torch.float32, device_map={"": "cpu"})
 
 
 def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
@@ -451,8 +451,8 @@ def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
 
 def test_the_vocabulary_is_found_in_a_nested_configuration() -> None:
     """Multimodal models have the vocabulary size under text_config."""
-    assert model_files.vocabulary_size({"text_config": {"vocab_size": 9}}) == 9
-    assert model_files.vocabulary_size({}) is None
+    assert models.vocabulary_size({"text_config": {"vocab_size": 9}}) == 9
+    assert models.vocabulary_size({}) is None
 
 
 @pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])
@@ -468,4 +468,4 @@ def test_a_folder_called_like_something_known_is_told_from_it(name: str, written
 @pytest.mark.parametrize("text_config", [[], "x", 1, None, {"vocab_size": "many"}])
 def test_a_text_configuration_of_another_type_has_no_vocabulary(text_config: Any) -> None:
     """The class of the model then refuses it or has a default."""
-    assert model_files.vocabulary_size({"text_config": text_config}) is None
+    assert models.vocabulary_size({"text_config": text_config}) is None

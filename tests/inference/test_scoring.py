@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu.inference import batching, logits, models, scoring
+from pytest_llmgpu.inference import batching, scoring, weights
 from pytest_llmgpu.inference.batching import Plan, Request, Requests, cost
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.protocol import Item
@@ -37,8 +37,8 @@ def _llama(**fields: Any) -> Any:
         "initializer_range": 0.5,
     }
     source = tiny_model.source(config | fields)
-    built = models.skeleton(source, torch.float32)
-    models.materialise(built, lambda _: CPU, seed=0, dtype=torch.float32)
+    built = weights.skeleton(source, torch.float32)
+    weights.materialise(built, lambda _: CPU, seed=0, dtype=torch.float32)
     return built
 
 
@@ -79,7 +79,7 @@ def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int) -
     values = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).mul_(10).to(dtype)
     targets = torch.arange(rows) % VOCABULARY
     expected = torch.log_softmax(values.float(), dim=-1)[torch.arange(rows), targets]
-    assert torch.equal(logits.log_probabilities(values, targets, most_bytes=4 * VOCABULARY * 5), expected)
+    assert torch.equal(scoring.log_probabilities(values, targets, most_bytes=4 * VOCABULARY * 5), expected)
 
 
 def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:
@@ -125,7 +125,7 @@ def test_what_comes_after_the_head_still_runs() -> None:
 
 def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
     """A forward after a case has all logits, also after a failure."""
-    head = logits.EndingHead(model)
+    head = scoring.EndingHead(model)
     with pytest.raises(KeyError), head:
         raise KeyError
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCABULARY)
@@ -137,7 +137,7 @@ def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> 
     plan = batching.plan(_requests(*MIXED), batch_size)
     lean, harness = (
         scoring.score(model, plan, input_device=CPU, workload=workload).loglikelihoods
-        for workload in logits.WORKLOADS.values()
+        for workload in scoring.WORKLOADS.values()
     )
     assert [row[0] for row in harness] == pytest.approx([row[0] for row in lean], rel=1e-5)
 
@@ -166,7 +166,7 @@ def test_the_harness_way_computes_every_logit_beside_a_cache(
     monkeypatch.setattr(torch, "log_softmax", spy)
     model.register_forward_hook(at_the_end)
     plan = batching.plan(_requests(*MIXED), 5)
-    scoring.score(model, plan, input_device=CPU, workload=logits.FULL_LOGITS)
+    scoring.score(model, plan, input_device=CPU, workload=scoring.FULL_LOGITS)
     full = (5, 7, VOCABULARY)
     assert seen == [(full, dtype, full, dtype, 0)], "as HFLM, which lets the cache go before the log-softmax"
     assert len(caches) == 1
@@ -182,7 +182,7 @@ def test_the_lean_way_keeps_no_cache(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", logits.WORKLOADS.values())
+@pytest.mark.parametrize("workload", scoring.WORKLOADS.values())
 def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
     """The warm-up runs the forwards of the measured workload."""
     shapes: list[set[tuple[int, ...]]] = []
@@ -205,13 +205,13 @@ def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -
             return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
 
     with pytest.raises(ValueError, match="Short does not return the logits of every position"):
-        scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, workload=logits.FULL_LOGITS)
+        scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, workload=scoring.FULL_LOGITS)
 
 
 def test_an_unknown_workload_is_refused(model: Any) -> None:
     """An unknown workload is refused."""
     with pytest.raises(ValueError, match="workload 'prefill' is not allowed: allowed are loglikelihood, "):
-        logits.way(model, "prefill")
+        scoring.way(model, "prefill")
 
 
 def test_broken_numbers_are_an_error_not_a_choice() -> None:
@@ -226,7 +226,7 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
 def test_a_model_without_an_output_head_is_refused() -> None:
     """A model without an output head is refused."""
     with pytest.raises(ValueError, match="LlamaModel has no output head"):
-        logits.EndingHead(_llama().model)
+        scoring.EndingHead(_llama().model)
 
 
 def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
@@ -404,7 +404,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a byte-level tokenizer that puts its first token before every text."""
     from transformers import AutoTokenizer
 
-    from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+    from pytest_llmgpu.inference.bundled import save_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(["a man runs"], 260, directory)

@@ -12,15 +12,14 @@ from support import tiny_model
 from support.prose import Prose
 from support.report_factory import make_case
 
-from pytest_llmgpu.inference import batching, cuda_graphs, logits
+from pytest_llmgpu.inference import batching, cuda_graphs, scoring
 from pytest_llmgpu.inference.batching import Request, Requests
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.ranks import device_memory, execution, worker
 from pytest_llmgpu.ranks.execution import Decision, Reason
 from pytest_llmgpu.ranks.worker import RankState
-from pytest_llmgpu.strategies.errors import WorkspaceError
 from pytest_llmgpu.strategies.mp import LayerParallel
-from pytest_llmgpu.strategies.protocol import Loaded, Workspace
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace, WorkspaceError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 _TWO_GPUS = (GPU, torch.device("cuda", 1))
@@ -131,7 +130,7 @@ def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("requested", ["auto", "on"])
 def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str) -> None:
     """Scoring as the harness excludes CUDA graphs, and the reason names the option."""
-    decision = _decide(_loaded(model), requested, workload=logits.FULL_LOGITS)
+    decision = _decide(_loaded(model), requested, workload=scoring.FULL_LOGITS)
     assert decision.reason == "excluded"
     assert "--llmgpu-scoring=harness" in decision.detail
     assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE).sha256

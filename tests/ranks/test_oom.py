@@ -9,7 +9,7 @@ import torch
 
 from pytest_llmgpu.ranks import oom
 from pytest_llmgpu.ranks.oom import Death
-from pytest_llmgpu.strategies.errors import DeviceMapSpillError
+from pytest_llmgpu.strategies.protocol import DeviceMapSpillError
 
 _TORCH_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 31.74 GiB of which 512.00 MiB is "

@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import traffic, worker
 from pytest_llmgpu.ranks.group import RankGroup
@@ -267,7 +267,7 @@ def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
 
 
-def _assert_plan_is_its_batches(group: RankGroup, workload: str = logits.LEAN) -> list[Collective]:
+def _assert_plan_is_its_batches(group: RankGroup, workload: str = scoring.LEAN) -> list[Collective]:
     """Check that the traffic of the plan is the sum over its batches; return it."""
     first, second = _run(group, ranks.of_plan, workload)
     assert first == second
@@ -307,7 +307,7 @@ def test_transformers_sends_hidden_states_and_logits(load: Callable[..., RankGro
 
 def test_full_logits_are_sent_for_every_padded_token(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
     """Scoring as the harness sends all logits; the KV cache is not sent."""
-    traffic_of_plan = _assert_plan_is_its_batches(load(_TP), logits.FULL_LOGITS)
+    traffic_of_plan = _assert_plan_is_its_batches(load(_TP), scoring.FULL_LOGITS)
     plan, reductions = ranks.make_plan(), 2 * _LAYERS + 1
     hidden, batches = _hidden()[0], len(plan.batches)
     size = sum(batch.padded_tokens for batch in plan.batches) * bundled.config["vocab_size"] * _ELEMENT
@@ -356,7 +356,7 @@ def test_deepspeed_sends_full_logits_if_it_sends_logits(
 ) -> None:
     """AutoTP sums the logits of every padded token; injected kernels have the whole head on every rank."""
     traffic_of_plan = _assert_plan_is_its_batches(
-        load(place, strategy=strategy, backend="deepspeed"), logits.FULL_LOGITS
+        load(place, strategy=strategy, backend="deepspeed"), scoring.FULL_LOGITS
     )
     plan, hidden = ranks.make_plan(), _hidden()[0]
     tokens = sum(batch.padded_tokens for batch in plan.batches)
@@ -389,7 +389,7 @@ def test_a_single_process_sends_nothing(bundled: ModelSource) -> None:
     assert ranks.of_plan(loaded) == []
 
 
-@pytest.mark.parametrize("workload", logits.WORKLOADS.values())
+@pytest.mark.parametrize("workload", scoring.WORKLOADS.values())
 def test_the_copies_of_accelerate_are_counted(
     monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, workload: str
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from support import tiny_model, traffic_functions, work_functions
 from support.report_factory import make_case
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import kernel_records, work, worker
 from pytest_llmgpu.ranks.group import RankGroup
@@ -362,7 +362,7 @@ def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
 def test_the_size_of_a_preset_needs_no_weights(tmp_path: Any) -> None:
     """A model on the meta device has the same size as a loaded one."""
     source = models.resolve("llama-7b", load_format="dummy", texts=["a text"], rootdir=tmp_path)
-    found = work.model_size(models.skeleton(source, torch.float16), 2)
+    found = work.model_size(weights.skeleton(source, torch.float16), 2)
     assert isinstance(found, ModelSize)
     assert found.parameters == pytest.approx(6.476e9, rel=0.001)
     assert (found.layers, found.attention_width) == (32, 4096)

@@ -9,8 +9,8 @@ import pytest
 from support import tiny_model
 
 from pytest_llmgpu import processes, strategies
-from pytest_llmgpu.inference import model_facts
-from pytest_llmgpu.inference.model_facts import ModelFacts
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report.options import Options
@@ -461,7 +461,7 @@ def test_a_file_of_prompts_serves_a_test_that_scores_where_the_option_asks_to_ge
         ValueError, match=r"^dataset prompts\.jsonl: prompts have no endings .* --llmgpu-workload=generate$"
     ):
         planner.request(choose(dataset="prompts.jsonl"), "mp", 1)
-    monkeypatch.setattr(model_facts, "ask", lambda _: ModelFacts(has_plan=True, without="past_key_values"))
+    monkeypatch.setattr(models, "facts", lambda _: ModelFacts(has_plan=True, without="past_key_values"))
     with pytest.raises(ValueError, match=r"^--llmgpu-model=tiny takes no past_key_values, .* is not possible$"):
         planner.request(choose(workload="generate"), "mp", 1)
 
@@ -476,7 +476,7 @@ def test_the_attention_is_part_of_the_case_where_transformers_would_not_choose_i
     assert plain.case.key == sdpa.case.key != eager.case.key
     assert plain.case.loading != eager.case.loading
     assert eager.source.attention == "eager"
-    monkeypatch.setattr(model_facts, "ask", lambda _: ModelFacts(has_plan=True, has_sdpa=False))
+    monkeypatch.setattr(models, "facts", lambda _: ModelFacts(has_plan=True, has_sdpa=False))
     other = _planner(tmp_path)
     assert other.request(choose(attention="eager"), "mp", 4).case.attention is None
     with pytest.raises(ValueError, match=r"^--llmgpu-attention=sdpa: .* of tiny \(llama\): allowed: eager$"):

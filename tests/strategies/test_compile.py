@@ -17,7 +17,7 @@ from support import rank_functions as ranks
 from support.report_factory import make_case
 
 from pytest_llmgpu.analysis import generation_check
-from pytest_llmgpu.inference import logits, tasks
+from pytest_llmgpu.inference import scoring, tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
@@ -157,7 +157,7 @@ def test_a_cache_folder_of_another_user_is_refused(
 
 def test_a_cache_that_grows_is_refused(bundled: ModelSource) -> None:
     """The line names the option and the allowed value."""
-    case = _case(_items("hellaswag"), workload=logits.FULL_LOGITS)
+    case = _case(_items("hellaswag"), workload=scoring.FULL_LOGITS)
     with pytest.raises(ValueError, match=r"--llmgpu-scoring=harness: .* use --llmgpu-scoring=lean"):
         Compiled().check(case, bundled)
 

@@ -20,17 +20,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import logits, models, tasks
+from pytest_llmgpu.inference import scoring, tasks, weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.ranks import oom, worker
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.strategies.errors import WorkspaceError
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
-from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.protocol import Loaded, WorkspaceError
 
 with pytest.MonkeyPatch.context() as _environment:
     # DeepSpeed reads it on import. Without it DeepSpeed warns that there is no GPU.
@@ -253,14 +252,14 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
     class OtherLayer(LlamaDecoderLayer):
         pass
 
-    skeleton = models.skeleton
+    skeleton = weights.skeleton
 
     def with_another_layer(source: ModelSource, dtype: torch.dtype) -> Any:
         model: Any = skeleton(source, dtype)
         model.model.layers[1].__class__ = OtherLayer
         return model
 
-    monkeypatch.setattr(models, "skeleton", with_another_layer)
+    monkeypatch.setattr(weights, "skeleton", with_another_layer)
     with pytest.raises(RuntimeError, match=r"did not replace 1 of 2 layers: OtherLayer"):
         inject()
 
@@ -346,7 +345,7 @@ def test_scoring_as_the_harness_gives_the_same_numbers(
     """The kernels keep the KV cache in their workspace, so that the workspace does not grow."""
     replies = []
     items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8).items
-    for workload in logits.WORKLOADS.values():
+    for workload in scoring.WORKLOADS.values():
         reset_deepspeed(monkeypatch)
         state = worker.RankState(on_batch=lambda _: None)
         case = msgspec.structs.replace(_CASE, workload=workload)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.bundled import PRESETS
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.strategies import mp
-from pytest_llmgpu.strategies.errors import DeviceMapSpillError
+from pytest_llmgpu.strategies.protocol import DeviceMapSpillError
 
 _GIB = 2**30
 
@@ -20,7 +20,7 @@ def _thirty_billion() -> ModelSource:
 def _map(free_gib: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib[device.index] * _GIB), 0))
     devices = tuple(torch.device("cuda", index) for index in range(len(free_gib)))
-    return mp.layer_map(models.skeleton(_thirty_billion(), torch.float16), devices, torch.float16)
+    return mp.layer_map(weights.skeleton(_thirty_billion(), torch.float16), devices, torch.float16)
 
 
 def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from transformers import LlamaForCausalLM
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.report import file
 from pytest_llmgpu.strategies.mp import LayerParallel
-from pytest_llmgpu.strategies.protocol import Loaded
-from pytest_llmgpu.strategies.tp import TensorParallel
+from pytest_llmgpu.strategies.tp import TensorParallel, check_divisible
 
 _PLACE = "support.rank_functions:UncompiledTensorParallel"
 _CASE = make_case(strategy="tp", backend="transformers", model="bundled", dtype="float32", device="cpu", devices=2)
@@ -202,7 +202,7 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
 
 
 def _skeleton() -> torch.nn.Module:
-    return models.skeleton(models.resolve("bundled", texts=[], rootdir=Path.cwd()), torch.float32)
+    return weights.skeleton(models.resolve("bundled", texts=[], rootdir=Path.cwd()), torch.float32)
 
 
 def _decode(text: str) -> list[float]:
@@ -248,39 +248,52 @@ def test_one_failing_rank_fails_the_case_and_ends_the_others(
         ({"devices": 1}, "--llmgpu-devices=2 starts two processes"),
         ({"backend": "deepspeed", "dtype": "float16"}, "--llmgpu-dtype=float16: "),
         ({"devices": 3}, "--llmgpu-devices=3: strategy tp cannot split the 8 attention heads of bundled"),
+        ({}, None),
+        ({"backend": "deepspeed"}, None),
+        ({"backend": "deepspeed", "dtype": "bfloat16"}, None),
+        ({"dtype": "float16"}, None),
+        ({"backend": "deepspeed", "dtype": "float16", "device": "cuda"}, None),
+        ({"devices": 8}, None),
     ],
 )
-def test_an_impossible_case_is_refused(bundled: ModelSource, fields: dict[str, Any], message: str) -> None:
-    """The check runs before a process starts; the message has the value."""
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_an_impossible_case_is_refused(bundled: ModelSource, fields: dict[str, Any], message: str | None) -> None:
+    """The check runs before a process starts; cases next to the refused ones are accepted."""
+    refused = nullcontext() if message is None else pytest.raises(ValueError, match=re.escape(message))
+    with refused:
         TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
 
 
+_LLAMA_2_70B = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28_672}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "devices", "least", "message"),
     [
-        {},
-        {"backend": "deepspeed"},
-        {"backend": "deepspeed", "dtype": "bfloat16"},
-        {"dtype": "float16"},
-        {"backend": "deepspeed", "dtype": "float16", "device": "cuda"},
-        {"devices": 8},
+        ({"num_attention_heads": 52}, 8, 2, "the 52 attention heads; 2, 4"),
+        ({"num_key_value_heads": 2}, 4, 2, "the 2 key and value heads; 2"),
+        ({"num_attention_heads": 3}, 2, 2, "the 3 attention heads; no number from 2 to 64"),
+        (
+            {"intermediate_size": 28_674},
+            8,
+            2,
+            "the 28674 columns of the feed-forward layers; 2",
+        ),
+        ({"num_attention_heads": 12}, 8, 1, "the 12 attention heads; 1, 2, 4"),
+        ({}, 8, 2, None),
+        ({}, 1, 2, None),
+        ({"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None}, 7, 2, None),
     ],
 )
-def test_a_possible_case_is_accepted(bundled: ModelSource, fields: dict[str, Any]) -> None:
-    """Cases next to the refused ones are accepted."""
-    TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
-
-
-def test_each_device_has_a_process_and_no_buffer_depends_on_the_batch(bundled: ModelSource) -> None:
-    """Nothing is built and nothing is prepared."""
-    strategy = TensorParallel()
-    assert strategy.ranks(4) == 4
-    strategy.build(_CASE, pytest.fail)
-    loaded = Loaded(
-        model=torch.nn.Identity(),
-        config=models.skeleton(bundled, torch.float32).config,
-        input_device=torch.device("cpu"),
-        devices=(torch.device("cpu"),),
-    )
-    assert strategy.prepare(loaded, 8, 70) is None  # type: ignore[func-returns-value]  # the protocol allows a record
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "text_config"])
+def test_an_indivisible_count_is_refused(
+    fields: dict[str, int], devices: int, least: int, message: str | None, nested: bool
+) -> None:
+    """The message has the flag, the count and the numbers of devices that divide all counts."""
+    config = _LLAMA_2_70B | fields
+    # The outer fields describe another part of the model, such as a vision encoder.
+    given = {"text_config": config, "num_attention_heads": 7} if nested else config
+    case = msgspec.structs.replace(_CASE, devices=devices)
+    count, _, allowed = (message or "").partition("; ")
+    text = f"--llmgpu-devices={devices}: strategy tp cannot split {count} of llama evenly: allowed: {allowed}"
+    with nullcontext() if message is None else pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        check_divisible(case, tiny_model.source(given, name="llama"), least=least)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pytest_llmgpu.inference.kv_cache import KernelCache, LayerCache, StaticCache
+from pytest_llmgpu.inference.generation import KernelCache, LayerCache, StaticCache
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState, ScoreReply
 from pytest_llmgpu.report.case import Case

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+from pytest_llmgpu.inference.bundled import save_tokenizer
 from pytest_llmgpu.inference.models import ModelSource
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_llmgpu.inference import logits, scoring
+from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
 from pytest_llmgpu.ranks import traffic
 from pytest_llmgpu.ranks.worker import RankState
@@ -37,12 +37,12 @@ def make_plan() -> Plan:
     )
 
 
-def of_plan(loaded: Loaded, workload: str = logits.LEAN) -> list[Collective]:
+def of_plan(loaded: Loaded, workload: str = scoring.LEAN) -> list[Collective]:
     """Return the traffic of the plan by `traffic.of_plan`."""
     return traffic.of_plan(loaded, make_plan(), workload=workload)
 
 
-def of_each_batch(loaded: Loaded, workload: str = logits.LEAN) -> list[list[Collective]]:
+def of_each_batch(loaded: Loaded, workload: str = scoring.LEAN) -> list[list[Collective]]:
     """Return the traffic of each batch of the plan, counted while the batch is scored."""
     batches = make_plan().batches
     return [
@@ -62,7 +62,7 @@ def of_batch(loaded: Loaded, batch: Batch, workload: str) -> list[Collective]:
 
     ids_BS = torch.zeros(batch.rows, batch.width, dtype=torch.int64)
     rows_N = torch.zeros(batch.predicted, dtype=torch.int64)
-    with logits.way(loaded.model, workload) as way, torch.inference_mode():
+    with scoring.way(loaded.model, workload) as way, torch.inference_mode():
         return traffic.count(lambda: way.forward(ids_BS, rows_N), world_size=loaded.world_size)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pytest_llmgpu.inference import logits
+from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.ranks import ops, work
 from pytest_llmgpu.ranks.work import WorkReply
@@ -21,7 +21,7 @@ def measure(loaded: Loaded) -> WorkReply:
 
 def measure_plan(loaded: Loaded, plan: Plan, on_batch: Callable[[Batch, float], None]) -> WorkReply:
     """Run the work passes of a plan, all of them eagerly."""
-    with work.scoring_forward(loaded, logits.LEAN) as forward:
+    with work.scoring_forward(loaded, scoring.LEAN) as forward:
         passes = work.record(loaded, plan, forward, on_batch=on_batch)
         return work.measure(loaded, plan, passes, forward, on_batch=on_batch)
 

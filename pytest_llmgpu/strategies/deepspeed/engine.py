@@ -2,15 +2,20 @@
 
 `deepspeed.init_inference` needs the whole model in memory on every rank. `inject` does the same with two steps of the
 engine changed: see the class inside it.
+
+A process has one workspace. DeepSpeed shrinks it to the free memory and does not compare it with the sequences
+(`InferenceContext::GenWorkSpace` in `csrc/transformer/inference/includes/inference_context.h`, DeepSpeed 0.19.8). For
+its functions, `layers` are DeepSpeed's injected layers, of which the first owns it, and `least` and `most` are
+tokens per sequence: with less than `least` DeepSpeed raises, and it never allocates more than `most`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.inference import models, weights
+from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies import process_group
@@ -18,6 +23,8 @@ from pytest_llmgpu.strategies.protocol import Loaded
 
 if TYPE_CHECKING:
     import torch
+
+_PROBE_TOKENS = 2  # The kernels take a single token as the continuation of a text.
 
 
 def inject(
@@ -46,7 +53,7 @@ def inject(
     if world_size > 1:
         deepspeed.init_distributed()
     dtype = getattr(torch, case.dtype)
-    model = models.skeleton(source, dtype)
+    model = weights.skeleton(source, dtype)
     read = weights.reader(model, source, device, seed=case.seed)
 
     class LayerwiseEngine(InferenceEngine):  # type: ignore[misc]  # DeepSpeed has no types
@@ -73,3 +80,75 @@ def inject(
         own_kv_cache=bool(settings.get("replace_with_kernel_inject")),
         dispatched=not settings.get("replace_with_kernel_inject"),
     )
+
+
+def allocate_workspace(layers: Sequence[Any], rows: int, tokens: int, *, least: int, most: int) -> int:
+    """Make DeepSpeed allocate its workspace again; return the tokens per sequence that it holds."""
+    first = layers[0]
+    for layer in layers:
+        layer.config.min_out_tokens, layer.config.max_out_tokens = least, most
+        # These are views into the workspace, which is freed below.
+        layer.layer_past = None
+    # DeepSpeed enlarges a workspace, but never shrinks it.
+    if first.workspace.is_allocated():
+        first.workspace.release_workspace()
+    first._should_allocate_workspace = True  # noqa: SLF001 - the only way to a second allocation
+    first.allocate_workspace((rows, tokens))
+    return _granted(first)
+
+
+def grantable_tokens(layers: Sequence[Any], rows: int, tokens: int, *, most: int) -> int:
+    """Return how many tokens a workspace would hold; 0 if none can be allocated."""
+    try:
+        granted = allocate_workspace(layers, rows, tokens, least=1, most=most)
+    except RuntimeError:
+        return 0
+    layers[0].workspace.release_workspace()
+    return min(granted, tokens - 1)
+
+
+def _granted(layer: Any) -> int:
+    """Return the tokens that the workspace holds: the distance of two heads in the kernel's view of its keys."""
+    import torch
+
+    attention = layer.attention
+    weight = attention.attn_qkvw
+    qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    # Only the attention, without the all-reduce after it: the ranks may hold different numbers of tokens.
+    _, keys, _ = attention.compute_attention(
+        qkv_out=(qkv_BSH,),
+        input_mask=None,
+        layer_past=None,
+        alibi=None,
+        is_prompt=True,
+        token_idx=None,
+        position_ids=None,
+    )
+    return int(keys.stride(1)) // int(keys.shape[-1])
+
+
+def workspace_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int:
+    """Return the bytes that DeepSpeed allocates for a workspace (`InferenceContext::GenWorkSpace`)."""
+    import torch
+
+    config = layers[0].config
+    activations = 10 * config.heads * _padded_head_dim(config) * rows
+    softmax = rows * (config.heads // config.mp_size) * most
+    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
+    size: int = (activations + softmax) * granted * element_bytes
+    return size + cache_bytes(layers, rows, granted)
+
+
+def cache_bytes(layers: Sequence[Any], rows: int, granted: int) -> int:
+    """Return the bytes of a workspace that are for keys and values."""
+    import torch
+
+    config = layers[0].config
+    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
+    numbers: int = len(layers) * rows * (config.heads * _padded_head_dim(config) // config.mp_size) * 2
+    return numbers * granted * element_bytes
+
+
+def _padded_head_dim(config: Any) -> int:
+    head_dim: int = config.hidden_size // config.heads
+    return next((size for size in (32, 64, 128) if head_dim <= size), head_dim)

@@ -3,12 +3,18 @@
 DeepSpeed compiles its extension `transformer_inference` when it is first loaded. In the ranks this minute would count
 as load time. The build runs in a child process (`python -m pytest_llmgpu.strategies.deepspeed.kernels`): torch is
 imported there and in the ranks, never in the process of pytest.
+
+torch marks a running build by a file and waits until the file is gone (`FileBaton` of torch.utils). A killed build
+leaves the file, and every later load of the extension waits for ever. Processes of this package therefore share a lock
+of the kernel (flock) while they build or load: it ends with its process. A process that is alone removes torch's file.
+A build of the same extension by another program at the same moment is not detected.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import os
@@ -27,7 +33,6 @@ from typing import Any
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.report.text import log_tail
-from pytest_llmgpu.strategies.deepspeed import build_lock
 
 _OP = "transformer_inference"
 _NEEDS = "strategy iok has to compile DeepSpeed's kernels"
@@ -37,6 +42,7 @@ _BUILD_TIMEOUT_S = 900.0  # A build takes 35 s on 64 cores and 75 s on 2. It may
 _PROGRESS_EVERY_S = 15.0
 _TICK_S = 0.5
 _GRACE_S = 5.0
+_OUR_LOCK, _TORCHS_LOCK = "llmgpu.lock", "lock"
 
 _COMPILER_ERROR = re.compile(r"\b(?:error|fatal) *:|cannot find -l")
 _PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?::|$)")
@@ -81,7 +87,7 @@ def load() -> None:
     if _is_prebuilt():
         builders.InferenceBuilder().load(verbose=False)
         return
-    with build_lock.shared(_build_folder(os.environ)):
+    with shared_lock(_build_folder(os.environ)):
         builders.InferenceBuilder().load(verbose=False)
 
 
@@ -111,7 +117,7 @@ def build(
     """
     if _is_prebuilt():
         return
-    waits = build_lock.is_held(_build_folder(environ))
+    waits = _is_building(_build_folder(environ))
     if waits:
         show(f"another process compiles DeepSpeed's {_OP}: waiting for it ...")
     elif not is_compiled(_OP, environ):
@@ -192,6 +198,34 @@ def _check_toolkit(environ: Mapping[str, str]) -> None:
         )
     if not os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):  # noqa: PTH118 - an empty home is not `.`
         raise ValueError(f"{_NEEDS}: {source}, which has no bin/nvcc: set CUDA_HOME to a CUDA toolkit")
+
+
+@contextlib.contextmanager
+def shared_lock(folder: Path) -> Iterator[None]:
+    """While entered, the extension in `folder` may be built or loaded, and no killed build blocks it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # Without a lock, as on a file system that has none, the extension is loaded as torch does.
+        with contextlib.suppress(OSError):
+            # Network file systems need a file open for reading and writing.
+            lock = stack.enter_context((folder / _OUR_LOCK).open("a+b"))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / _TORCHS_LOCK).unlink(missing_ok=True)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def _is_building(folder: Path) -> bool:
+    """Return whether another process builds the extension in `folder`."""
+    try:
+        with (folder / _OUR_LOCK).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (folder / _TORCHS_LOCK).exists()
+    except OSError:
+        return False
+    return False
 
 
 def _is_prebuilt() -> bool:

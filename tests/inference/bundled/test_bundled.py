@@ -227,7 +227,7 @@ def test_sequences_begin_with_bos_as_llamas_do(loaded: Loaded) -> None:
 
 def test_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
     """A vocabulary that is too small for all bytes is refused."""
-    from pytest_llmgpu.inference.bundled.tokenizer import save_tokenizer
+    from pytest_llmgpu.inference.bundled import save_tokenizer
 
     with pytest.raises(ValueError, match=r"vocabulary size 100 .* at least 258"):
         save_tokenizer(["text"], 100, tmp_path)
